@@ -1,0 +1,218 @@
+"""Floating-point formats as documented rows.
+
+What is true here. A format is a set of values, nothing else: the multiples of a quantum that depends on
+the binade, between zero (or the minimum) and the maximum, with or without a sign, an infinity and a
+NaN. Precision counts the implicit bit. An encoding is not stored: fxround keeps the values of a narrow
+format in a wider carrier (binary32 or binary64), where each of them is exact.
+
+Why it is safe. ``Format.parse(str(fmt)) == fmt`` for every format that can be built, so a format crosses
+a graph, a file or a process as text and loses nothing.
+
+    before   quantizer(exp=4, man=3)        # whose ties? what of 480? of 2^-10? of -0?
+    after    FORMATS["e4m3fn"].describe()   # the four decisions, in words
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final, Literal
+
+Overflow = Literal["inf", "saturate", "nan"]
+OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
+
+FLUSH: Final = "-flush"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row: which numbers exist.
+
+    precision  p, the bits of the significand with the implicit one
+    emin       exponent of the smallest normal number, 2^emin
+    maximum    the largest finite value, exact in binary64
+    signed     False: no value below zero
+    inf, nan   whether the format has them; a NaN stays a NaN in the carrier in any case
+    zero       False: the smallest magnitude is 2^emin
+    subnormals False: between 0 and 2^emin there is nothing
+    """
+
+    name: str
+    precision: int
+    emin: int
+    maximum: float
+    signed: bool = True
+    inf: bool = True
+    nan: bool = True
+    zero: bool = True
+    subnormals: bool = True
+
+    def __post_init__(self) -> None:
+        if self.precision < 1 or self.precision > 53:
+            raise ValueError(f"{self.name}: precision {self.precision} is not in 1..53 (binary64 has 53)")
+        if not math.isfinite(self.maximum) or self.maximum < math.ldexp(1.0, self.emin):
+            raise ValueError(f"{self.name}: the maximum {self.maximum} must be finite and at least 2^{self.emin}")
+        if math.ldexp(1.0, self.emin) == 0.0:
+            raise ValueError(f"{self.name}: 2^{self.emin} lies outside binary64, the widest carrier")
+        significand = math.ldexp(self.maximum, self.precision - 1 - self.emax)
+        if significand != int(significand):
+            raise ValueError(f"{self.name}: the maximum {self.maximum} does not fit {self.precision} bits")
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def emax(self) -> int:
+        """The exponent of the maximum."""
+        return math.frexp(self.maximum)[1] - 1
+
+    @property
+    def quantum_exponent(self) -> int:
+        """The exponent of the smallest positive value (and of the spacing below 2^emin)."""
+        return self.emin - self.precision + 1 if self.subnormals else self.emin
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """inf where the format has one, else nan, else saturate: what ml_dtypes does."""
+        return "inf" if self.inf else "nan" if self.nan else "saturate"
+
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """The overflow behaviours that the format can express."""
+        return tuple(o for o in OVERFLOWS if o == "saturate" or (o == "inf" and self.inf) or (o == "nan" and self.nan))
+
+    def without_subnormals(self) -> Format:
+        """The same format with nothing between zero and 2^emin (flush)."""
+        return self if not self.subnormals else replace(self, name=self.name + FLUSH, subnormals=False)
+
+    def within(self, other: Format) -> bool:
+        """Whether every finite value of this format is a value of ``other``."""
+        return (
+            self.precision <= other.precision
+            and self.quantum_exponent >= other.quantum_exponent
+            and (other.subnormals or self.emin >= other.emin)
+            and self.maximum <= other.maximum
+            and (other.signed or not self.signed)
+            and (other.zero or not self.zero)
+        )
+
+    def magnitudes(self) -> Iterator[float]:
+        """Every finite magnitude, ascending: for small formats (it yields them all)."""
+        if self.zero:
+            yield 0.0
+        step = math.ldexp(1.0, self.quantum_exponent)
+        value = step if self.subnormals else math.ldexp(1.0, self.emin)
+        while value <= self.maximum:
+            yield value
+            exponent = max(math.frexp(value)[1] - 1, self.emin)
+            value += math.ldexp(1.0, exponent - self.precision + 1)
+
+    def describe(self) -> str:
+        """The row and its four decisions (ties, subnormals, minus zero, overflow) in words."""
+        ties = "to the even significand" if self.precision > 1 else "to the larger magnitude (one-bit significand)"
+        low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
+        if not self.zero:
+            low = f"none: nothing below 2^{self.emin}, zero is {'NaN' if self.nan else 'the minimum'}"
+        minus = "kept" if self.signed and self.zero else "becomes plus zero" if self.zero else "no zero at all"
+        sign = "" if self.signed else "; no sign: negative values are out of range"
+        return (
+            f"{self.name}: p={self.precision}, emin={self.emin}, emax={self.emax}, maximum={self.maximum:g}\n"
+            f"  ties        {ties} (nearest_even)\n"
+            f"  subnormals  {low}\n"
+            f"  minus zero  {minus}{sign}\n"
+            f"  overflow    {self.default_overflow} by default; possible: {', '.join(self.overflows)}"
+        )
+
+    @staticmethod
+    def ieee(*, exponent_bits: int, precision: int, subnormals: bool = True) -> Format:
+        """The IEEE 754-style format with these widths: top exponent reserved for inf and NaN.
+
+        Source: IEEE 754-2019, section 3.3 (emax = 2^(w-1) - 1, emin = 1 - emax).
+        """
+        if not 2 <= exponent_bits <= 11:
+            raise ValueError(f"exponent_bits is {exponent_bits}: expected 2 to 11 (binary64 has 11)")
+        if not 2 <= precision <= 53:
+            raise ValueError(f"precision is {precision}: expected 2 to 53, the implicit bit counted (binary64 has 53)")
+        emax = 2 ** (exponent_bits - 1) - 1
+        maximum = math.ldexp(2.0 - math.ldexp(1.0, 1 - precision), emax)
+        fmt = Format(f"ieee({exponent_bits},{precision})", precision, 1 - emax, maximum)
+        return fmt if subnormals else fmt.without_subnormals()
+
+    @staticmethod
+    def custom(
+        *,
+        precision: int,
+        emin: int,
+        maximum: float,
+        signed: bool = True,
+        inf: bool = True,
+        nan: bool = True,
+        zero: bool = True,
+        subnormals: bool = True,
+    ) -> Format:
+        """A format that is no IEEE row: any precision, emin, maximum and set of special values.
+
+        Its name spells the row out, so that it can be parsed again.
+        """
+        held = {"signed": signed, "inf": inf, "nan": nan, "zero": zero}
+        flags = "+".join(k for k, v in held.items() if v)
+        name = f"custom({precision},{emin},{float(maximum).hex()},{flags})"
+        fmt = Format(name, precision, emin, float(maximum), signed, inf, nan, zero)
+        return fmt if subnormals else fmt.without_subnormals()
+
+    @staticmethod
+    def parse(text: str) -> Format:
+        """A named format, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each with ``-flush`` if wanted.
+
+        Raises ValueError with the nearest known names.
+        """
+        base = text.strip()
+        if base.endswith(FLUSH):
+            return Format.parse(base.removesuffix(FLUSH)).without_subnormals()
+        if base in FORMATS:
+            return FORMATS[base]
+        ieee = re.fullmatch(r"ieee\((\d+),\s*(\d+)\)", base)
+        if ieee:
+            return Format.ieee(exponent_bits=int(ieee[1]), precision=int(ieee[2]))
+        custom = re.fullmatch(r"custom\((\d+),(-?\d+),([^,]+),([a-z+]*)\)", base)
+        if custom:
+            flags = set(custom[4].split("+"))
+            return Format.custom(
+                precision=int(custom[1]),
+                emin=int(custom[2]),
+                maximum=float.fromhex(custom[3]),
+                signed="signed" in flags,
+                inf="inf" in flags,
+                nan="nan" in flags,
+                zero="zero" in flags,
+            )
+        near = get_close_matches(base, FORMATS, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"no format is named {text!r}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)")
+
+
+_ROWS: Final[tuple[Format, ...]] = (
+    Format("binary64", 53, -1022, float.fromhex("0x1.fffffffffffffp+1023")),
+    Format("binary32", 24, -126, float.fromhex("0x1.fffffep+127")),
+    Format("binary16", 11, -14, 65504.0),
+    Format("bfloat16", 8, -126, float.fromhex("0x1.fep+127")),
+    # NVIDIA TensorFloat-32: binary32's exponent, binary16's significand.
+    Format("tf32", 11, -126, float.fromhex("0x1.ffcp+127")),
+    # OCP 8-bit floating point 1.0: e5m2 is IEEE style; e4m3fn gives up inf for one more binade.
+    Format("e5m2", 3, -14, 57344.0),
+    Format("e4m3fn", 4, -6, 448.0, inf=False),
+    Format("e4m3", 4, -6, 240.0),
+    # OCP Microscaling 1.0, element formats: neither inf nor NaN.
+    Format("e3m2fn", 3, -2, 28.0, inf=False, nan=False),
+    Format("e2m3fn", 4, 0, 7.5, inf=False, nan=False),
+    Format("e2m1fn", 2, 0, 6.0, inf=False, nan=False),
+    # Scales: powers of two (OCP Microscaling 1.0), and the unsigned e5m3 with its last code a NaN.
+    Format("e8m0fnu", 1, -127, 2.0**127, signed=False, inf=False, zero=False, subnormals=False),
+    Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
+)
+
+FORMATS: Final = MappingProxyType({row.name: row for row in _ROWS})

@@ -1,0 +1,150 @@
+"""Rounding modes as data, and a rounding as format x mode x overflow.
+
+What is true here. Rounding a number keeps the multiple of the quantum next to it towards zero and loses
+the rest. A mode is one boolean rule over the sign, the parity of what is kept, what is lost and the
+random bits: *step away from zero?* Python booleans and IR values both fit the rule, so that the
+specification (``exact``) and the algorithm (``rounding``) share this rule and nothing else.
+
+Why it is safe. No rule sees anything but a ``Lost``; none can move an exact value (``drawn``, ``half``
+and ``above`` imply ``inexact``); a mode's only other property is ``jitter``, which up_down alone has.
+
+    before   mode=5                       # toward what? and what of an overflow?
+    after    Rounding.parse("e4m3fn/stochastic:14/saturate")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeVar
+
+from fxround.numerics.formats import Format, Overflow
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Lost(Generic[B]):
+    """All that a rule may look at. ``odd``/``even``: the kept significand. ``drawn``: the random
+    number fell below the lost fraction of a quantum. ``coin``: one fair random bit."""
+
+    negative: B
+    positive: B
+    odd: B
+    even: B
+    inexact: B
+    half: B
+    above: B
+    drawn: B
+    coin: B
+    never: B
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A rule, the number of random bits it draws (0: deterministic), and whether the result is then
+    moved by one ulp up or down (``jitter``)."""
+
+    name: str
+    away: Callable[[Lost[Any]], Any]
+    random_bits: int = 0
+    jitter: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.random_bits in (0, MODES[self.name].random_bits) else f"{self.name}:{self.random_bits}"
+
+    @property
+    def deterministic(self) -> bool:
+        """True: the same value always gives the same result."""
+        return self.random_bits == 0
+
+    def overflows(self, negative: bool) -> bool:
+        """Whether a finite value beyond the maximum leaves the range, or stays at the maximum.
+
+        It is the rule itself, asked about an odd maximum with more than half a quantum lost: IEEE
+        754-2019, section 7.4, for its five modes; to_odd stays, the random ones leave.
+        """
+        past = Lost(negative, not negative, True, False, True, False, True, True, True, False)
+        return bool(self.away(past))
+
+    @staticmethod
+    def parse(text: str) -> Mode:
+        """A mode's name; ``stochastic:n`` draws n of 1 to 32 random bits."""
+        name, colon, count = text.strip().partition(":")
+        if name not in MODES:
+            near = get_close_matches(name, MODES, n=2, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"no rounding mode is named {name!r}{hint} Known: {', '.join(MODES)}")
+        mode = MODES[name]
+        if not colon:
+            return mode
+        if name != "stochastic" or not count.isdecimal() or not 1 <= int(count) <= 32:
+            raise ValueError(f"{text!r}: only stochastic takes a number of random bits, stochastic:1 to stochastic:32")
+        return replace(mode, random_bits=int(count))
+
+
+def _to_nearest_even(lost: Lost[Any]) -> Any:
+    return lost.above | (lost.half & lost.odd)
+
+
+_ROWS: Final[tuple[Mode, ...]] = (
+    Mode("nearest_even", _to_nearest_even),
+    Mode("nearest_away", lambda lost: lost.above | lost.half),
+    Mode("nearest_zero", lambda lost: lost.above),
+    Mode("toward_zero", lambda lost: lost.never),
+    Mode("toward_positive", lambda lost: lost.inexact & lost.positive),
+    Mode("toward_negative", lambda lost: lost.inexact & lost.negative),
+    Mode("away_from_zero", lambda lost: lost.inexact),
+    Mode("to_odd", lambda lost: lost.inexact & lost.even),
+    # P(away) = floor(lost * 2^n) / 2^n for n random bits: a bias of less than 2^-n of a quantum,
+    # towards zero; none where no more than n bits are lost.
+    Mode("stochastic", lambda lost: lost.drawn, random_bits=32),
+    Mode("stochastic_equal", lambda lost: lost.inexact & lost.coin, random_bits=1),
+    Mode("up_down", _to_nearest_even, random_bits=1, jitter=True),
+)
+
+MODES: Final = MappingProxyType({row.name: row for row in _ROWS})
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A format, a mode and an overflow behaviour: three separate axes, one text.
+
+    ``Rounding.parse(str(r)) == r``. Overflow applies to every value beyond the maximum, infinities
+    included, unless the mode keeps it at the maximum (toward_zero and its like).
+    """
+
+    format: Format
+    mode: Mode
+    overflow: Overflow
+
+    def __post_init__(self) -> None:
+        if self.overflow not in self.format.overflows:
+            possible = ", ".join(self.format.overflows)
+            raise ValueError(f"{self.format} cannot overflow to {self.overflow!r}; it can: {possible}")
+
+    def __str__(self) -> str:
+        return f"{self.format}/{self.mode}/{self.overflow}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Rounding.parse, (str(self),))
+
+    @staticmethod
+    def parse(text: str | Rounding) -> Rounding:
+        """``format[/mode[/overflow]]``; the mode defaults to nearest_even, the overflow to the format's own.
+
+        Raises ValueError naming the part that is wrong.
+        """
+        if isinstance(text, Rounding):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"a rounding is a text like 'e4m3fn/stochastic/saturate', got {type(text).__name__}")
+        parts = [p.strip() for p in text.split("/")]
+        if len(parts) > 3:
+            raise ValueError(f"{text!r} has {len(parts)} parts; expected format[/mode[/overflow]]")
+        fmt = Format.parse(parts[0])
+        mode = Mode.parse(parts[1]) if len(parts) > 1 else MODES["nearest_even"]
+        overflow: Any = parts[2] if len(parts) > 2 else fmt.default_overflow
+        return Rounding(fmt, mode, overflow)
