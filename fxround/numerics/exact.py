@@ -49,12 +49,11 @@ def step_away(magnitude: Fraction, negative: bool, fmt: Format, mode: Mode, rand
 
 
 def one_ulp(magnitude: Fraction, fmt: Format, up: bool) -> Fraction:
-    """The next value of the format above or below a value of the format; the maximum steps down only."""
-    maximum = Fraction(fmt.maximum)
-    if up and magnitude + quantum(magnitude, fmt) <= maximum:
-        return magnitude + quantum(magnitude, fmt)
-    below = magnitude - quantum(magnitude, fmt)
-    return magnitude - min(quantum(magnitude, fmt), quantum(below, fmt)) if below > 0 else below
+    """The next value above or below a positive value of the format; the maximum steps down only."""
+    q = quantum(magnitude, fmt)
+    if up and magnitude + q <= Fraction(fmt.maximum):
+        return magnitude + q
+    return magnitude - quantum(magnitude - q / 2, fmt)
 
 
 def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int = 0) -> float:

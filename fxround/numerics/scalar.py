@@ -275,14 +275,14 @@ def _fma32(a: Array, b: Array, c: Array) -> Array:
 
 def _fma64_one(a: float, b: float, c: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
-        # Only finite * finite can overflow on its way to an infinite c, and c then decides.
+        # A finite product stays finite however large: an infinite or NaN addend decides alone.
         return c if math.isfinite(a) and math.isfinite(b) else float(np.float64(a) * np.float64(b) + np.float64(c))
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    product = Fraction(a) * Fraction(b)
+    exact = product + Fraction(c)
     if exact == 0:
-        product = math.copysign(1.0, a) * math.copysign(1.0, b)
-        both = a * b == 0 or product == math.copysign(1.0, c)
-        zero = math.copysign(0.0, c) if both and product == math.copysign(1.0, c) else 0.0
-        return zero if Fraction(a) * Fraction(b) == 0 else 0.0
+        # Zeros of one sign keep it; unlike zeros, and a cancellation, give +0 (IEEE 754-2019, 6.3).
+        sign = math.copysign(1.0, a) * math.copysign(1.0, b)
+        return math.copysign(0.0, c) if product == 0 and sign == math.copysign(1.0, c) else 0.0
     try:
         return float(exact)
     except OverflowError:

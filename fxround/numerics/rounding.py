@@ -1,0 +1,266 @@
+"""The rounding algorithm, written once in the scalar IR.
+
+What is true here. A float's encoding without its sign is its ordinal: consecutive floats have consecutive
+ordinals, across binades too. Dropping the low d bits of an ordinal is therefore truncation to a coarser
+grid, and adding 2^d steps to the next value of that grid, even where it carries into the exponent. d is
+constant where the format's precision limits, and grows where its emin limits; below the quantum the
+only neighbours are zero and the quantum.
+
+Why it is safe. Integer operators only: contraction, flush-to-zero and fast-math have nothing to touch.
+The mode's rule decides the step, as in the specification (``exact``); the tests compare the two on
+every 16-bit pattern and on the boundaries of every format.
+
+    before   (x + c) - c                      # RNE only, one range only, undone by -ffast-math
+    after    round_expr(x, Rounding.parse("e4m3fn/to_odd"))
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.modes import Lost, Rounding
+from fxround.numerics.scalar import (
+    WIDTH,
+    Expr,
+    Function,
+    Type,
+    bits,
+    const,
+    from_bits,
+    maximum,
+    minimum,
+    narrow,
+    param,
+    select,
+    widen,
+)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The type that holds the values of narrower formats: its own format, and where its fields lie."""
+
+    type: Type
+    code: Type
+    format: Format
+
+    @property
+    def trailing(self) -> int:
+        """Bits of the trailing significand: precision - 1."""
+        return self.format.precision - 1
+
+    @property
+    def bias(self) -> int:
+        """The exponent's bias."""
+        return 1 - self.format.emin
+
+    @property
+    def infinity(self) -> int:
+        """The ordinal of infinity: every larger ordinal is a NaN."""
+        return ((1 << (WIDTH[self.code] - 1)) - 1) >> self.trailing << self.trailing
+
+    @property
+    def nan(self) -> int:
+        """The encoding of the one NaN that fxround returns: quiet, positive, no payload."""
+        return self.infinity | 1 << (self.trailing - 1)
+
+    def ordinal(self, value: float) -> int:
+        """The encoding of a non-negative value of the carrier."""
+        return int.from_bytes(struct.pack("<f" if self.type == "f32" else "<d", value), "little")
+
+    def require(self, fmt: Format) -> None:
+        """Raise ValueError unless every value of ``fmt`` can be held, and rounded to, in this carrier."""
+        mine = self.format
+        if fmt.precision > mine.precision:
+            raise ValueError(
+                f"{fmt} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
+                f"to be rounded; use a tensor of a wider dtype"
+            )
+        # One binade below emin the carrier's subnormals still form one grid; further down they do not.
+        lowest = mine.emin - 1 if fmt.precision == 1 or fmt.subnormals else mine.emin
+        if fmt.emin < lowest or fmt.maximum > mine.maximum:
+            raise ValueError(
+                f"{fmt} has the range 2^{fmt.emin} to {fmt.maximum:g}, more than {mine} holds; "
+                f"use a tensor of a wider dtype"
+            )
+
+
+CARRIERS: Final = MappingProxyType(
+    {
+        "f32": Carrier("f32", "u32", FORMATS["binary32"]),
+        "f64": Carrier("f64", "u64", FORMATS["binary64"]),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where a magnitude lies on the format's grid: its neighbours as ordinals, and what truncation loses."""
+
+    below: Expr
+    above: Expr
+    significand: Expr
+    shift: Expr
+    far_shift: Expr
+
+    @property
+    def low(self) -> Expr:
+        """The part of the significand under the quantum."""
+        return self.significand & ((const(self.shift.type, 1) << self.shift) - 1)
+
+
+def locate(ordinal: Expr, fmt: Format, carrier: Carrier) -> Grid:
+    """The neighbours of a magnitude among the multiples of the format's quantum."""
+    code, trailing = carrier.code, carrier.trailing
+    one = const(code, 1)
+    drop = const(code, carrier.format.precision - fmt.precision)
+    first = fmt.emin + carrier.bias
+    uniform = first == 1 and fmt.subnormals
+    if uniform and fmt.precision > 1:
+        below = (ordinal >> drop) << drop
+        return Grid(below, below + (one << drop), ordinal, drop, drop)
+    field = ordinal >> trailing
+    fraction = ordinal & ((1 << trailing) - 1)
+    significand = select(field.equals(0), fraction, fraction | (1 << trailing))
+    # Below 2^emin the quantum stays that of 2^emin (or 2^emin itself, without subnormals).
+    base = carrier.format.precision - fmt.precision if fmt.subnormals else trailing
+    far = select(field < max(first, 1), const(code, base + first) - maximum(field, const(code, 1)), drop)
+    # At trailing + 2 every significand is below half a quantum: nothing more to tell apart.
+    shift = minimum(far, trailing + 2)
+    tiny = const(code, trailing) < far
+    below = select(tiny, 0, (ordinal >> shift) << shift)
+    quantum = carrier.ordinal(2.0**fmt.quantum_exponent)
+    return Grid(below, select(tiny, quantum, below + (one << shift)), significand, shift, far)
+
+
+def lost_fraction(grid: Grid) -> Expr:
+    """u32: the lost fraction of a quantum, truncated to 32 bits."""
+    low, shift = grid.low, grid.far_shift
+    code = low.type
+    last = WIDTH[code] - 1
+    left = minimum(const(code, 32) - minimum(shift, 32), last)
+    right = minimum(maximum(shift, 32) - 32, last)
+    fraction = select(shift <= 32, low << left, low >> right)
+    return narrow(fraction) if code == "u64" else fraction
+
+
+def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
+    """All that a mode's rule may look at, as IR values."""
+    never = const("bool", 0)
+    one = const(grid.shift.type, 1)
+    low = grid.low
+    odd = ((grid.significand >> grid.shift) & 1).equals(1)
+    drawn, coin = never, never
+    if random is not None:
+        unused = 32 - rounding.mode.random_bits
+        # r + floor(lost * 2^n) >= 2^n, both sides scaled to 32 bits.
+        drawn = lost_fraction(grid) > ~((random >> unused) << unused)
+        coin = (random >> 31).equals(1)
+    return Lost(
+        negative=negative,
+        positive=~negative,
+        odd=odd,
+        even=~odd,
+        inexact=low > 0,
+        half=(low << 1).equals(one << grid.shift),
+        above=(low << 1) > (one << grid.shift),
+        drawn=drawn,
+        coin=coin,
+        never=never,
+    )
+
+
+def jitter(ordinal: Expr, fmt: Format, carrier: Carrier, coin: Expr) -> Expr:
+    """One ulp up or down from a value of the format; zero stays, the maximum steps down only.
+
+    The grid just below v is that of v's predecessor in the carrier, hence the truncation of ordinal - 1.
+    """
+    top = carrier.ordinal(fmt.maximum)
+    up = coin & (ordinal < top)
+    grid = locate(select(up, ordinal, ordinal - 1), fmt, carrier)
+    return select(ordinal.equals(0), 0, select(up, grid.above, grid.below))
+
+
+def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
+    """R(x) in x's carrier.
+
+    x: an f32 or f64 value. random: 32 random bits (u32), needed by the modes that draw.
+    Raises ValueError for a format that the carrier does not hold, or a missing ``random``.
+    """
+    carrier, fmt, mode = CARRIERS[x.type], rounding.format, rounding.mode
+    carrier.require(fmt)
+    if mode.random_bits and random is None:
+        raise ValueError(f"{rounding} draws random bits; none were given")
+    encoding = bits(x)
+    ordinal = encoding & ((1 << (WIDTH[carrier.code] - 1)) - 1)
+    sign = encoding ^ ordinal
+    negative = ~sign.equals(0)
+    grid = locate(ordinal, fmt, carrier)
+    step = mode.away(observe(grid, negative, rounding, random))
+    rounded = select(step, grid.above, grid.below)
+    finite = _bound(rounded, negative, rounding, carrier, random)
+    signed = _apply_sign(finite, ordinal, sign, negative, rounding, carrier)
+    return from_bits(_special(signed, ordinal, sign, negative, rounding, carrier))
+
+
+def _bound(rounded: Expr, negative: Expr, rounding: Rounding, carrier: Carrier, random: Expr | None) -> Expr:
+    """Apply jitter and overflow to a magnitude rounded as if exponents were unbounded."""
+    mode, top = rounding.mode, carrier.ordinal(rounding.format.maximum)
+    kept = minimum(rounded, top)
+    if mode.jitter and random is not None:
+        kept = jitter(kept, rounding.format, carrier, (random >> 31).equals(1))
+    if rounding.overflow == "saturate":
+        return kept
+    beyond = carrier.infinity if rounding.overflow == "inf" else carrier.nan
+    leaves = select(negative, *(const("bool", mode.overflows(s)) for s in (True, False)))
+    return select((rounded > top) & leaves, beyond, kept)
+
+
+def _apply_sign(finite: Expr, ordinal: Expr, sign: Expr, negative: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
+    fmt = rounding.format
+    least = carrier.ordinal(2.0**fmt.emin)
+    if not fmt.zero:
+        nothing = const(carrier.code, carrier.nan if rounding.overflow == "nan" else least)
+        finite = select(finite < least, select(ordinal.equals(0), nothing, least), finite)
+    if fmt.signed:
+        return finite | sign
+    floor = (0 if fmt.zero else least) if rounding.overflow == "saturate" else carrier.nan
+    below = negative & ~ordinal.equals(0)
+    return select(below, floor, finite)
+
+
+def _special(result: Expr, ordinal: Expr, sign: Expr, negative: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
+    """NaN in, or made on the way, is the one NaN; an infinity overflows."""
+    top = const(carrier.code, carrier.ordinal(rounding.format.maximum))
+    if rounding.overflow == "nan":
+        infinite: Expr = const(carrier.code, carrier.nan)
+    else:
+        infinite = const(carrier.code, carrier.infinity) if rounding.overflow == "inf" else top
+    if rounding.format.signed:
+        infinite = infinite | sign
+    elif rounding.overflow == "saturate":
+        infinite = select(negative, 0 if rounding.format.zero else carrier.ordinal(2.0**rounding.format.emin), infinite)
+    else:
+        infinite = select(negative, carrier.nan, infinite)
+    if rounding.overflow == "nan":
+        # The sign was attached to a NaN made by overflow: give back the one NaN.
+        magnitude = result & ((1 << (WIDTH[carrier.code] - 1)) - 1)
+        result = select(magnitude.equals(carrier.nan), carrier.nan, result)
+        infinite = const(carrier.code, carrier.nan)
+    special = select(const(carrier.code, carrier.infinity) < ordinal, carrier.nan, infinite)
+    return select(const(carrier.code, carrier.infinity) <= ordinal, special, result)
+
+
+def rounding_function(rounding: Rounding, carrier: str) -> Function:
+    """The rounding as a function of the IR: (x, random) in the carrier named f32 or f64."""
+    x, random = param("x", CARRIERS[carrier].type), param("random", "u32")
+    return Function("round", (x, random), (round_expr(x, rounding, random),))
+
+
+def widen_exactly(x: Expr) -> Expr:
+    """f32 to f64; f64 as it is."""
+    return widen(x) if x.type == "f32" else x
