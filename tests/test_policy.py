@@ -1,0 +1,233 @@
+"""Policies: which rule speaks, what it says, and that nothing is lost or guessed on the way through text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxround.errors import PolicyError
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.orders import LANES, Order
+from fxround.policy import ENTERING, PRESETS, ROLES, Assignment, Policy, Rule
+
+MM = {"path": "layer1.0.conv1", "operator": "aten.mm.default", "kind": "contraction", "role": "activation"}
+BINARY32 = {**MM, "dtype": "binary32"}
+
+
+def assigned(policy: Policy, **changed: str) -> Assignment | None:
+    return policy.assign(**(BINARY32 | changed))
+
+
+@pytest.mark.parametrize(
+    "rule, speaks",
+    [
+        ({}, True),
+        ({"match": "layer1"}, True),
+        ({"match": "layer1.*"}, True),
+        ({"match": "*.conv1"}, True),
+        ({"match": "layer[1-3]"}, True),
+        ({"match": "layer"}, False),
+        ({"match": "layer10"}, False),
+        ({"match": "conv1"}, False),
+        ({"match": ""}, False),
+        ({"operator": "mm"}, True),
+        ({"operator": "aten.mm"}, True),
+        ({"operator": "aten.mm.*"}, True),
+        ({"operator": "contraction"}, True),
+        ({"operator": "m"}, False),
+        ({"operator": "bmm"}, False),
+        ({"role": "activation"}, True),
+        ({"role": "weight"}, False),
+    ],
+)
+def test_a_rule_speaks_of_what_it_names(rule: dict[str, str], speaks: bool) -> None:
+    assert Rule(**rule, rounding="bfloat16").matches(**MM) is speaks
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_what_enters_a_graph_is_rounded_only_by_a_rule_that_names_its_role(role: str) -> None:
+    at = {**MM, "role": role}
+    assert Rule(rounding="bfloat16").matches(**at) is (role not in ENTERING)
+    assert Rule(role=role, rounding="bfloat16").matches(**at)
+
+
+def test_an_empty_match_is_the_root_module_alone() -> None:
+    rule = Rule("", rounding="bfloat16")
+    assert rule.matches(**{**MM, "path": ""})
+    assert not rule.matches(**MM)
+
+
+def test_the_last_rule_wins_field_by_field() -> None:
+    policy = Policy(
+        "p",
+        (
+            Rule(rounding="bfloat16", accumulate="tf32", order="sequential"),
+            Rule("layer1", accumulate="dtype/stochastic:8"),
+            Rule("layer2", rounding="e5m2"),
+        ),
+    )
+    assert assigned(policy) == Assignment(
+        Rounding.parse("bfloat16"),
+        Rounding.parse("binary32/stochastic:8"),
+        Order.parse("sequential"),
+        str(policy.rules[0]),
+    )
+
+
+def test_what_no_rule_mentions_is_left_alone_and_what_is_unsaid_is_the_dtypes() -> None:
+    assert assigned(Policy("empty")) is None
+    assert assigned(Policy("other", (Rule("elsewhere", rounding="bfloat16"),))) is None
+    said = assigned(Policy("order alone", (Rule(order="sequential"),)), dtype="binary64")
+    assert said is not None
+    assert (str(said.rounding), str(said.accumulate)) == ("binary64/nearest_even/inf",) * 2
+    assert assigned(Policy("rounding alone", (Rule(rounding="bfloat16"),))) == Assignment(
+        Rounding.parse("bfloat16"), Rounding.parse("binary32"), LANES, "* -> rounding=bfloat16/nearest_even/inf"
+    )
+
+
+def test_identity_leaves_an_operation_alone_with_its_accumulator() -> None:
+    policy = PRESETS["stochastic"].with_rules(Rule("layer1", rounding="identity"))
+    said = assigned(policy)
+    assert said is not None
+    assert (said.rounding, said.accumulate, str(said)) == (None, None, "identity")
+    again = policy.with_rules(Rule(operator="mm", rounding="dtype"))
+    assert str(assigned(again)) == ("binary32/nearest_even/inf accumulate binary32/stochastic/inf order lanes:16")
+
+
+def test_native_is_kept_as_a_word() -> None:
+    said = assigned(Policy("qpytorch", (Rule(rounding="e5m2/stochastic", accumulate="native"),)))
+    assert said is not None
+    assert said.accumulate == "native"
+
+
+@pytest.mark.parametrize("dtype", ["binary64", "binary32", "binary16", "bfloat16"])
+@pytest.mark.parametrize(
+    "preset, mode", [("stochastic", "stochastic"), ("up_down", "up_down"), ("cestac", "stochastic_equal")]
+)
+def test_perturbing_presets_round_in_the_operations_own_format(preset: str, mode: str, dtype: str) -> None:
+    said = assigned(PRESETS[preset], dtype=dtype)
+    assert said is not None
+    assert str(said.rounding) == str(said.accumulate) == f"{dtype}/{mode}/inf"
+    assert assigned(PRESETS[preset], role="weight", dtype=dtype) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_a_policy(name: str) -> None:
+    policy = Policy.parse(name)
+    for role in ROLES:
+        said = assigned(policy, role=role, dtype="binary64")
+        assert said is not None
+        assert said.rounding == Rounding.parse(name)
+        assert said.accumulate == Rounding.parse("binary32") or role in ENTERING
+    assert Policy.parse(Rounding.parse(name)).rules == policy.rules
+
+
+def test_presets_are_named_and_only_reproducible_is_strict() -> None:
+    assert set(PRESETS) >= {"identity", "stochastic", "up_down", "cestac", "reproducible", "bfloat16", "binary16"}
+    assert [p.name for p in PRESETS.values() if p.strict] == ["reproducible"]
+    assert all(name == p.name == Policy.parse(name).name for name, p in PRESETS.items())
+    assert PRESETS["identity"].rules == ()
+
+
+def test_a_wider_format_than_the_operations_is_refused_with_its_place() -> None:
+    with pytest.raises(PolicyError, match=r"binary64.*aten\.mm\.default at layer1\.0\.conv1.*kept in binary32"):
+        assigned(Policy.parse("binary64"))
+    with pytest.raises(PolicyError, match="kept in binary16"):
+        assigned(Policy.parse("bfloat16"), dtype="binary16")
+
+
+def test_a_rule_that_matches_nothing_is_named() -> None:
+    policy = Policy(
+        "p", (Rule(rounding="bfloat16"), Rule("layer2", rounding="e5m2"), Rule("x", rounding="e5m2", optional=True))
+    )
+    policy.require_matched({0, 1})
+    with pytest.raises(
+        PolicyError, match=r"rule 2, 'layer2 -> rounding=e5m2/nearest_even/inf'.*did you mean 'layer1'"
+    ) as error:
+        policy.require_matched({0}, ["", "layer1", "fc"])
+    assert "(root), fc, layer1" in str(error.value)
+    for preset in PRESETS.values():
+        preset.require_matched(())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Policy.parse("stocastic"), "did you mean 'stochastic'"),
+        (lambda: Policy.parse("bfloat61"), "did you mean 'bfloat16'"),
+        (lambda: Policy.parse("e4m3fm/stochastic"), "did you mean e4m3fn"),
+        (lambda: Policy.parse("bfloat16/stochastik"), "did you mean stochastic"),
+        (lambda: Policy.parse("e2m1fn/stochastic/inf"), "cannot overflow"),
+        (lambda: Policy.parse("no/such/file.toml"), r"no/such/file\.toml.*cannot be read"),
+        (lambda: Rule(rounding="bfloat16", role="wieght"), "did you mean 'weight'"),
+        (lambda: Rule(rounding=3), "rounding is a text"),  # type: ignore[arg-type]
+        (lambda: Rule(rounding="native"), "no format is named 'native'"),
+        (lambda: Rule(accumulate="identity"), "no format is named 'identity'"),
+        (lambda: Rule(order="random"), "order = 'random'"),
+        (lambda: Rule("layer1"), "layer1 -> says nothing"),
+        (lambda: Policy("p", ({"rounding": "bfloat16"},)), "a rule is a Rule, got dict"),  # type: ignore[arg-type]
+        (lambda: Policy.from_dict({"rule": []}), r"no key 'rule'; did you mean 'rules'\? Allowed: name, strict, rules"),
+        (
+            lambda: Policy.from_dict({"rules": [{"rouding": "x"}]}),
+            r"no key 'rouding'; did you mean 'rounding'\? Allowed: match",
+        ),
+        (lambda: Policy.from_dict({"rules": [3]}), "table of keys, got int"),
+        (lambda: Policy.from_dict({"strict": "yes"}), "'strict' is 'yes' .str., expected bool"),
+        (lambda: Policy.from_dict({"rules": [{"order": 16}]}), "'order' is 16"),
+        (lambda: Policy.from_toml("name ="), "no TOML document"),
+    ],
+)
+def test_mistakes_are_told_with_the_remedy(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(PolicyError, match=message) as error:
+        make()
+    assert isinstance(error.value, ValueError)
+
+
+def test_a_policy_of_the_wrong_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="got int"):
+        Policy.parse(3)  # type: ignore[arg-type]
+
+
+def test_a_file_gives_the_policy_and_its_name_stands_in_its_errors(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(PRESETS["bfloat16"].to_toml(), encoding="utf-8")
+    assert Policy.parse(file) == Policy.parse(str(file)) == PRESETS["bfloat16"]
+    file.write_text('[[rules]]\nmode = "RNE"\n', encoding="utf-8")
+    with pytest.raises(PolicyError, match=r"mine\.toml.*no key 'mode'"):
+        Policy.parse(file)
+
+
+roundings = st.builds(
+    lambda fmt, mode: f"{fmt}/{mode}",
+    st.sampled_from(["dtype", *FORMATS, "ieee(5,7)"]),
+    st.sampled_from([*MODES, "stochastic:3"]),
+)
+rules = st.builds(
+    Rule,
+    match=st.text(st.characters(exclude_categories=["Cs"])),
+    operator=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    role=st.none() | st.sampled_from(ROLES),
+    rounding=roundings | st.just("identity"),
+    accumulate=st.none() | roundings | st.just("native"),
+    order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4"]),
+    optional=st.booleans(),
+)
+policies = st.builds(
+    Policy, st.text(st.characters(exclude_categories=["Cs"])), st.lists(rules, max_size=4), st.booleans()
+)
+
+
+@given(policies)
+def test_dict_and_toml_lose_nothing(policy: Policy) -> None:
+    assert Policy.from_dict(policy.to_dict()) == policy
+    assert Policy.from_toml(policy.to_toml()) == policy
+
+
+@pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
+def test_presets_survive_dict_and_toml(policy: Policy) -> None:
+    assert Policy.from_toml(policy.to_toml()) == Policy.from_dict(policy.to_dict()) == policy
