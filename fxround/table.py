@@ -1,0 +1,94 @@
+"""A table: data first, text and HTML second.
+
+What is true here. A table holds plain values (text, numbers, None) and nothing that was formatted for
+reading, so that what a person reads and what a program reads are the same rows.
+
+    before   print(f"{name:20} {bits:5.1f}")
+    after    Table(("layer", "bits"), (("conv1", 21.3),)).to_json()     # or print(table), or a notebook's cell
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Value = str | int | float | None
+
+_CSS = (
+    "border-collapse:collapse;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace",
+    "text-align:left;padding:3px 14px 3px 0;border-bottom:1.5px solid #495057;white-space:nowrap",
+    "padding:2px 14px 2px 0;border-bottom:1px solid #e9ecef;white-space:nowrap",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column names, rows of values in the same order, and a title and a note around them."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    title: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = next((row for row in self.rows if len(row) != len(self.columns)), None)
+        if wrong is not None:
+            raise ValueError(f"a row has {len(wrong)} values for {len(self.columns)} columns {self.columns}: {wrong}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Value]]:
+        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """``{"title", "columns", "rows", "note"}``; the rows are dicts, which ``pandas.DataFrame`` reads."""
+        return {"title": self.title, "columns": list(self.columns), "rows": list(self), "note": self.note}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON; NaN and infinities, which JSON lacks, become null."""
+        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        shown = [[_shown(value) for value in row] for row in self.rows]
+        numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+        widths = [max(map(len, column)) for column in zip(self.columns, *shown, strict=True)]
+        lines = [_line(row, widths, numeric) for row in (self.columns, *shown)]
+        rule = "  ".join("─" * width for width in widths)
+        return "\n".join(part for part in (self.title, lines[0], rule, *lines[1:], self.note) if part)
+
+    def _repr_html_(self) -> str:
+        table, head, cell = _CSS
+        heads = "".join(f'<th style="{head}">{html.escape(column)}</th>' for column in self.columns)
+        rows = "".join(f"<tr>{''.join(_cell(value, cell) for value in row)}</tr>" for row in self.rows)
+        title, note = (f"<p>{html.escape(text)}</p>" if text else "" for text in (self.title, self.note))
+        return f'{title}<table style="{table}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{note}'
+
+
+def _shown(value: Value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def _line(row: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
+    cells = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+    return "  ".join(cells).rstrip()
+
+
+def _cell(value: Value, style: str) -> str:
+    align = "" if isinstance(value, str) else ";text-align:right"
+    return f'<td style="{style}{align}">{html.escape(_shown(value))}</td>'
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

@@ -1,0 +1,233 @@
+"""Views of a graph: they say what the graph says, they hide nothing, and they are data before they are text."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import networkx as nx
+import pytest
+import torch
+from torch import fx
+
+from fxround.drawing import DUMMY, GAP, HEIGHT, WIDTH, Legend, svg
+from fxround.graph import META, PORT, Port, Site
+from fxround.inspection import coverage, draw, graph_text, html, operations, summary, to_networkx
+from fxround.policy import PRESETS
+from fxround.table import Table
+
+A = torch.ops.aten
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def a_site(op: str, kind: str, status: Any = "rounded", path: str = "fc", reason: str = "") -> Site:
+    place = {"path": path, "operator": op, "kind": kind, "role": "activation"}
+    assignment = PRESETS["stochastic"].assign(**place, dtype="binary32") if status == "rounded" else None
+    return Site(path, "Linear", op, kind, "activation", "net.py:7", "y = fc(x)", 0, assignment, status, reason)
+
+
+def a_graph() -> fx.GraphModule:
+    """x @ w.T, relu, a mask that is unused, topk (a tuple), a sum that nobody classified."""
+    graph = fx.Graph()
+
+    def call(target: Any, args: tuple[Any, ...], value: Any, entry: Site | None = None) -> fx.Node:
+        node = graph.create_node("call_function", target, args, name=str(target).split(".")[1])
+        node.meta["val"] = value
+        if entry is not None:
+            node.meta[META] = entry
+        return node
+
+    x, w = graph.placeholder("arg0_1"), graph.placeholder("arg1_1")
+    x.meta |= {"val": meta(4, 3), PORT: Port("argument", index=0)}
+    w.meta |= {"val": meta(5, 3), PORT: Port("parameter", name="fc.weight")}
+    t = call(A.permute.default, (w, [1, 0]), meta(3, 5), a_site("aten.permute.default", "movement", "movement"))
+    mm = call(A.mm.default, (x, t), meta(4, 5), a_site("aten.mm.default", "contraction"))
+    relu = call(A.relu.default, (mm,), meta(4, 5), a_site("aten.relu.default", "exact", "exact", path=""))
+    view = call(A.view.default, (relu, [20]), meta(20), a_site("aten.view.default", "movement", "movement", path=""))
+    erfinv = a_site("aten.erfinv.default", "opaque", "native", path="", reason="no kernel has this function yet")
+    y = call(A.erfinv.default, (view,), meta(20), erfinv)
+    total = call(A.sum.default, (y,), meta())
+    graph.output((total, relu))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.fixture
+def gm() -> fx.GraphModule:
+    return a_graph()
+
+
+def test_the_text_names_every_node_with_its_origin(gm: fx.GraphModule) -> None:
+    lines = graph_text(gm).splitlines()
+    assert "  arg0_1: float32[4, 3] = argument 0" in lines
+    assert "  arg1_1: float32[5, 3] = fc.weight" in lines
+    assert "# fc (Linear)  net.py:7  y = fc(x)" in lines
+    assert "  mm: float32[4, 5] = aten.mm.default(arg0_1, permute)" in lines
+    assert lines[-1] == "  return sum_1, relu"
+    assert sum(not line.startswith("#") for line in lines) == len(gm.graph.nodes)
+
+
+def test_the_summary_has_one_row_an_operation(gm: fx.GraphModule) -> None:
+    rows = list(summary(gm))
+    assert [row["node"] for row in rows] == ["mm", "relu", "erfinv", "sum_1"]
+    assert rows[0] == {
+        "node": "mm",
+        "operator": "aten.mm.default",
+        "module": "fc",
+        "source": "net.py:7",
+        "rounding": "binary32/stochastic/inf",
+        "accumulate": "binary32/stochastic/inf",
+    }
+    assert rows[1]["rounding"] == "exact"
+    assert rows[2]["rounding"] == "native: no kernel has this function yet"
+    assert [row["node"] for row in summary(gm, movement=True)] == ["permute", "mm", "relu", "view", "erfinv", "sum_1"]
+
+
+def test_coverage_counts_nodes_and_operations_and_hides_nothing(gm: fx.GraphModule) -> None:
+    table = coverage(gm)
+    counted = [(row["status"], row["operator"], row["nodes"], row["operations"]) for row in table]
+    assert counted == [
+        ("rounded", "", 1, 2 * 4 * 5 * 3),
+        ("exact", "", 1, 20),
+        ("native", "aten.erfinv.default", 1, 20),
+        ("native", "aten.sum.default", 1, 1),
+        ("movement", "", 2, 0),
+    ]
+    assert [row["reason"] for row in table][2:4] == ["no kernel has this function yet", "not classified"]
+    assert math.fsum(float(row["%"] or 0) for row in table) == pytest.approx(100)  # a sum of rounded shares
+    assert [line.split(":")[0] for line in table.unrounded] == ["erfinv", "sum_1"]
+    assert "2 float operations are not rounded" in str(table)
+    assert table.to_dict()["unrounded"] == list(table.unrounded)
+
+
+def test_a_covered_graph_says_so(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if node.name in ("erfinv", "sum_1"):
+            node.meta[META] = a_site(str(node.target), "exact", "exact")
+    assert coverage(gm).unrounded == ()
+    assert "Every float operation is rounded or exact." in str(coverage(gm))
+
+
+CONVOLUTIONS = [
+    ((2, 4, 9), (6, 2, 3), ([1], [0], [1], False, [0], 2)),
+    ((2, 4, 8, 8), (6, 4, 3, 3), ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)),
+    ((2, 4, 8, 8), (4, 3, 3, 3), ([2, 2], [0, 0], [1, 1], True, [0, 0], 2)),
+]
+
+
+@pytest.mark.parametrize("x, w, rest", CONVOLUTIONS)
+def test_operations_of_a_convolution_are_its_multiply_adds(
+    x: tuple[int, ...], w: tuple[int, ...], rest: tuple[Any, ...]
+) -> None:
+    graph = fx.Graph()
+    arguments = [graph.placeholder(name) for name in "xw"]
+    for node, shape in zip(arguments, (x, w), strict=True):
+        node.meta["val"] = meta(*shape)
+    call = graph.call_function(A.convolution.default, (*arguments, None, *rest))
+    call.meta["val"] = A.convolution.default(meta(*x), meta(*w), None, *rest)
+    # Every weight meets every position of the side that it slides over, in every image, once.
+    slides = x if rest[3] else tuple(call.meta["val"].shape)
+    expected = 2 * math.prod(w) * slides[0] * math.prod(slides[2:])
+    assert operations(call, a_site("aten.convolution.default", "contraction")) == expected
+
+
+def test_operations_of_a_reduction_are_its_terms() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = meta(7, 11)
+    total = graph.call_function(A.sum.dim_IntList, (x, [1]))
+    total.meta["val"] = meta(7)
+    assert operations(total, a_site("aten.sum.dim_IntList", "reduction")) == 77
+
+
+def test_networkx_has_the_whole_graph_and_can_be_written(gm: fx.GraphModule, tmp_path: Path) -> None:
+    graph = to_networkx(gm)
+    assert set(graph) == {node.name for node in gm.graph.nodes}
+    assert set(graph.edges) == {(used.name, node.name) for node in gm.graph.nodes for used in node.all_input_nodes}
+    assert graph.nodes["mm"]["rounding"] == "binary32/stochastic/inf"
+    assert graph.nodes["arg1_1"]["name"] == "fc.weight"
+    nx.write_graphml(graph, tmp_path / "graph.graphml")
+    assert set(nx.read_graphml(tmp_path / "graph.graphml")) == set(graph)
+
+
+def boxes(text: str) -> dict[str, ElementTree.Element]:
+    root = ElementTree.fromstring(text)
+    return {(g.findtext(f"{SVG}text") or ""): g for g in root.iter(f"{SVG}g")}
+
+
+def test_the_drawing_shows_arithmetic_in_its_colours(gm: fx.GraphModule, tmp_path: Path) -> None:
+    path = draw(gm, tmp_path / "graph.svg", title="a <title> & more")
+    drawn = boxes(path.read_text(encoding="utf-8"))
+    assert list(drawn) == ["argument 0", "mm", "relu", "erfinv", "sum", "result"]
+    assert "rounding: binary32/stochastic/inf" in (drawn["mm"].findtext(f"{SVG}title") or "")
+    assert "path: fc" in (drawn["mm"].findtext(f"{SVG}title") or "")
+    colours = {name: box.find(f"{SVG}rect[@class='box']").get("stroke") for name, box in drawn.items()}  # type: ignore[union-attr]
+    assert len({colours["mm"], colours["relu"], colours["erfinv"], colours["result"]}) == 4
+    assert path.read_text(encoding="utf-8") == draw(gm, tmp_path / "again.svg", title="a <title> & more").read_text()
+    with pytest.raises(ValueError, match=r"ends in \.svg, got 'graph\.png'"):
+        draw(gm, "graph.png")
+
+
+def test_html_is_a_fragment_of_its_own(gm: fx.GraphModule) -> None:
+    text = html(gm)
+    assert "<svg" in text and text.count("<table") == 2
+    assert "src=" not in text and "href=" not in text
+
+
+def random_graph(seed: int) -> nx.DiGraph:
+    graph = nx.gn_graph(40, seed=seed).reverse()
+    graph.add_edges_from((a, b) for a, b in nx.gnp_random_graph(40, 0.05, seed=seed).edges if a < b)
+    graph = nx.DiGraph((min(e), max(e)) for e in graph.edges)
+    for node in graph:
+        graph.nodes[node].update(lines=[str(node)], title=str(node), fill="#fff", stroke="#000")
+    return graph
+
+
+def rectangles(text: str) -> Iterator[tuple[float, float]]:
+    for box in boxes(text).values():
+        rect = box.find(f"{SVG}rect")
+        assert rect is not None
+        yield float(rect.get("x", "nan")), float(rect.get("y", "nan"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_boxes_overlap_and_every_edge_points_down(seed: int) -> None:
+    graph = random_graph(seed)
+    text = svg(graph, Legend("random"))
+    corners = list(rectangles(text))
+    assert len(corners) == len(graph)
+    for i, (x, y) in enumerate(corners):
+        for other_x, other_y in corners[:i]:
+            assert abs(x - other_x) >= WIDTH + GAP - 0.2 or abs(y - other_y) > HEIGHT
+    tops = dict(zip(map(str, graph.nodes), (y for _, y in corners), strict=True))
+    assert all(tops[str(a)] < tops[str(b)] for a, b in graph.edges)
+    assert DUMMY < WIDTH
+
+
+def test_a_cycle_is_refused() -> None:
+    with pytest.raises(ValueError, match="cycle"):
+        svg(nx.DiGraph([(0, 1), (1, 0)]), Legend(""))
+
+
+def test_an_empty_graph_can_be_drawn() -> None:
+    assert ElementTree.fromstring(svg(nx.DiGraph(), Legend("nothing"))).tag == f"{SVG}svg"
+
+
+def test_a_table_is_data_first() -> None:
+    table = Table(("layer", "bits"), (("conv", 21.25), ("<fc>", None)), title="t", note="n")
+    assert table.to_dict()["rows"] == [{"layer": "conv", "bits": 21.25}, {"layer": "<fc>", "bits": None}]
+    assert json.loads(table.to_json()) == table.to_dict()
+    assert str(table).splitlines() == ["t", "layer   bits", "─────  ─────", "conv   21.25", "<fc>", "n"]
+    assert "&lt;fc&gt;" in table._repr_html_() and "<fc>" not in table._repr_html_()
+    assert json.loads(Table(("x",), ((math.nan,), (math.inf,))).to_json())["rows"] == [{"x": None}, {"x": None}]
+    assert len(table) == 2 and operator.length_hint(table) == 2
+    with pytest.raises(ValueError, match="a row has 1 values for 2 columns"):
+        Table(("a", "b"), ((1,),))
