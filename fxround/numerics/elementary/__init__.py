@@ -1,0 +1,74 @@
+"""Elementary functions in the scalar IR: straight-line binary64, the same bits on every IEEE machine.
+
+What is true here. ``ELEMENTARY`` is the one table: a function is a row here and a definition in its family's file.
+A definition returns an ``Approximation``: the value as an unevaluated sum of two binary64 numbers. Only IEEE
++ - * / sqrt fma, integer operations and selects are used; there is no table look-up and no libm.
+
+Why it is safe. ``error_bound`` is in units in the last place of binary64, measured against mpmath and quad precision
+on samples and rounded up; the tests assert it. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
+
+    before   y = libm.exp(x)                                  # other bits on another machine
+    after    y = ELEMENTARY["exp"].build(param("x", "f64"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.exponential import exp, exp2, expm1
+from fxround.numerics.elementary.hyperbolic import tanh
+from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
+from fxround.numerics.elementary.logistic import sigmoid, softplus
+from fxround.numerics.scalar import Expr
+
+
+@dataclass(frozen=True)
+class Elementary:
+    """A function of binary64 arguments.
+
+    ``error_bound``: of ``build``, in binary64 ulps. ``special``: its values at the edges, in words. ``reference``: the
+    same in mpmath's notation. ``source``: where the method comes from.
+    """
+
+    name: str
+    arity: int
+    define: Callable[..., Approximation]
+    error_bound: float
+    special: str
+    reference: str
+    source: str
+
+    def build(self, *args: Expr) -> Expr:
+        """f64 expressions in, the value in binary64 out, within ``error_bound`` ulps."""
+        return self.define(*self._checked(args)).nearest()
+
+    def build_sticky(self, *args: Expr) -> Expr:
+        """The same value rounded to odd: for a later rounding to at most 51 bits, directed modes included."""
+        return self.define(*self._checked(args)).sticky()
+
+    def _checked(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        types = [a.type for a in args]
+        if types != ["f64"] * self.arity:
+            raise TypeError(f"{self.name} takes {self.arity} f64 expressions, got {types}: widen f32 ones first")
+        return args
+
+
+_ROWS: Final = (
+    Elementary("exp", 1, exp, 0.62, "exp(-inf) = +0", "exp(x)", "Tang 1989"),
+    Elementary("exp2", 1, exp2, 0.62, "exact at the integers", "2**x", "Tang 1989"),
+    Elementary("expm1", 1, expm1, 1.0, "expm1(+-0) = +-0, expm1(-inf) = -1", "expm1(x)", "Tang 1992"),
+    Elementary("log", 1, log, 0.62, "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0", "log(x)", "Tang 1990"),
+    Elementary("log2", 1, log2, 0.7, "as log; exact at powers of 2", "log(x, 2)", "Tang 1990"),
+    Elementary("log10", 1, log10, 0.7, "as log; exact at powers of 10", "log10(x)", "Tang 1990"),
+    Elementary("log1p", 1, log1p, 0.65, "log1p(+-0) = +-0, log1p(-1) = -inf", "log1p(x)", "Tang 1990"),
+    Elementary("tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1"),
+    Elementary("sigmoid", 1, sigmoid, 0.65, "sigmoid(-inf) = +0, sigmoid(inf) = 1", "1/(1+exp(-x))", "from exp"),
+    Elementary("softplus", 1, softplus, 0.7, "softplus(-inf) = +0", "softplus(x)", "from exp and log1p"),
+)
+
+ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})
+"""Every elementary function, by name."""

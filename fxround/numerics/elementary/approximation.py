@@ -1,0 +1,119 @@
+"""What a function's definition returns, and the one place where its last rounding happens.
+
+What is true here. An ``Approximation`` is (hi + lo) * 2^exponent, except where a case says otherwise.
+``nearest`` adds hi and lo: one binary64 rounding of something far closer to the truth than an ulp, so that a
+result that is a binary64 number comes out exact. ``sticky`` rounds the sum to odd instead, so that an
+inexact result never looks exact to the rounding that follows (Boldo and Melquiond 2008):
+exp(2^-90) lies above 1 and becomes 1 + 2^-23 in binary32, toward_positive.
+
+Why it is safe. Scaling by 2^exponent goes in two factors, each a normal number, so that only the last product
+rounds (gradual underflow) or overflows. Sticky overflow stays at the largest finite number and
+sticky underflow at the smallest: the next rounding decides.
+
+    before   return hi + lo
+    after    return Approximation(hi, lo).nearest()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fxround.numerics.elementary.pairs import f64
+from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, select
+
+SIGN: Final = 1 << 63
+SHIFTER: Final = 6755399441055744.0
+"""1.5 * 2^52: adding it to |t| < 2^51 leaves t, rounded to an integer, in the low bits."""
+_SHIFTER_BITS: Final = 0x433 << 52 | 1 << 51
+TINY: Final = 2.0**-30
+"""Below this, x - x^3/6 and its like round to x, and the sign of the second term decides the rest."""
+_INFINITY_BITS: Final = 0x7FF << 52
+
+Case = tuple[Expr, Expr | float]
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """(hi + lo) * 2^exponent; ``cases`` (condition, value) override it, the last that holds wins.
+
+    ``exponent`` is a u64 in two's complement, |exponent| < 2046. ``exact`` (bool): the function's value is a
+    binary64 number here, so that ``nearest`` is it, whatever lo says. ``residue`` (condition, lo): the sign of what
+    is lost where hi is right but 106 bits do not show it, as in sin(x) = x - x^3/6 for a tiny x. ``noise``: what is
+    lost below this fraction of the value is an evaluation error of an exact result, as in log10(1000).
+    """
+
+    hi: Expr
+    lo: Expr
+    exponent: Expr | None = None
+    cases: tuple[Case, ...] = ()
+    exact: Expr | None = None
+    residue: tuple[Expr, Expr] | None = None
+    noise: float = 0.0
+
+    def nearest(self) -> Expr:
+        """The value rounded to binary64, to nearest even."""
+        return _override(_scale(self.hi + self.lo, self.exponent), self.cases)
+
+    def sticky(self) -> Expr:
+        """The value rounded to odd; an inexact one is neither zero nor infinite."""
+        lo = self.lo if self.residue is None else select(*self.residue, self.lo)
+        value = _odd_sum(self.hi, lo, self.noise)
+        if self.exponent is not None:
+            value = _stay_finite(_scale(value, self.exponent), value)
+        if self.exact is not None:
+            value = select(self.exact, _scale(self.hi + self.lo, self.exponent), value)
+        return _override(value, self.cases)
+
+
+def _override(value: Expr, cases: tuple[Case, ...]) -> Expr:
+    for condition, special in cases:
+        value = select(condition, special, value)
+    return value
+
+
+def _odd_sum(hi: Expr, lo: Expr, noise: float) -> Expr:
+    """hi + lo rounded to odd, for |hi| >= |lo|: an inexact even sum steps towards its error."""
+    total = hi + lo
+    error = lo - (total - hi)
+    code = bits(total)
+    step = select((error < 0.0) ^ (total < 0.0), const("u64", -1), const("u64", 1))
+    inexact = absolute(error) > (absolute(total) * noise if noise else f64(0.0))
+    return from_bits(select((code & 1).equals(0) & inexact, code + step, code))
+
+
+def _stay_finite(scaled: Expr, value: Expr) -> Expr:
+    """The nearest nonzero finite number where scaling has lost a nonzero finite value."""
+    code = bits(absolute(scaled))
+    lost_above = code.equals(_INFINITY_BITS) & ~bits(absolute(value)).equals(_INFINITY_BITS)
+    lost_below = code.equals(0) & ~bits(absolute(value)).equals(0)
+    found = select(lost_above, const("u64", _INFINITY_BITS - 1), select(lost_below, const("u64", 1), code))
+    return from_bits(found | (bits(scaled) & SIGN))
+
+
+def _scale(value: Expr, exponent: Expr | None) -> Expr:
+    if exponent is None:
+        return value
+    half = ((exponent + 2048) >> 1) - 1024
+    return (value * power_of_two(half)) * power_of_two(exponent - half)
+
+
+def power_of_two(exponent: Expr) -> Expr:
+    """2^exponent as f64, for a u64 in two's complement between -1022 and 1023."""
+    return from_bits((exponent + 1023) << 52)
+
+
+def round_to_integer(x: Expr, factor: float = 1.0) -> tuple[Expr, Expr]:
+    """x * factor rounded to the nearest integer: as f64 and as u64 in two's complement; |x factor| < 2^51."""
+    shifted = fma(x, factor, SHIFTER)
+    return shifted - SHIFTER, bits(shifted) - _SHIFTER_BITS
+
+
+def integer_to_f64(k: Expr, bias: int) -> Expr:
+    """k - bias as f64, for a u64 k < 2^52."""
+    return from_bits(k | (0x433 << 52)) - f64(float(2**52 + bias))
+
+
+def clamped(x: Expr, low: float, high: float) -> Expr:
+    """x kept in [low, high]; NaN stays."""
+    return select(x < low, low, select(x > high, high, x))

@@ -1,0 +1,208 @@
+"""Every elementary function against mpmath: error in ulps, edges, exact cases, the rounding to binary32 that follows.
+
+mpmath works with 400 bits here, and with 1300 where an argument is so small that the second term of a series would
+not show otherwise; its values, set to a binary64 number where they agree with one, stand for the exact ones.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import cache
+
+import mpmath
+import numpy as np
+import pytest
+
+from fxround.numerics.elementary import ELEMENTARY, Elementary
+from fxround.numerics.elementary.coefficients import FITS, derive
+from fxround.numerics.elementary.tables import COEFFICIENTS
+from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.modes import Rounding
+from fxround.numerics.scalar import Function, param
+
+INF, NAN = math.inf, math.nan
+SAMPLES = 700
+DIRECTED = ("nearest_even", "toward_zero", "toward_positive", "toward_negative", "away_from_zero", "to_odd")
+FUNCTIONS = pytest.mark.parametrize("name", ELEMENTARY)
+
+
+@cache
+def compiled(name: str) -> Function:
+    """The function with two results: nearest and sticky."""
+    row = ELEMENTARY[name]
+    params = tuple(param(f"x{i}", "f64") for i in range(row.arity))
+    return Function(name, params, (row.build(*params), row.build_sticky(*params)))
+
+
+def evaluate(name: str, *args: float | np.ndarray) -> np.ndarray:
+    return compiled(name).evaluate(*args)[0]
+
+
+# ---- what mpmath says ----
+
+
+def softplus(x: mpmath.mpf) -> mpmath.mpf:
+    return mpmath.log1p(mpmath.exp(max(-abs(x), mpmath.mpf(-700)) if x > 0 else x)) + max(x, mpmath.mpf(0))
+
+
+SATURATING = ("tanh", "expm1", "sigmoid", "erf", "erfc")
+
+
+def exact(row: Elementary, args: tuple[float, ...]) -> mpmath.mpf | None:
+    """The value; None where it is no finite real number, or zero, and therefore a special case."""
+    plain = min(abs(a) for a in args) > 2.0**-20 and max(abs(a) for a in args) < 100
+    precision = 400 if plain else 1300
+    with mpmath.workprec(precision):
+        names = {**vars(mpmath), **dict(zip("xy", map(mpmath.mpf, args), strict=False)), "softplus": softplus}
+        try:
+            value = eval(row.reference, {}, names)
+        except (ZeroDivisionError, ValueError):
+            return None
+        if not isinstance(value, mpmath.mpf) or not mpmath.isfinite(value) or value == 0:
+            return None
+        short = mpmath.mpf(float(value)) if abs(mpmath.mag(value)) < 1000 else mpmath.mpf(0)
+        if abs(value - short) <= abs(short) * mpmath.mpf(2) ** (20 - precision):
+            value = short
+        # 1300 bits do not tell tanh(5000) from its limit, which it never reaches.
+        reached = row.name in SATURATING and abs(args[0]) > 100 and value in (1, -1, 2)
+        return value * (1 - mpmath.mpf(2) ** -1200) if reached else value
+
+
+def error_in_ulps(got: float, want: mpmath.mpf) -> float:
+    """The distance in ulps of binary64; in the subnormal range half an ulp is the second rounding's."""
+    exponent = mpmath.frexp(want)[1] - 53
+    if exponent < -1074:
+        return max(0.0, float(abs(mpmath.mpf(got) - want) / mpmath.mpf(2) ** -1074) - 0.5)
+    if math.isinf(got):
+        limit = mpmath.mpf(2) ** 1024 * (1 - mpmath.mpf(2) ** -54)
+        return 0.0 if abs(want) >= limit and (got > 0) == (want > 0) else INF
+    with mpmath.workprec(400):
+        return float(abs(mpmath.mpf(got) - want) / mpmath.mpf(2) ** exponent)
+
+
+def as_fraction(value: mpmath.mpf) -> Fraction:
+    """The exact rational; beyond 2^+-1500 (exp(1e38)) another one that every format treats alike."""
+    size = mpmath.mag(value)
+    sign, mantissa, exponent, _ = value._mpf_
+    if abs(size) > 1500:
+        return (-1) ** sign * Fraction(2) ** (1500 if size > 0 else -1500)
+    return (-1) ** sign * int(mantissa) * Fraction(2) ** exponent
+
+
+# ---- where: a mixture for every function, and its own interesting range ----
+
+OWN_RANGE = {
+    "exp": (-110, 90), "exp2": (-152, 130), "expm1": (-20, 90), "log": (0.4, 2.5), "log2": (0.4, 2.5),
+    "log10": (0.4, 2.5), "log1p": (-1, 3), "tanh": (-10, 10), "sigmoid": (-105, 20), "softplus": (-105, 20),
+}  # fmt: skip
+BOUNDARY = [0.5, 1.0, 2.0, 3.0, 0.25, 0.75, 10.0, 2.0**-149, 2.0**-126, 2.0**-30, 2.0**-12, 3.4028234663852886e38]
+
+
+def inputs(name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    """arity x N values of ``dtype``, as binary64."""
+    row = ELEMENTARY[name]
+    rng = np.random.default_rng(len(name) + ord(name[0]))
+    low, high = OWN_RANGE[name]
+    shape = (row.arity, SAMPLES)
+    codes = rng.integers(0, 0xFF << 23, shape).astype(np.uint32).view(np.float32).astype(np.float64)
+    parts = [codes * rng.choice([-1.0, 1.0], shape), rng.uniform(low, high, shape), rng.standard_normal(shape)]
+    edges = np.array([s * np.nextafter(np.float32(b), d) for b in BOUNDARY for s in (1, -1) for d in (b, 0, 3e38)])
+    parts.append(np.stack([rng.permutation(edges) for _ in range(row.arity)]))
+    return np.concatenate(parts, axis=1).astype(dtype).astype(np.float64)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_error_is_within_the_stated_bound(name: str, dtype: type[np.floating]) -> None:
+    row, points = ELEMENTARY[name], inputs(name, dtype)
+    results = evaluate(name, *points)
+    errors = [
+        (error_in_ulps(float(y), want), xs)
+        for y, *xs in zip(results, *points, strict=True)
+        if (want := exact(row, tuple(map(float, xs)))) is not None
+    ]
+    assert len(errors) > SAMPLES
+    worst, at = max(errors)
+    assert worst <= row.error_bound, f"{name}{at}: {worst} ulps"
+
+
+@FUNCTIONS
+def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
+    """R(sticky value) = R(exact value), unless the exact value is within the bound of where R changes."""
+    row, points = ELEMENTARY[name], inputs(name)
+    results = compiled(name).evaluate(*points)[1]
+    roundings = [Rounding.parse(f"binary32/{mode}") for mode in DIRECTED]
+    checked = 0
+    for y, *xs in zip(results, *points, strict=True):
+        want = exact(row, tuple(map(float, xs)))
+        if want is None:
+            continue
+        truth = as_fraction(want)
+        for rounding in roundings:
+            found, expected = round_float(float(y), rounding), round_exact(truth, truth < 0, rounding)
+            assert found == expected, f"{name}{xs} {rounding}: {found.hex()}, expected {expected.hex()}"
+            checked += 1
+    assert checked > SAMPLES
+
+
+# ---- the edges ----
+
+SPECIAL = [
+    ("exp", (INF,), INF), ("exp", (-INF,), 0.0), ("exp", (0.0,), 1.0), ("exp", (-0.0,), 1.0),
+    ("exp2", (INF,), INF), ("exp2", (-INF,), 0.0), ("exp2", (-0.0,), 1.0),
+    ("expm1", (INF,), INF), ("expm1", (-INF,), -1.0), ("expm1", (0.0,), 0.0), ("expm1", (-0.0,), -0.0),
+    ("log", (INF,), INF), ("log", (0.0,), -INF), ("log", (-0.0,), -INF), ("log", (-1.0,), NAN), ("log", (-INF,), NAN),
+    ("log", (1.0,), 0.0), ("log2", (1.0,), 0.0), ("log10", (1.0,), 0.0),
+    ("log2", (-0.0,), -INF), ("log10", (INF,), INF),
+    ("log1p", (0.0,), 0.0), ("log1p", (-0.0,), -0.0), ("log1p", (-1.0,), -INF), ("log1p", (-2.0,), NAN),
+    ("log1p", (INF,), INF), ("log1p", (-INF,), NAN),
+    ("tanh", (0.0,), 0.0), ("tanh", (-0.0,), -0.0), ("tanh", (INF,), 1.0), ("tanh", (-INF,), -1.0),
+    ("sigmoid", (0.0,), 0.5), ("sigmoid", (INF,), 1.0), ("sigmoid", (-INF,), 0.0),
+    ("softplus", (INF,), INF), ("softplus", (-INF,), 0.0),
+]  # fmt: skip
+EXACT = [
+    *(("exp2", (float(n),), 2.0**n) for n in range(-1074, 1024, 7)),
+    *(("log2", (2.0**n,), float(n)) for n in range(-1074, 1024, 7)),
+    *(("log10", (10.0**n,), float(n)) for n in range(23)),
+]
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["nearest", "sticky"])
+def test_special_and_exact_values(result: int) -> None:
+    for name, args, want in [*SPECIAL, *EXACT]:
+        got = float(compiled(name).evaluate(*args)[result])
+        same = math.isnan(got) if math.isnan(want) else (got, math.copysign(1, got)) == (want, math.copysign(1, want))
+        assert same, f"{name}{args}: {got}, expected {want}"
+
+
+def test_only_the_nearest_value_overflows() -> None:
+    assert [float(r) for r in compiled("exp").evaluate(1e300)] == [INF, np.finfo(np.float64).max]
+    assert [float(r) for r in compiled("exp").evaluate(-1e300)] == [0.0, 2.0**-1074]
+
+
+@FUNCTIONS
+def test_nan_gives_nan(name: str) -> None:
+    arity = ELEMENTARY[name].arity
+    for position in range(arity):
+        args = [NAN if i == position else 0.5 for i in range(arity)]
+        assert all(np.isnan(r) for r in compiled(name).evaluate(*args)), (name, position)
+
+
+@FUNCTIONS
+def test_every_function_has_an_edge_tested(name: str) -> None:
+    assert any(case[0] == name for case in SPECIAL)
+
+
+def test_builders_refuse_other_types() -> None:
+    with pytest.raises(TypeError, match="exp takes 1 f64"):
+        ELEMENTARY["exp"].build(param("x", "f32"))
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_coefficients_are_derived(name: str) -> None:
+    assert COEFFICIENTS[name] == derive(FITS[name])
+
+
+def test_every_fit_has_its_coefficients() -> None:
+    assert set(FITS) == set(COEFFICIENTS)
