@@ -1,0 +1,308 @@
+"""Kernels as data: a scalar body and the shape of the loops around it. The waist of fxround.
+
+What is true here. Everything above (operators, policies, passes) speaks of kernels, everything below
+(LLVM, CUDA, the NumPy reference) of numbers. A kernel holds scalar functions of the IR and says how they are
+applied; equal kernels have equal digests, and the digest is the key of all compiled code.
+
+    Map       out[i] = body(x0[i], x1[i], ..., random words of element i)          any shapes that broadcast
+    Reduce    acc = step(acc, x, random) in an Order; out = finish(acc, random)   one result per output element
+    Scan      acc = step(acc, x[k], random); out[k] = finish(acc, random)         k ascending
+    Contract  acc = +0; acc = step(a[k], b[k], acc, random), k ascending; out = finish(acc, random)
+
+Random words of a Map: draw d of element i is ``randomness.random_bits(i, d, key)``. Random words of the
+others come from one MWC64X stream per output element (Reduce: per chain, stream number element * chains +
+chain): a step, a combination and a finish that draw advance it once each, in the order of the formula.
+
+Why it is safe. A program's text is the kernel: ``Program.parse(str(p)) == p``, so a graph that carries
+the text carries the arithmetic, whole.
+
+    before   torch.add(a, b); quantize(...)                     # two kernels, two roundings
+    after    map_kernel(Program.parse("t0 = add(x0, x1) @ binary32/stochastic/inf"), ("f32", "f32"), "f32")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import OPERATORS, apply
+from fxround.numerics.orders import Order
+from fxround.numerics.rounding import CARRIERS
+from fxround.numerics.scalar import Expr, Function, Type, const, narrow, param
+from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``target = operator(operands) @ rounding``: one operation, rounded once (or exact: None)."""
+
+    target: str
+    operator: str
+    operands: tuple[str | float, ...]
+    rounding: Rounding | None
+
+    def __str__(self) -> str:
+        operands = ", ".join(o if isinstance(o, str) else o.hex() for o in self.operands)
+        return f"{self.target} = {self.operator}({operands}) @ {self.rounding or EXACT}"
+
+    @staticmethod
+    def parse(text: str) -> Statement:
+        """Raises ValueError showing the statement and the form that was expected."""
+        found = re.fullmatch(r"\s*(t\d+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*", text)
+        if not found:
+            raise ValueError(f"{text!r} is no statement; expected: t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf")
+        target, operator, operands, rounding = found.groups()
+        values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
+        return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
+
+
+def _operand(text: str) -> str | float:
+    if re.fullmatch(r"[xt]\d+", text):
+        return text
+    try:
+        return float.fromhex(text) if "x" in text.lower() else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no operand: expected x0, t0 or a number") from None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Statements in order; the last one is the result. x0, x1, ... are the tensor operands."""
+
+    statements: tuple[Statement, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.statements))
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Raises ValueError for a malformed statement, or a name used before it is defined."""
+        statements = tuple(Statement.parse(s) for s in text.split(";") if s.strip())
+        if not statements:
+            raise ValueError("an empty program computes nothing; expected at least one statement")
+        defined: set[str] = set()
+        for s in statements:
+            for o in s.operands:
+                if isinstance(o, str) and o.startswith("t") and o not in defined:
+                    raise ValueError(f"{s}: {o} is used before it is defined")
+            defined.add(s.target)
+        return Program(statements)
+
+    @property
+    def arity(self) -> int:
+        """The number of tensor operands: one more than the highest x."""
+        used = [int(o[1:]) for s in self.statements for o in s.operands if isinstance(o, str) and o[0] == "x"]
+        return 1 + max(used, default=-1)
+
+
+def _digest(*parts: object) -> str:
+    text = "\n".join(p.text() if isinstance(p, Function) else str(p) for p in parts)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """body(stored operands..., one u32 random word per draw) -> stored result."""
+
+    body: Function
+    loads: tuple[Storage, ...]
+    result: Storage
+    draws: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        return _digest("map", self.body, self.loads, self.result, self.draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """step(acc, x, random), combine(acc, acc, random), finish(acc, random); ``loads`` is one storage.
+
+    ``draws`` says whether step and combine advance the stream; ``finish_draws`` whether finish does.
+    """
+
+    step: Function
+    combine: Function
+    finish: Function
+    order: Order
+    loads: tuple[Storage, ...]
+    result: Storage
+    accumulator: Type
+    draws: bool
+    finish_draws: bool
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        parts = (self.step, self.combine, self.finish, self.order, self.loads, self.result)
+        return _digest("reduce", *parts, self.draws, self.finish_draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """step(acc, x, random) and finish(acc, random) for every prefix, k ascending from +0."""
+
+    step: Function
+    finish: Function
+    loads: tuple[Storage, ...]
+    result: Storage
+    accumulator: Type
+    draws: bool
+    finish_draws: bool
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        return _digest("scan", self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Contract:
+    """step(a, b, acc, random) from acc = +0, k ascending; finish(acc, random)."""
+
+    step: Function
+    finish: Function
+    loads: tuple[Storage, Storage]
+    result: Storage
+    accumulator: Type
+    draws: bool
+    finish_draws: bool
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        return _digest("contract", self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws)
+
+
+Kernel = Map | Reduce | Scan | Contract
+
+
+def _fits(rounding: Rounding, result: Storage) -> None:
+    if not rounding.format.within(FORMAT_OF[result]):
+        raise ValueError(f"{rounding} has values that a {FORMAT_OF[result]} tensor cannot store; use a wider dtype")
+
+
+@lru_cache(maxsize=4096)
+def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """The kernel of a program over operands of these storages.
+
+    Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding
+    that the result's dtype cannot store or the operands' carrier cannot be rounded to.
+    """
+    if program.arity > len(loads):
+        raise ValueError(f"{program} uses {program.arity} operands, got {len(loads)}")
+    elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
+    values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
+    carrier: Type = CARRIER_OF[result]
+    words: list[Expr] = []
+    draws: list[int] = []
+    for number, s in enumerate(program.statements):
+        random = None
+        if s.rounding is not None and s.rounding.mode.random_bits:
+            random = param(f"r{number}", "u32")
+            words.append(random)
+            draws.append(number)
+        operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
+        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
+    last = program.statements[-1]
+    if last.rounding is not None:
+        _fits(last.rounding, result)
+    elif any(not FORMAT_OF[s].within(FORMAT_OF[result]) for s in loads):
+        raise ValueError(f"{program}: an exact result of {', '.join(loads)} operands does not fit {result}")
+    body = Function("map", (*elements, *words), (store(values[last.target], result),))
+    return Map(body, loads, result, tuple(draws))
+
+
+def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
+    """binary32 accumulates natively in its own type; every other format in binary64, where it is exact."""
+    return "f32" if str(accumulate) == "binary32/nearest_even/inf" and set(carriers) == {"f32"} else "f64"
+
+
+def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
+    """Whether the store's rounding keeps every value that the accumulator can hold."""
+    range_kept = rounding.overflow in ("inf", accumulate.overflow)
+    return accumulate.format.within(rounding.format) and range_kept and not rounding.mode.jitter
+
+
+def _finish(accumulate: Rounding, rounding: Rounding, accumulator: Type, result: Storage) -> Function:
+    """The store's rounding of an accumulator; none where it is proved to be the identity."""
+    _fits(rounding, result)
+    acc, random = param("acc", accumulator), param("random", "u32")
+    carrier = CARRIER_OF[result]
+    value = acc
+    if not _store_is_identity(accumulate, rounding):
+        value = apply("identity", (acc,), rounding, carrier if carrier == accumulator else accumulator, random)
+    if value.type != carrier:
+        value = narrow(value) if carrier == "f32" else apply("identity", (value,), None, "f64")
+    return Function("finish", (acc, random), (store(value, result),))
+
+
+def _finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
+    return rounding.mode.random_bits > 0 and not _store_is_identity(accumulate, rounding)
+
+
+def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None) -> Function:
+    """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator."""
+    acc, random = param("acc", accumulator), param("random", "u32")
+    x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
+    value = load(x, loaded) if loaded else x
+    return Function(name, (acc, x, random), (apply("add", (acc, value), accumulate, accumulator, random),))
+
+
+@lru_cache(maxsize=1024)
+def sum_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """The sum of a length under an order, each addition rounded by ``accumulate``, stored through ``rounding``."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=_add_step("step", accumulate, accumulator, load_as),
+        combine=_add_step("combine", accumulate, accumulator, None),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        order=order,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+    )
+
+
+@lru_cache(maxsize=1024)
+def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Every prefix sum, k ascending."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    return Scan(
+        step=_add_step("step", accumulate, accumulator, load_as),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+    )
+
+
+@lru_cache(maxsize=1024)
+def contract_kernel(
+    accumulate: Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+) -> Contract:
+    """Sums of products: acc = R_acc(a * b + acc), one rounding a step."""
+    carriers = tuple(CARRIER_OF[s] for s in loads)
+    accumulator = _accumulator(accumulate, carriers)
+    a, b = param("a", ELEMENT_OF[loads[0]]), param("b", ELEMENT_OF[loads[1]])
+    acc, random = param("acc", accumulator), param("random", "u32")
+    value = apply("fma", (load(a, loads[0]), load(b, loads[1]), acc), accumulate, accumulator, random)
+    return Contract(
+        step=Function("step", (a, b, acc, random), (value,)),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        loads=loads,
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+    )

@@ -1,0 +1,221 @@
+"""Pointwise operators: the exact value, rounded once.
+
+What is true here. ``apply`` returns R(f(x, ...)) for + - * / sqrt fma and friends with one rounding of
+the exact value. Where R is the carrier's own nearest_even that is the hardware's operation. Elsewhere
+the value is computed in binary64 together with the sign of what binary64 lost, rounded to odd there,
+and then by R: with at least two bits more than R's format, to-odd makes the second rounding innocuous
+in every deterministic mode (Boldo and Melquiond, IEEE TC 57(4), 2008). For stochastic rounding the lost
+fraction is that of the 53-bit to-odd value: good to 2^-29 of a binary32 quantum.
+
+Elementary functions (exp, tanh, ...) are evaluated in binary64 to within the bound that their own file
+states, and rounded once.
+
+Why it is safe. Error-free transformations: TwoSum (Knuth 1969) and the fused multiply-add residuals of
+product, quotient and root are exact while nothing under- or overflows in binary64; for binary32
+operands nothing can, and for binary64 operands ``require`` refuses the formats that could tell.
+
+    before   (a.double() + b.double()).float()      # rounded twice, and only to nearest
+    after    apply("add", (a, b), Rounding.parse("binary32/toward_positive"), "f32")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.elementary import ELEMENTARY
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.modes import Rounding
+from fxround.numerics.rounding import CARRIERS, round_expr, widen_exactly
+from fxround.numerics.scalar import (
+    Expr,
+    Type,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    is_nan,
+    narrow,
+    negate,
+    select,
+    sqrt,
+)
+
+
+_BINARY32: Final = FORMATS["binary32"]
+_BINARY64: Final = FORMATS["binary64"]
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A binary64 value and the sign of what it lost: exact value = value + (something of error's sign).
+
+    ``error`` None: nothing was lost, or (elementary functions) what was lost is bounded elsewhere.
+    """
+
+    value: Expr
+    error: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
+    there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
+    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``)."""
+
+    name: str
+    arity: int
+    wide: Callable[..., Wide]
+    native: Callable[..., Expr] | None = None
+    exact: bool = False
+    sticky: Callable[..., Expr] | None = None
+
+
+def two_sum(a: Expr, b: Expr) -> Wide:
+    """a + b = value + error, exactly (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
+    total = a + b
+    part = total - a
+    return Wide(total, (a - (total - part)) + (b - part))
+
+
+def _is_binary32(*args: Expr) -> bool:
+    """Whether every operand is known to be a binary32 value, widened."""
+    return all(a.op == "widen" for a in args)
+
+
+def _product(a: Expr, b: Expr) -> Wide:
+    value = a * b
+    # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64.
+    return Wide(value) if _is_binary32(a, b) else Wide(value, fma(a, b, negate(value)))
+
+
+def _quotient(a: Expr, b: Expr) -> Wide:
+    value = a / b
+    remainder = fma(negate(value), b, a)
+    return Wide(value, from_bits(bits(remainder) ^ (bits(b) & (1 << 63))))
+
+
+def _root(x: Expr) -> Wide:
+    value = sqrt(x)
+    return Wide(value, fma(negate(value), value, x))
+
+
+def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
+    product = _product(a, b)
+    if product.error is None:
+        return two_sum(product.value, c)
+    # The two small parts, rounded to odd, keep the sign of all that is below the large one.
+    total = two_sum(product.value, c)
+    assert total.error is not None
+    small = two_sum(total.error, product.error)
+    return two_sum(total.value, to_odd(small))
+
+
+def to_odd(wide: Wide) -> Expr:
+    """The exact value rounded to odd in binary64: inexact results end in a one."""
+    if wide.error is None:
+        return wide.value
+    code = bits(wide.value)
+    lost = (wide.error < 0.0) | (wide.error > 0.0)
+    outward = (bits(wide.error) ^ code) < (1 << 63)
+    moved = select(outward, code + 1, code - 1)
+    return from_bits(select(lost & (code & 1).equals(0), moved, code))
+
+
+def _elementary(name: str) -> Operator:
+    row = ELEMENTARY[name]
+    return Operator(name, row.arity, lambda *args: Wide(row.build(*args)), sticky=row.build_sticky)
+
+
+_ARITHMETIC: Final[tuple[Operator, ...]] = (
+    Operator("identity", 1, Wide, exact=True),
+    Operator("neg", 1, lambda x: Wide(negate(x)), exact=True),
+    Operator("abs", 1, lambda x: Wide(absolute(x)), exact=True),
+    Operator("add", 2, two_sum, lambda a, b: a + b),
+    Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
+    Operator("mul", 2, _product, lambda a, b: a * b),
+    Operator("div", 2, _quotient, lambda a, b: a / b),
+    Operator("reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x),
+    Operator("sqrt", 1, _root, sqrt),
+    Operator("fma", 3, _fused, fma),
+)
+
+# Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
+OPERATORS: Final = MappingProxyType({n: _elementary(n) for n in ELEMENTARY} | {row.name: row for row in _ARITHMETIC})
+
+
+def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
+    """Raise ValueError where the exact value cannot be had: see the module's text."""
+    if operator.exact or all(c == "f32" for c in carriers) or _is_native(operator, carriers, rounding):
+        return
+    own = rounding.format == _BINARY64
+    if own and (rounding.mode.jitter or (operator.sticky and rounding.mode.name == "nearest_even")):
+        return
+    if rounding.format.precision > 51:
+        raise ValueError(
+            f"{operator.name} on float64 operands cannot be rounded to {rounding}: it needs two bits more than "
+            f"binary64 has; use binary64/nearest_even, binary64/up_down, a precision up to 51, or a float32 model"
+        )
+    if rounding.format.emin < -900:
+        raise ValueError(
+            f"{operator.name} on float64 operands cannot be rounded to {rounding}: its emin {rounding.format.emin} "
+            f"is so near binary64's that the lost part underflows; use an emin of -900 or more"
+        )
+
+
+def _is_native(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> bool:
+    if operator.native is None or rounding.mode.name != "nearest_even" or rounding.overflow != "inf":
+        return False
+    return rounding.format == _BINARY64 or (set(carriers) == {"f32"} and rounding.format == _BINARY32)
+
+
+def apply(name: str, args: tuple[Expr, ...], rounding: Rounding | None, out: Type, random: Expr | None = None) -> Expr:
+    """R(f(args)) as a value of the carrier ``out``.
+
+    args: f32 or f64 values. rounding: None only for an exact operator whose operands fit ``out``.
+    random: 32 random bits where the mode draws.
+    """
+    if name not in OPERATORS:
+        raise ValueError(f"no pointwise operator is named {name!r}; known: {', '.join(OPERATORS)}")
+    operator = OPERATORS[name]
+    if len(args) != operator.arity:
+        raise ValueError(f"{name} takes {operator.arity} operands, got {len(args)}")
+    carriers = tuple(a.type for a in args)
+    if rounding is None:
+        return _exact(operator, args, out)
+    CARRIERS[out].require(rounding.format)
+    require(operator, carriers, rounding)
+    if _is_native(operator, carriers, rounding) and operator.native is not None:
+        result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
+        return _convert(select(is_nan(result), from_bits(const(CARRIERS[result.type].code, _nan(result))), result), out)
+    if operator.exact:
+        return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
+    if rounding.format == _BINARY64:
+        # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
+        nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
+        return _convert(round_expr(nearest, rounding, random), out)
+    operands = tuple(map(widen_exactly, args))
+    odd = operator.sticky(*operands) if operator.sticky else to_odd(operator.wide(*operands))
+    return _convert(round_expr(odd, rounding, random), out)
+
+
+def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:
+    if not operator.exact:
+        raise ValueError(f"{operator.name} is not exact: it needs a rounding")
+    if any(a.type == "f64" for a in args) and out == "f32":
+        raise ValueError(f"{operator.name}: float64 operands do not fit a float32 result without a rounding")
+    return _convert(operator.wide(*args).value, out)
+
+
+def _convert(value: Expr, out: Type) -> Expr:
+    """Between carriers; a value that was rounded to a format within ``out`` is exact there."""
+    if value.type == out:
+        return value
+    return narrow(value) if out == "f32" else widen_exactly(value)
+
+
+def _nan(value: Expr) -> int:
+    return CARRIERS[value.type].nan

@@ -1,0 +1,133 @@
+"""Random bits as a function, not a state.
+
+What is true here. The bits of a rounding are Philox4x32-10 of (seed, sample, node, element, draw): no
+generator is advanced, so neither threads nor tiles, vector width, device or the order of evaluation
+can change them. The words of one Philox block serve four elements of the same 64-element block, 16
+apart, so that a vector unit of any width fills its lanes without shuffling:
+
+    counter = (element div 64) * 16 + element mod 16       word = (element mod 64) div 16
+    Philox input  (counter low, counter high + draw * 2^16, node, sample)      key (seed low, seed high)
+
+Inside a contraction or a reduction each output element owns an MWC64X stream, started once from words 0
+and 1 of Philox block ``element`` with draw 0xffff and advanced once per rounding.
+
+Why it is safe. Philox passes BigCrush and is checked here against the published Random123 vectors.
+MWC64X has period near 2^63; its state is never one of its two fixed points (see ``start_stream``).
+
+    before   torch.rand_like(x)             # depends on the device, the shape, the calls before
+    after    random_bits(element, draw, key)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fxround.numerics.scalar import Expr, Function, const, narrow, param, select, widen
+
+# Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
+
+# David B. Thomas, "The MWC64X random number generator" (2011).
+_MWC64X: Final = 4294883355
+
+BLOCK: Final = 64
+STRIDE: Final = 16
+STREAM_DRAW: Final = 0xFFFF
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a node's random bits depend on beside the element: u32 expressions."""
+
+    seed_low: Expr
+    seed_high: Expr
+    sample: Expr
+    node: Expr
+
+    @staticmethod
+    def params() -> Key:
+        """The four parameters of a kernel that draws."""
+        return Key(*(param(n, "u32") for n in ("seed_low", "seed_high", "sample", "node")))
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """In call order."""
+        return (self.seed_low, self.seed_high, self.sample, self.node)
+
+
+def philox(counter: Sequence[Expr], key: Sequence[Expr]) -> tuple[Expr, Expr, Expr, Expr]:
+    """Philox4x32-10: four u32 counter words and two u32 key words to four u32 words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        low = widen(c0) * _MULTIPLIERS[0]
+        high = widen(c2) * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            narrow(high >> 32) ^ c1 ^ k0,
+            narrow(high),
+            narrow(low >> 32) ^ c3 ^ k1,
+            narrow(low),
+        )
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return c0, c1, c2, c3
+
+
+def block_words(counter: Expr, draw: int, key: Key) -> tuple[Expr, Expr, Expr, Expr]:
+    """The four words of a block. counter: u64 below 2^48; draw: the number of the draw, below 2^16."""
+    high = narrow(counter >> 32) | (draw << 16)
+    return philox((narrow(counter), high, key.node, key.sample), (key.seed_low, key.seed_high))
+
+
+def random_bits(element: Expr, draw: int, key: Key) -> Expr:
+    """The 32 random bits of one element (u64, its row-major index in the result)."""
+    words = block_words((element >> 6) * STRIDE + (element & (STRIDE - 1)), draw, key)
+    word = narrow(element >> 4) & 3
+    low, high = select(word.equals(0), words[0], words[1]), select(word.equals(2), words[2], words[3])
+    return select(word < 2, low, high)
+
+
+def start_stream(element: Expr, key: Key) -> Expr:
+    """u64: the first state of an element's MWC64X stream.
+
+    The state (c, x) maps to A*x + c; it stays put only at 0 and at A*2^32 - 1. Clearing the top bit of c
+    excludes the second (A >= 2^31), setting its lowest bit the first; any other state is on the long cycle
+    or falls onto it after one step.
+    """
+    words = block_words(element, STREAM_DRAW, key)
+    carry = (words[1] & 0x7FFFFFFF) | 1
+    return (widen(carry) << 32) | widen(words[0])
+
+
+def advance_stream(state: Expr) -> tuple[Expr, Expr]:
+    """(32 random bits, next state) of an MWC64X stream: x xor c, then A*x + c."""
+    x, carry = narrow(state), narrow(state >> 32)
+    return x ^ carry, widen(x) * _MWC64X + widen(carry)
+
+
+def philox_function() -> Function:
+    """Philox as a function of the IR, for the published test vectors."""
+    counter = tuple(param(f"c{i}", "u32") for i in range(4))
+    key = tuple(param(f"k{i}", "u32") for i in range(2))
+    return Function("philox4x32_10", counter + key, philox(counter, key))
+
+
+def random_function(draw: int = 0) -> Function:
+    """(element, key) to 32 random bits, as a function of the IR."""
+    element, key = param("element", "u64"), Key.params()
+    return Function("random_bits", (element, *key.exprs), (random_bits(element, draw, key),))
+
+
+def stream_functions() -> tuple[Function, Function]:
+    """start: (element, key) to state; advance: state to (bits, state)."""
+    element, key, state = param("element", "u64"), Key.params(), param("state", "u64")
+    start = Function("start_stream", (element, *key.exprs), (start_stream(element, key),))
+    return start, Function("advance_stream", (state,), advance_stream(state))
+
+
+def no_bits() -> Expr:
+    """The random bits of a rounding that draws none."""
+    return const("u32", 0)

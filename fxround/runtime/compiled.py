@@ -1,0 +1,62 @@
+"""Machine code by kernel: compiled once per digest and instruction set, kept in memory.
+
+What is true here. A key names everything that the code depends on (the kernel's digest, how operands lie
+in memory, the instruction set), so that looking one up can never return the code of another.
+
+Why it is safe. Two threads that ask for one kernel at once compile it once: the lock is held while compiling.
+
+    before   compile, load and hope that the file name was unique
+    after    native(variant.digest, build_map, variant, "map", signature)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fxround.runtime.llvm.engine import compile_module, instruction_sets
+
+_LOCK = threading.RLock()
+_CODE: dict[tuple[str, str], Any] = {}
+_ISA = ["host"]
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Run the block's kernels as code for ``avx512``, ``avx2``, ``sse2`` or ``host``: the bits do not change.
+
+    Raises ValueError for a set that this host lacks.
+    """
+    if name not in instruction_sets():
+        raise ValueError(f"this host cannot run {name!r} code; it can: {', '.join(instruction_sets())}")
+    before = _ISA[0]
+    _ISA[0] = name
+    try:
+        yield
+    finally:
+        _ISA[0] = before
+
+
+def signature(integers: int, pointers: int) -> Any:
+    """A void C function of 64-bit integers, then pointers; calling it releases the GIL."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.c_void_p] * pointers)
+
+
+def native(digest: str, build: Callable[..., str], subject: Any, name: str, prototype: Any) -> Any:
+    """The callable of ``build(subject)``'s function ``name``."""
+    key = (digest, _ISA[0])
+    found = _CODE.get(key)
+    if found is not None:
+        return found
+    with _LOCK:
+        if key not in _CODE:
+            _CODE[key] = prototype(compile_module(build(subject), (name,), _ISA[0])[name])
+        return _CODE[key]
+
+
+def compiled_kernels() -> int:
+    """How many kernels this process has compiled."""
+    return len(_CODE)

@@ -1,0 +1,98 @@
+"""Convolution as a contraction: which input elements meet which weights, and in what order.
+
+What is true here. For an output pixel, k runs over (input channel of the group, kernel position), row-major,
+ascending; padding contributes products with +0. A transposed convolution is the plain one over an input
+with stride - 1 zeros between its elements and the kernel turned around, its zeros contributing too.
+
+Why it is safe. Shapes are checked here, so that no view below can reach outside the padded input.
+
+    before   im2col by index arithmetic
+    after    columns_of: a strided view, copied once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def output_size(
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[Any],
+    padding: Sequence[Any],
+    dilation: Sequence[Any],
+    transposed: bool,
+    output_padding: Sequence[Any],
+    groups: Any,
+) -> list[Any]:
+    """[batch, channels, *spatial] of the result; ValueError where operand and weight do not fit."""
+    dims = x.dim() - 2
+    if dims not in (1, 2, 3) or w.dim() != x.dim():
+        raise ValueError(f"convolution takes 1 to 3 spatial dimensions, got {tuple(x.shape)} with {tuple(w.shape)}")
+    lists = (stride, padding, dilation, *([output_padding] if transposed else []))
+    if any(len(v) != dims for v in lists):
+        raise ValueError(f"convolution in {dims} dimensions: stride, padding and dilation need {dims} values each")
+    expected = w.shape[0] if transposed else w.shape[1] * groups
+    if x.shape[1] != expected or w.shape[0] % groups:
+        raise ValueError(f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: channels differ for {groups=}")
+    channels = w.shape[1] * groups if transposed else w.shape[0]
+    spatial = []
+    for d in range(dims):
+        reach = dilation[d] * (w.shape[d + 2] - 1)
+        if transposed:
+            spatial.append((x.shape[d + 2] - 1) * stride[d] - 2 * padding[d] + reach + output_padding[d] + 1)
+        else:
+            spatial.append((x.shape[d + 2] + 2 * padding[d] - reach - 1) // stride[d] + 1)
+    if any(isinstance(s, int) and s < 0 for s in spatial):
+        raise ValueError(f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: the kernel exceeds the input")
+    return [x.shape[0], channels, *spatial]
+
+
+def transposed_as_plain(
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """Operand, weight, stride and padding of the plain convolution with the same result."""
+    dims = x.dim() - 2
+    spread = [(s - 1) * t + 1 if s else 0 for s, t in zip(x.shape[2:], stride, strict=True)]
+    spaced = x.new_zeros(*x.shape[:2], *spread)
+    spaced[(..., *(slice(None, None, t) for t in stride))] = x
+    edges: list[int] = []
+    for d in reversed(range(dims)):
+        edge = dilation[d] * (w.shape[d + 2] - 1) - padding[d]
+        edges += [edge, edge + output_padding[d]]
+    turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
+    plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
+    return torch.nn.functional.pad(spaced, edges), plain, [1] * dims, [0] * dims
+
+
+def columns_of(
+    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """(batch * groups, channels of a group * kernel positions, output pixels)."""
+    dims = x.dim() - 2
+    edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
+    padded = torch.nn.functional.pad(x, edges).contiguous()
+    kernel = list(w.shape[2:])
+    pixels = [
+        (padded.shape[d + 2] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
+    ]
+    batch, channels = x.shape[:2]
+    length, count = channels // groups * math.prod(kernel), math.prod(pixels)
+    if batch * length * count == 0:
+        return x.new_zeros(batch * groups, length, count)
+    steps = padded.stride()
+    taps = [dilation[d] * steps[d + 2] for d in range(dims)]
+    moves = [stride[d] * steps[d + 2] for d in range(dims)]
+    view = padded.as_strided([batch, channels, *kernel, *pixels], [steps[0], steps[1], *taps, *moves])
+    return view.reshape(batch * groups, length, count)

@@ -1,0 +1,226 @@
+"""Kernels over CPU tensors: shapes are checked and layouts found here, before any pointer is passed.
+
+What is true here. Every result is new (or the caller's ``out``) and row-major. Operands may have any strides,
+broadcast, or be empty. Layout is the only thing decided here; a kernel's meaning is its own.
+
+Why it is safe. A pointer is taken only from a CPU tensor of a dtype that the kernel was built for,
+and every size that a kernel reads by comes from the shapes checked here.
+
+    before   lib.add(a.data_ptr(), b.data_ptr(), n)
+    after    run_map(program, (a, b), torch.float32, draw)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxround.kernel import Contract, Map, Program, Reduce, Scan, map_kernel
+from fxround.numerics.randomness import BLOCK
+from fxround.numerics.storage import Storage
+from fxround.runtime.compiled import native, signature
+from fxround.runtime.llvm.contract import build_contract, panel_width
+from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
+from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan
+from fxround.runtime.threads import split
+
+STORAGES: Final[dict[torch.dtype, Storage]] = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+_MAP: Final = signature(4, 5)
+_REDUCE: Final = signature(4, 3)
+_CONTRACT: Final = signature(11, 4)
+_WORD: Final = (1 << 32) - 1
+# A thread is worth waking for this many scalar steps.
+_ENOUGH: Final = 1 << 15
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a kernel's random bits depend on: seed, sample, and the number of the node."""
+
+    seed: int = 0
+    sample: int = 0
+    node: int = 0
+
+    @staticmethod
+    def of(rng: Tensor, node: int) -> Draw:
+        """From the run-time tensor (seed, sample), int64 of shape [2]."""
+        if rng.dtype != torch.int64 or rng.shape != (2,):
+            raise ValueError(f"rng is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)")
+        seed, sample = rng.tolist()
+        return Draw(seed, sample, node)
+
+    def key(self) -> Any:
+        """Four u32 words, as a C array."""
+        seed = self.seed & ((1 << 64) - 1)
+        return (ctypes.c_uint32 * 4)(seed & _WORD, seed >> 32, self.sample & _WORD, self.node & _WORD)
+
+
+def storage_of(x: Tensor, what: str) -> Storage:
+    """The storage of a dense CPU tensor of a real floating dtype; a clear error for anything else."""
+    if x.layout != torch.strided or x.is_quantized:
+        raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
+    if x.dtype not in STORAGES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in STORAGES)
+        raise TypeError(f"{what}: got dtype {x.dtype}; expected one of {names}")
+    if x.device.type != "cpu":
+        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
+    return STORAGES[x.dtype]
+
+
+def _array(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+
+def _collapse(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Merge neighbouring dimensions that every operand walks as one, and drop those of size 1."""
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(m[-1] == s[d] * size for m, s in zip(merged, strides, strict=True)):
+            sizes[-1] *= size
+            for m, s in zip(merged, strides, strict=True):
+                m[-1] = s[d]
+            continue
+        sizes.append(size)
+        for m, s in zip(merged, strides, strict=True):
+            m.append(s[d])
+    return sizes, merged
+
+
+def _access(sizes: list[int], strides: list[int]) -> Access:
+    if all(s == 0 for s in strides):
+        return "scalar"
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != expected:
+            return "strided"
+        expected *= size
+    return "contiguous"
+
+
+def run_map(
+    program: Program | Callable[[tuple[Storage, ...], Storage], Map],
+    operands: Sequence[Tensor],
+    dtype: torch.dtype,
+    draw: Draw,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The program over operands that broadcast; ``out``: a row-major tensor to write into."""
+    loads = tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
+    if dtype not in STORAGES:
+        raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
+    kernel = map_kernel(program, loads, STORAGES[dtype]) if isinstance(program, Program) else program(loads, STORAGES[dtype])
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    result = torch.empty(shape, dtype=dtype) if out is None else out
+    total = math.prod(shape)
+    if total == 0:
+        return result
+    views = [x.detach().expand(shape) for x in operands]
+    sizes, strides = _collapse(shape, [list(v.stride()) for v in views])
+    if len(sizes) > MAX_DIMS:
+        views = [v.contiguous() for v in views]
+        sizes, strides = _collapse(shape, [list(v.stride()) for v in views])
+    access = tuple(_access(sizes, s) for s in strides)
+    variant = MapVariant(kernel, access)
+    run = native(variant.digest, build_map, variant, "map", _MAP)
+    pointers = _array([v.data_ptr() for v in views])
+    shape_, steps, key = _array(sizes), _array([s for operand in strides for s in operand]), draw.key()
+    fixed = (total, len(sizes))
+    addresses = (shape_, pointers, steps, ctypes.c_void_p(result.data_ptr()), key)
+    blocks = -(-total // BLOCK)
+    split(lambda lo, hi: run(lo, hi, *fixed, *addresses), blocks, _ENOUGH // BLOCK)
+    return result
+
+
+def run_reduce(kernel: Reduce, x: Tensor, draw: Draw) -> Tensor:
+    """x: (outer, length, inner). Returns (outer, inner)."""
+    outer, length, inner = x.shape
+    x = x.detach().contiguous()
+    result = torch.empty(outer, inner, dtype=_dtype(kernel.result))
+    if result.numel() == 0:
+        return result
+    if inner == 1 and kernel.order.kind == "sequential" and outer > 1:
+        # One chain a row is a scalar loop; the same chains side by side fill the lanes.
+        x, outer, inner = x.reshape(outer, length).t().contiguous(), 1, outer
+    along = inner == 1
+    build, name = (build_along, "along") if along else (build_across, "across")
+    run = native(f"{kernel.digest}:{name}", build, kernel, "reduce", _REDUCE)
+    items = outer if along else outer * -(-inner // across_lanes(kernel))
+    work = max(1, length * (1 if along else across_lanes(kernel)))
+    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
+    split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
+    return result
+
+
+def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
+    """x: (outer, length, inner). Returns the same shape."""
+    outer, length, inner = x.shape
+    x = x.detach().contiguous()
+    result = torch.empty(outer, length, inner, dtype=_dtype(kernel.result))
+    if result.numel() == 0:
+        return result
+    run = native(f"{kernel.digest}:scan", build_scan, kernel, "reduce", _REDUCE)
+    items = outer * -(-inner // across_lanes(kernel))
+    work = length * across_lanes(kernel)
+    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
+    split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
+    return result
+
+
+def pack_panels(b: Tensor, width: int) -> Tensor:
+    """(batch, length, columns) to (batch, panels, length, width), padded with zeros."""
+    batch, length, columns = b.shape
+    panels = -(-columns // width)
+    packed = b.new_zeros if columns % width else b.new_empty
+    result = packed(batch, panels, length, width)
+    whole = columns // width
+    if whole:
+        body = b[:, :, : whole * width].reshape(batch, length, whole, width)
+        result[:, :whole].copy_(body.permute(0, 2, 1, 3))
+    if columns % width:
+        result[:, whole, :, : columns % width].copy_(b[:, :, whole * width :])
+    return result
+
+
+def run_contract(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
+    """a: (g, rows, length), b: (batch, length, columns). Returns (batch, rows, columns).
+
+    groups 0: a has one matrix a batch (g == batch); else a's matrix for batch i is i mod groups.
+    """
+    g, rows, length = a.shape
+    batch, inner, columns = b.shape
+    if inner != length or g != (groups or batch):
+        raise ValueError(f"contraction of {tuple(a.shape)} with {tuple(b.shape)}: inner sizes or batches differ")
+    result = torch.empty(batch, rows, columns, dtype=_dtype(kernel.result))
+    if result.numel() == 0:
+        return result
+    a = a.detach()
+    width = panel_width(kernel)
+    packed = pack_panels(b.detach(), width)
+    run = native(kernel.digest, build_contract, kernel, "contract", _CONTRACT)
+    panels = packed.shape[1]
+    chunk = min(rows, 96)
+    items = batch * panels * -(-rows // chunk)
+    sizes = (rows, columns, length, panels, chunk, groups, *a.stride())
+    pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in (a, packed, result))
+    key = draw.key()
+    work = max(1, chunk * width * length)
+    split(lambda lo, hi: run(lo, hi, *sizes, *pointers, key), items, max(1, _ENOUGH // work))
+    return result
+
+
+def _dtype(storage: Storage) -> torch.dtype:
+    return next(d for d, s in STORAGES.items() if s == storage)

@@ -1,0 +1,118 @@
+"""Loop and memory idioms over an llvmlite builder, shared by the kernel shapes.
+
+What is true here. ``count`` is the one loop; ``Module`` is the one way to make a function. Pointers
+are opaque, offsets are in elements.
+
+Why it is safe. Nothing here computes: every arithmetic operator of a kernel comes from ``render``.
+
+    before   bb = f.append_basic_block(); phi = ...; phi.add_incoming(...)      # at each loop, again
+    after    with count(b, lo, hi) as i: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.numerics.storage import ELEMENT_OF, Storage
+from fxround.runtime.llvm.render import SCALARS, llvm_type
+
+I16: Final = ir.IntType(16)
+I32: Final = ir.IntType(32)
+I64: Final = ir.IntType(64)
+PTR: Final = ir.PointerType()
+MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16}
+
+
+def define(module: ir.Module, name: str, args: Sequence[tuple[str, Any]]) -> tuple[ir.IRBuilder, dict[str, Any]]:
+    """A void function of the module, its builder at the entry block, and its arguments by name."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [t for _, t in args]), name)
+    for argument, (label, type_) in zip(function.args, args, strict=True):
+        argument.name = label
+        if isinstance(type_, ir.PointerType):
+            argument.add_attribute("noalias")
+    return ir.IRBuilder(function.append_basic_block("entry")), {n: a for a, (n, _) in zip(function.args, args, strict=True)}
+
+
+@contextmanager
+def count(b: ir.IRBuilder, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+    """for (i = start; i < stop; i += step), signed 64-bit; the body is emitted inside the block."""
+    before = b.block
+    head = b.append_basic_block("head")
+    body = b.append_basic_block("body")
+    done = b.append_basic_block("done")
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(I64)
+    i.add_incoming(start, before)
+    b.cbranch(b.icmp_signed("<", i, stop), body, done)
+    b.position_at_end(body)
+    yield i
+    i.add_incoming(b.add(i, I64(step)), b.block)
+    b.branch(head)
+    b.position_at_end(done)
+
+
+class Carried:
+    """Values that a loop carries: stack slots that the optimizer turns into registers."""
+
+    def __init__(self, b: ir.IRBuilder, values: Sequence[Any]) -> None:
+        self._b = b
+        with b.goto_entry_block():
+            self._slots = [b.alloca(v.type) for v in values]
+        self._types = [v.type for v in values]
+        self.store(values)
+
+    def store(self, values: Sequence[Any]) -> None:
+        """Replace every value."""
+        for slot, value in zip(self._slots, values, strict=True):
+            self._b.store(value, slot)
+
+    def load(self) -> list[Any]:
+        """The present values."""
+        return [self._b.load(s, typ=t) for s, t in zip(self._slots, self._types, strict=True)]
+
+
+def at(b: ir.IRBuilder, base: Any, index: Any, type_: Any) -> Any:
+    """The address of element ``index`` of an array of ``type_``."""
+    return b.gep(base, [index], source_etype=type_)
+
+
+def scratch(b: ir.IRBuilder, type_: Any, length: int) -> Any:
+    """An array on the stack, allocated once a call, aligned for any vector."""
+    with b.goto_entry_block():
+        slot = b.alloca(ir.ArrayType(type_, length))
+        slot.align = 64
+        slot.type = PTR
+        return slot
+
+
+def load_vector(b: ir.IRBuilder, address: Any, storage: Storage, lanes: int) -> Any:
+    """``lanes`` stored elements as the IR's element type (16-bit codes in a u32)."""
+    memory = MEMORY[storage] if lanes == 1 else ir.VectorType(MEMORY[storage], lanes)
+    value = b.load(address, typ=memory, align=MEMORY_BYTES[storage])
+    return b.zext(value, llvm_type("u32", lanes)) if ELEMENT_OF[storage] == "u32" else value
+
+
+def store_vector(b: ir.IRBuilder, value: Any, address: Any, storage: Storage, lanes: int) -> None:
+    """The inverse of ``load_vector``."""
+    if ELEMENT_OF[storage] == "u32":
+        value = b.trunc(value, I16 if lanes == 1 else ir.VectorType(I16, lanes))
+    b.store(value, address, align=MEMORY_BYTES[storage])
+
+
+MEMORY_BYTES: Final[dict[Storage, int]] = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2}
+
+
+def copy_elements(b: ir.IRBuilder, target: Any, source: Any, number: Any, type_: Any) -> None:
+    """Copy ``number`` elements one by one: the short ends of arrays."""
+    with count(b, I64(0), number) as i:
+        b.store(b.load(at(b, source, i, type_), typ=type_), at(b, target, i, type_))
+
+
+def iota(lanes: int, type_: Any = I64) -> ir.Constant:
+    """0, 1, 2, ... over the lanes."""
+    return type_(0) if lanes == 1 else ir.Constant(ir.VectorType(type_, lanes), [type_(i) for i in range(lanes)])

@@ -1,0 +1,142 @@
+"""The LLVM table: every operator of the scalar IR as one builder call, on scalars or on vectors.
+
+What is true here. ``emit`` walks a function's schedule and looks each operator up in ``TABLE``; it knows
+nothing about rounding. With lanes > 1 every value is a vector and every operator works lane by lane, so
+the same listing gives the same bits at any width.
+
+Why it is safe. No fast-math flag is ever set, no float operator is contracted (LLVM contracts only
+where a flag allows it), and division, root and fma are the IEEE operations.
+
+    before   %y = fadd fast float %a, %b
+    after    %y = fadd <16 x float> %a, %b
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.numerics.scalar import WIDTH, Expr, Function, Type
+
+SCALARS: Final = MappingProxyType(
+    {
+        "bool": ir.IntType(1),
+        "u32": ir.IntType(32),
+        "u64": ir.IntType(64),
+        "f32": ir.FloatType(),
+        "f64": ir.DoubleType(),
+    }
+)
+
+Emit = Callable[[ir.IRBuilder, list[Any], Any], Any]
+
+
+def llvm_type(type: Type, lanes: int) -> Any:
+    """A scalar type, or a vector of ``lanes`` of it."""
+    return SCALARS[type] if lanes == 1 else ir.VectorType(SCALARS[type], lanes)
+
+
+def constant(node: Expr, lanes: int) -> ir.Constant:
+    """A constant, repeated over the lanes."""
+    return literal(node.type, int(node.attr or 0), lanes)
+
+
+def literal(type: Type, encoding: int, lanes: int) -> ir.Constant:
+    """The constant with this encoding, repeated over the lanes."""
+    value: Any = encoding
+    if type == "f32":
+        value = struct.unpack("<f", encoding.to_bytes(4, "little"))[0]
+    if type == "f64":
+        value = struct.unpack("<d", encoding.to_bytes(8, "little"))[0]
+    one = ir.Constant(SCALARS[type], value)
+    return one if lanes == 1 else ir.Constant(ir.VectorType(SCALARS[type], lanes), [one] * lanes)
+
+
+def _suffix(type: Any) -> str:
+    element = type.element if isinstance(type, ir.VectorType) else type
+    name = "f32" if isinstance(element, ir.FloatType) else "f64"
+    return f"v{type.count}{name}" if isinstance(type, ir.VectorType) else name
+
+
+def _intrinsic(name: str) -> Emit:
+    def emit(b: ir.IRBuilder, args: list[Any], result: Any) -> Any:
+        symbol = f"llvm.{name}.{_suffix(result)}"
+        module = b.module
+        callee = module.globals.get(symbol)
+        if callee is None:
+            callee = ir.Function(module, ir.FunctionType(result, [result] * len(args)), symbol)
+        return b.call(callee, args)
+
+    return emit
+
+
+def _narrow(b: ir.IRBuilder, args: list[Any], result: Any) -> Any:
+    element = result.element if isinstance(result, ir.VectorType) else result
+    return b.fptrunc(args[0], result) if isinstance(element, ir.FloatType) else b.trunc(args[0], result)
+
+
+def _widen(b: ir.IRBuilder, args: list[Any], result: Any) -> Any:
+    element = result.element if isinstance(result, ir.VectorType) else result
+    return b.fpext(args[0], result) if isinstance(element, ir.DoubleType) else b.zext(args[0], result)
+
+
+TABLE: Final[dict[str, Emit]] = {
+    "add": lambda b, a, t: b.add(*a),
+    "sub": lambda b, a, t: b.sub(*a),
+    "mul": lambda b, a, t: b.mul(*a),
+    "and": lambda b, a, t: b.and_(*a),
+    "or": lambda b, a, t: b.or_(*a),
+    "xor": lambda b, a, t: b.xor(*a),
+    "shl": lambda b, a, t: b.shl(*a),
+    "shr": lambda b, a, t: b.lshr(*a),
+    "eq": lambda b, a, t: b.icmp_unsigned("==", *a),
+    "lt": lambda b, a, t: b.icmp_unsigned("<", *a),
+    "le": lambda b, a, t: b.icmp_unsigned("<=", *a),
+    "fadd": lambda b, a, t: b.fadd(*a),
+    "fsub": lambda b, a, t: b.fsub(*a),
+    "fmul": lambda b, a, t: b.fmul(*a),
+    "fdiv": lambda b, a, t: b.fdiv(*a),
+    "sqrt": _intrinsic("sqrt"),
+    "fma": _intrinsic("fma"),
+    "feq": lambda b, a, t: b.fcmp_ordered("==", *a),
+    "flt": lambda b, a, t: b.fcmp_ordered("<", *a),
+    "fle": lambda b, a, t: b.fcmp_ordered("<=", *a),
+    "select": lambda b, a, t: b.select(*a),
+    "bits": lambda b, a, t: b.bitcast(a[0], t),
+    "from_bits": lambda b, a, t: b.bitcast(a[0], t),
+    "widen": _widen,
+    "narrow": _narrow,
+    "signed_to_f64": lambda b, a, t: b.sitofp(a[0], t),
+}
+
+
+def emit(function: Function, b: ir.IRBuilder, args: Sequence[Any], lanes: int) -> tuple[Any, ...]:
+    """Append the function's operators to the builder's block; its parameters are ``args``."""
+    env: dict[Expr, Any] = dict(zip(function.params, args, strict=True))
+    for node in function.schedule:
+        if node in env:
+            continue
+        if node.op == "const":
+            env[node] = constant(node, lanes)
+            continue
+        env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
+    return tuple(env[r] for r in function.results)
+
+
+def splat(b: ir.IRBuilder, value: Any, lanes: int) -> Any:
+    """One scalar in every lane."""
+    if lanes == 1:
+        return value
+    vector = ir.VectorType(value.type, lanes)
+    seed = b.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [ir.IntType(32)(0)] * lanes)
+    return b.shuffle_vector(seed, ir.Constant(vector, ir.Undefined), mask)
+
+
+def bytes_of(type: Type) -> int:
+    """The size of a scalar in memory."""
+    return max(1, WIDTH[type] // 8)

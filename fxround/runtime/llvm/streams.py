@@ -1,0 +1,49 @@
+"""MWC64X streams in registers: one state a lane, advanced where a kernel's formula draws.
+
+What is true here. A kernel that draws nothing carries no state, and gets zeros where a body asks for bits.
+
+Why it is safe. ``start`` and ``advance`` are the functions of ``randomness``, emitted lane by lane.
+
+    before   a generator shared by the threads
+    after    bits, state = advance(b, state, lanes, draws)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from fxround.numerics.randomness import stream_functions
+from fxround.numerics.scalar import Function
+from fxround.runtime.llvm.loops import I32, I64, at
+from fxround.runtime.llvm.render import emit, literal, splat
+
+
+@cache
+def _functions() -> tuple[Function, Function]:
+    return stream_functions()
+
+
+def load_key(b: ir.IRBuilder, key: Any) -> list[Any]:
+    """seed low, seed high, sample, node."""
+    return [b.load(at(b, key, I64(i), I32), typ=I32) for i in range(4)]
+
+
+def start(b: ir.IRBuilder, element: Any, key: list[Any], lanes: int, draws: bool) -> Any:
+    """The first states of the streams numbered ``element`` (u64 lanes)."""
+    if not draws:
+        return literal("u64", 0, lanes)
+    (state,) = emit(_functions()[0], b, [element, *(splat(b, k, lanes) for k in key)], lanes)
+    return state
+
+
+def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, Any]:
+    """(random bits, next states)."""
+    if not draws:
+        return literal("u32", 0, lanes), state
+    bits, following = emit(_functions()[1], b, [state], lanes)
+    return bits, following
+
+
