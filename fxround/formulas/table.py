@@ -1,0 +1,89 @@
+"""The table of formulas and the words that they share.
+
+What is true here. ``@formula(overload)`` makes a function the definition of an operator on floating-point
+operands. float16 and bfloat16 operands are widened to binary32 first (exactly) where the formula says
+``widened``, and the result is rounded back at the end, as PyTorch does.
+
+Why it is safe. A formula that does not apply returns NotImplemented and the operator stays in the graph,
+where the passes find it in the table of rules or report it.
+
+    before   aten.silu.default(x)
+    after    @formula(aten.silu.default)
+             def silu(x): return x * x.sigmoid()
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxround.graph import core_decompositions
+
+aten = torch.ops.aten
+Formula = Callable[..., Any]
+FORMULAS: Final[dict[Any, Formula]] = {}
+
+
+def formula(*overloads: Any) -> Callable[[Formula], Formula]:
+    """Register a function as the definition of these overloads, for floating-point operands only."""
+
+    def register(function: Formula) -> Formula:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            floating = any(t.is_floating_point() for t in tensors)
+            return function(*args, **kwargs) if floating or not tensors else NotImplemented
+
+        FORMULAS.update(dict.fromkeys(overloads, guarded))
+        return guarded
+
+    return register
+
+
+def decompositions() -> dict[Any, Formula]:
+    """The table for capture: the formulas over PyTorch's own decompositions of everything else."""
+    return {**core_decompositions(), **FORMULAS}
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in binary32 if its dtype has 16 bits."""
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """The sum over dims, of which there may be none."""
+    return aten.sum.dim_IntList(x, list(dims), keepdim) if dims else x
+
+
+def count(x: Tensor, dims: Sequence[int]) -> Any:
+    """The number of elements that a reduction over dims takes in (symbolic where the batch is)."""
+    return math.prod(x.shape[d] for d in dims)
+
+
+def reduced_dims(x: Tensor, dims: Sequence[int] | int | None) -> list[int]:
+    """dims as PyTorch means them: None or nothing is all, negative ones count from the end."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        return list(range(x.dim()))
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    return sorted(d % x.dim() for d in listed) if x.dim() else []
+
+
+def scaled(x: Tensor, factor: Any) -> Tensor:
+    """x * factor, no operation where the factor is 1."""
+    return x if factor == 1 else x * factor
+
+
+def channels(v: Tensor, x: Tensor) -> Tensor:
+    """A vector of the channels of x, shaped to broadcast over them."""
+    return v.reshape([1, -1] + [1] * (x.dim() - 2))
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x * weight + bias, what is None left out."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias

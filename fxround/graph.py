@@ -1,0 +1,399 @@
+"""Capture: a model and its arguments in, one ATen graph out. The only file that calls PyTorch's private APIs.
+
+What is true here. Dynamo captures the whole model (one graph, or a ``CaptureError`` that names the line);
+AOTAutograd turns it into functional ATen operators and splits composite ones by the formulas it is given.
+Every graph input and output says what it is (a ``Port``), every operator says where it came from (a
+``Site``). The batch dimension stays symbolic; what the trace assumed about sizes is kept (``Sizes``) and asked
+again before another call may use the graph.
+
+Why it is safe. Known traps are switched off while tracing (fused attention, oneDNN, the encoder fast path,
+skipped LSTMs), and what cannot be represented (complex or quantized numbers, ``.item()``) is refused by name.
+
+    before   self.fc(x.relu())
+    after    relu = aten.relu.default(x); mm = aten.mm.default(relu, permute); add = aten.add.Tensor(mm, bias)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final, Literal
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._decomp import core_aten_decompositions
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode, tracing
+from torch.fx.experimental import _config as shape_config
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fxround.errors import CaptureError
+
+if TYPE_CHECKING:
+    from fxround.policy import Assignment
+
+TESTED_TORCH: Final = ("2.13",)
+META: Final = "fxround"
+PORT: Final = "fxround_port"
+
+Status = Literal["rounded", "native", "movement", "exact", "integer"]
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a value of the graph comes from, and what was decided about it (``node.meta["fxround"]``)."""
+
+    path: str
+    module_type: str
+    operator: str
+    kind: str
+    role: str
+    source: str
+    code: str
+    number: int = -1
+    assignment: Assignment | None = None
+    status: Status = "native"
+    reason: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.source}: {self.code}" if self.source else ""
+        return f"{self.operator} in {self.path or 'the root module'}{where}"
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a graph input or output stands for: a parameter or buffer by name, an argument or result by position,
+    a mutation of the input that ``name`` or ``index`` says."""
+
+    kind: Literal["parameter", "buffer", "argument", "result", "random"]
+    name: str = ""
+    index: int = -1
+    mutation: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes for which a graph is right: one expression a dimension, and the conditions met while tracing."""
+
+    dimensions: tuple[tuple[Any, ...] | None, ...]
+    conditions: tuple[Any, ...] = ()
+
+    def admit(self, shapes: Sequence[tuple[int, ...] | None]) -> bool:
+        """Whether arguments of these shapes may run the graph (None: not a tensor)."""
+        values: dict[Any, int] = {}
+        pairs = [
+            (expression, size)
+            for dimensions, shape in zip(self.dimensions, shapes, strict=True)
+            if dimensions is not None and shape is not None
+            for expression, size in zip(dimensions, shape, strict=True)
+        ]
+        for expression, size in pairs:
+            if getattr(expression, "is_symbol", False) and values.setdefault(expression, size) != size:
+                return False
+        if any(size != (e if isinstance(e, int) else e.xreplace(values)) for e, size in pairs):
+            return False
+        return not any(condition.xreplace(values) == False for condition in self.conditions)  # noqa: E712 (sympy)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, ports in the same order."""
+
+    graph: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    out_spec: pytree.TreeSpec
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What AOTAutograd returned, and the example that it was traced with."""
+
+    joint: Any
+    leaves: list[Any] = field(repr=False)
+
+
+def require_tested_torch(version: str = torch.__version__) -> None:
+    """Raise CaptureError outside the tested range: the private APIs of this file have no promise of stability."""
+    if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
+        raise CaptureError(
+            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is torch {version}. "
+            f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
+        )
+
+
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    table = dict(core_aten_decompositions())
+    table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
+    return table
+
+
+def capture(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
+) -> Captured:
+    """The ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
+
+    Tensors of size 1 in dimension 0 are duplicated for the trace when all have it, so that the batch stays
+    symbolic. Raises CaptureError with the line of the model and what to change.
+    """
+    require_tested_torch()
+    refuse_unsupported_tensors(model, args, kwargs)
+    error: CaptureError | None = None
+    for example in _examples((tuple(args), dict(kwargs))):
+        try:
+            traced = _trace(model, example, decompositions)
+        except CaptureError as e:
+            error = error or e
+            continue
+        captured = _describe(traced)
+        if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
+            return captured
+    raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
+
+
+def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
+    leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.is_complex() or tensor.is_quantized:
+            kind = "complex" if tensor.is_complex() else "quantized"
+            raise CaptureError(
+                f"{name} is {kind} ({tensor.dtype}); fxround rounds real floating-point numbers. "
+                + ("Split it into real and imaginary parts." if tensor.is_complex() else "Pass the float model.")
+            )
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
+        if tensor.device.type != "cpu":
+            raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
+
+
+def float_value(node: fx.Node) -> torch.Tensor | None:
+    """The (fake) tensor that the node yields, if it is one of floating point."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+
+def float_values(node: fx.Node) -> list[torch.Tensor]:
+    """The floating-point tensors that the node yields, alone or in a tuple."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def site(node: fx.Node) -> Site | None:
+    """The node's Site, None before classification and for nodes that yield no tensor."""
+    found: Site | None = node.meta.get(META)
+    return found
+
+
+def located(node: fx.Node) -> Site:
+    """A Site with nothing but the node's origin: module path and type, operator, line of the model.
+
+    ``getitem`` has the operator of the tuple that it takes from.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, module = list(stack.values())[-1] if stack else ("", "")
+    source, code = source_line(node.meta.get("stack_trace") or "")
+    name = module if isinstance(module, str) else module.__name__
+    producer = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(producer, fx.Node)
+    return Site(_module_path(path), name.rpartition(".")[2], operator_name(producer), "", "", source, code)
+
+
+def operator_name(node: fx.Node) -> str:
+    """``aten.mm.default`` for an operator, the function's own name for ``getitem`` and its like."""
+    if node.op != "call_function":
+        return node.op
+    target: Any = node.target
+    return str(target) if isinstance(target, torch._ops.OperatorBase) else getattr(target, "__name__", str(target))
+
+
+def source_line(stack_trace: str) -> tuple[str, str]:
+    """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
+    if not frames:
+        return "", ""
+    name, line, code = frames[-1]
+    return f"{PurePath(name).name}:{line}", code.strip()
+
+
+def refresh(graph: fx.GraphModule) -> None:
+    """Recompute every node's fake value from the placeholders' (after a pass moved or inserted nodes)."""
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    FakeTensorProp(graph, fake_mode(graph)).propagate_dont_convert_inputs(*values)
+
+
+def fake_mode(graph: fx.GraphModule) -> Any:
+    """The mode that owns the graph's fake values (and its symbolic sizes)."""
+    values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
+    return detect_fake_mode(values)
+
+
+@contextlib.contextmanager
+def tracing_switches() -> Iterator[None]:
+    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped."""
+    mha = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # type: ignore[no-untyped-call]
+        stack.enter_context(
+            torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
+        )
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))  # type: ignore[no-untyped-call]
+        stack.enter_context(shape_config.patch(backed_size_oblivious=True))
+        stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+
+
+def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """What the caller said: PyTorch would compare the mask's values, and apply it in either case."""
+    return bool(is_causal)
+
+
+def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions) -> _Traced:
+    args, kwargs = example
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing_switches())
+        try:
+            graph = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            stack.enter_context(tracing(graph.meta["tracing_context"]))
+            joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=dict(decompositions))
+        except (TorchDynamoException, RuntimeError) as e:
+            raise _explain(model, e) from e
+    _refuse_unsupported_nodes(joint.graph_module)
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)))
+
+
+def _describe(traced: _Traced) -> Captured:
+    graph: fx.GraphModule = traced.joint.graph_module
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
+    for node, port in zip(placeholders, inputs, strict=True):
+        node.meta[PORT] = port
+    _describe_constants(graph)
+    outputs = tuple(_port(desc) for desc in graph.graph.output_node().meta["desc"])
+    values = {port.index: node.meta.get("val") for node, port in zip(placeholders, inputs, strict=True)}
+    arguments = [values.get(i) for i in range(len(traced.leaves))]
+    return Captured(graph, inputs, outputs, traced.joint.out_spec, _sizes(arguments))
+
+
+def _describe_constants(graph: fx.GraphModule) -> None:
+    """Tensors of the program text are attributes without a fake value: give them one."""
+    mode = fake_mode(graph)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target)), torch.Tensor):
+            node.meta["val"] = mode.from_tensor(constant, static_shapes=True)
+
+
+def _port(desc: Any) -> Port:
+    kind = type(desc).__name__
+    if kind == "InputMutationAOTOutput":
+        return replace(_port(desc.mutated_input), mutation=True)
+    if kind in ("ParamAOTInput", "BufferAOTInput"):
+        return Port("parameter" if kind == "ParamAOTInput" else "buffer", name=desc.target)
+    if kind in ("PlainAOTInput", "PlainAOTOutput"):
+        return Port("argument" if kind == "PlainAOTInput" else "result", index=desc.idx)
+    raise CaptureError(
+        f"the captured graph has a port of kind {kind}, which fxround does not know. "
+        "A model whose outputs are views of one mutated tensor does this: return clones of them."
+    )
+
+
+def _sizes(values: Sequence[Any]) -> Sizes:
+    """Dimensions as expressions in the symbols that are left, and the guards in the same symbols."""
+    dimensions: list[tuple[Any, ...] | None] = []
+    environment: Any = None
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            dimensions.append(None)
+            continue
+        dimensions.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape))
+        environment = next((s.node.shape_env for s in value.shape if isinstance(s, torch.SymInt)), environment)
+    if environment is None:
+        return Sizes(tuple(dimensions))
+    conditions = [environment.replace(guard.expr) for guard in environment.guards]
+    return Sizes(tuple(dimensions), tuple(c for c in dict.fromkeys(conditions) if c != True))  # noqa: E712 (sympy)
+
+
+def _examples(example: Any) -> Iterator[Any]:
+    """Examples to trace with, best first: a batch of at least two with its dimension symbolic, then the batch as it is."""
+    leaves, spec = pytree.tree_flatten(example)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    twice = sizes == {1}
+    symbolic = [_copied(leaf, twice, symbolic=twice or _shape(leaf) not in (None, ())) for leaf in leaves]
+    yield pytree.tree_unflatten(symbolic, spec)
+    yield pytree.tree_unflatten([_copied(leaf, False, symbolic=False) for leaf in leaves], spec)
+
+
+def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:
+    """A copy: marking a dimension symbolic writes on the tensor object, and tracing must not touch the caller's."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    copy = torch.cat([copy, copy]) if twice and copy.dim() else copy
+    copy.requires_grad_(leaf.requires_grad)
+    if symbolic and copy.dim() and copy.shape[0] > 1:
+        torch._dynamo.maybe_mark_dynamic(copy, 0)
+    return copy
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+
+
+def _module_path(path: str) -> str:
+    """Dynamo spells a path ``L['self'].layer1.0``; users spell it ``layer1.0``."""
+    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).lstrip(".")
+
+
+_ADVICE: Final = (
+    ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
+    ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
+    ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
+    ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
+    ("not a known type", "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False)"),
+)
+
+
+def _explain(model: torch.nn.Module, error: Exception) -> CaptureError:
+    """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
+    text = str(error)
+    stack = list(getattr(error, "real_stack", None) or ())
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ":".join(source_line(text)) or "?"
+    hint = re.search(r"Hint: ([^\n]+)", text)
+    advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
+    explanation = re.search(r"Explanation: ([^\n]+)", text)
+    said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph.\n  at      {where}\n  reason  {said}\n  change  {advice}"
+    )
+
+
+def _refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError(
+                f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "
+                "Keep it a tensor (x.sum() in place of x.sum().item())."
+            )
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and (value.is_complex() or value.is_quantized):
+            kind = "complex" if value.is_complex() else "quantized"
+            raise CaptureError(
+                f"{located(node)} yields {kind} numbers ({value.dtype}); fxround rounds real floating-point numbers."
+            )

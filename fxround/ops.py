@@ -1,0 +1,256 @@
+"""The rules of operators: what each ATen overload does to numbers, one row an operator.
+
+What is true here. An operator either yields R(f(x, ...)) with one rounding (pointwise, elementary), accumulates
+(contraction, reduction), chooses among its operands (exact), moves them (movement), yields no floating point
+(integer), draws (random), or hides arithmetic that fxround has no kernel for (opaque). Composite operators are
+absent: ``formulas`` splits them into these while the model is captured.
+
+Why it is safe. ``rule_of`` answers None for an operator without a row, and whoever asks reports it: nothing
+is passed over because its name was not expected.
+
+    before   if "mul" in str(node.target): ...
+    after    rule_of(node).kind, rule_of(node).body        # "pointwise", "mul({0}, {1})"
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+
+Kind = Literal[
+    "pointwise", "elementary", "contraction", "reduction", "exact", "movement", "integer", "random", "opaque"
+]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """One operator.
+
+    kind    what it does to numbers
+    body    pointwise and elementary: the program, ``{i}`` standing for argument i of the ATen call
+    lower   contraction and reduction: the name of the fxround operator
+    reason  why its result cannot be computed with a rounding of its own ("" if it can)
+    """
+
+    kind: Kind
+    body: str = ""
+    lower: str = ""
+    reason: str = ""
+
+
+def rule_of(node: fx.Node) -> OpRule | None:
+    """The rule of a call_function node, None if the table lacks its operator.
+
+    ``getitem`` has the rule of the operator whose result it takes from.
+    """
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return rule_of(source) if source.op == "call_function" else MOVEMENT
+    name = str(node.target)
+    refine = _REFINED.get(name)
+    return refine(node) if refine else RULES.get(name)
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _rows(kind: Kind, namespace: str, names: str, reason: str = "") -> dict[str, OpRule]:
+    """One row a name; a name without an overload means ``.default``."""
+    full = [f"{namespace}.{name if '.' in name else name + '.default'}" for name in names.split()]
+    return {name: OpRule(kind, reason=reason) for name in full}
+
+
+def _bodies(kind: Kind, rows: dict[str, str]) -> dict[str, OpRule]:
+    full = {f"aten.{name if '.' in name else name + '.default'}": body for name, body in rows.items()}
+    return {name: OpRule(kind, body=body) for name, body in full.items()}
+
+
+MOVEMENT: Final = OpRule("movement")
+
+_POINTWISE: Final = {
+    "add.Tensor": "add({0}, {1})",
+    "add.Scalar": "add({0}, {1})",
+    "sub.Tensor": "sub({0}, {1})",
+    "sub.Scalar": "sub({0}, {1})",
+    "rsub.Tensor": "sub({1}, {0})",
+    "rsub.Scalar": "sub({1}, {0})",
+    "mul.Tensor": "mul({0}, {1})",
+    "mul.Scalar": "mul({0}, {1})",
+    "div.Tensor": "div({0}, {1})",
+    "div.Scalar": "div({0}, {1})",
+    "sqrt": "sqrt({0})",
+    "_to_copy": "identity({0})",
+}
+
+_UNARY: Final = (
+    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+    "erf erfc sigmoid softplus rsqrt reciprocal"
+).split()
+
+_BINARY: Final = {
+    "pow.Tensor_Scalar": "pow({0}, {1})",
+    "pow.Tensor_Tensor": "pow({0}, {1})",
+    "pow.Scalar": "pow({0}, {1})",
+    "atan2": "atan2({0}, {1})",
+    "hypot": "hypot({0}, {1})",
+    "fmod.Scalar": "fmod({0}, {1})",
+    "fmod.Tensor": "fmod({0}, {1})",
+    "remainder.Scalar": "remainder({0}, {1})",
+    "remainder.Tensor": "remainder({0}, {1})",
+    "remainder.Scalar_Tensor": "remainder({0}, {1})",
+}
+
+_LOWERED: Final[dict[str, OpRule]] = {
+    "aten.mm.default": OpRule("contraction", lower="matmul"),
+    "aten.bmm.default": OpRule("contraction", lower="matmul"),
+    "aten.convolution.default": OpRule("contraction", lower="convolution"),
+    "aten.sum.dim_IntList": OpRule("reduction", lower="sum"),
+    "aten.sum.default": OpRule("reduction", lower="sum"),
+    "aten.cumsum.default": OpRule("reduction", lower="cumsum"),
+    "aten.scatter_add.default": OpRule("reduction", lower="scatter_add"),
+}
+_INDEX_PUT: Final = OpRule("reduction", lower="index_put")
+
+# A result that is one of the operands (or a small integer, or a sign): no rounding happens.
+_EXACT: Final = """
+    neg abs relu hardtanh threshold clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor
+    maximum minimum fmax fmin where.self where.ScalarSelf where.ScalarOther where.Scalar amax amin aminmax
+    max max.dim min min.dim sort sort.stable topk kthvalue median median.dim nanmedian nanmedian.dim mode
+    cummax cummin floor ceil round trunc frac sign sgn copysign.Tensor copysign.Scalar nan_to_num heaviside hardshrink
+    max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward histc
+"""
+
+_MOVEMENT: Final = """
+    view view.dtype _unsafe_view reshape alias detach permute transpose.int t expand squeeze squeeze.dim squeeze.dims
+    unsqueeze slice.Tensor select.int narrow clone contiguous copy lift_fresh lift_fresh_copy cat stack split.Tensor
+    split_with_sizes unbind.int chunk diagonal unfold as_strided flip roll repeat repeat_interleave.Tensor tile
+    movedim.intlist constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+    replication_pad2d replication_pad3d tril triu diag_embed im2col pixel_shuffle pixel_unshuffle channel_shuffle
+    embedding gather index.Tensor _unsafe_index.Tensor _unsafe_masked_index index_select take masked_select
+    slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter.src scatter.value masked_scatter
+    masked_fill.Scalar masked_fill.Tensor index_fill.int_Scalar index_fill.int_Tensor index_copy fill.Scalar fill.Tensor
+    empty.memory_format empty_like empty_permuted empty_strided new_empty new_empty_strided view_copy expand_copy
+    permute_copy resize set_data _reshape_alias _conj resolve_conj resolve_neg broadcast_to upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+"""
+
+# Numbers that enter the graph from the program text. arange with a step of floats is a formula.
+_CONSTANT: Final = """
+    full full_like new_full zeros zeros_like new_zeros ones ones_like new_ones scalar_tensor arange arange.start
+    arange.start_step eye eye.m
+"""
+
+_INTEGER: Final = """
+    eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar
+    ge.Tensor isnan isinf isfinite signbit logical_not logical_and logical_or logical_xor bitwise_not bitwise_and.Tensor
+    bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar
+    bitwise_left_shift.Tensor bitwise_right_shift.Tensor bitwise_left_shift.Tensor_Scalar
+    bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
+    bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
+    randint randint.low randint_like multinomial is_nonzero equal sym_size.int sym_numel sym_stride.int
+    sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
+    sym_constrain_range_for_size
+"""
+
+_RANDOM: Final = """
+    bernoulli bernoulli.p bernoulli.Tensor rand rand_like randn randn_like uniform normal_functional
+    normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor exponential geometric cauchy
+    log_normal poisson binomial native_dropout rrelu_with_noise_functional rand.generator randn.generator
+"""
+
+_OPAQUE: Final = {
+    "no kernel has this function yet": """
+        erfinv digamma lgamma polygamma i0 special_i0e special_i1 special_i1e special_entr special_ndtri special_erfcx
+        special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor sinc
+        special_log_ndtr xlogy.Tensor angle mvlgamma float_power.Tensor_Scalar""",
+    "an algorithm of linear algebra, not a sequence of rounded operations that fxround defines": """
+        _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu_solve
+        linalg_qr linalg_solve_triangular linalg_matrix_exp linalg_lu_factor_ex linalg_lu linalg_ldl_factor_ex
+        linalg_ldl_solve linalg_eig linalg_eigvals _linalg_slogdet cholesky cholesky_solve cholesky_inverse geqrf
+        ormqr triangular_solve linalg_householder_product linalg_lstsq lu_unpack linalg_pinv.atol_rtol_tensor
+        linalg_cross""",
+    "a Fourier transform: its roundings are not defined by a formula yet": "_fft_c2c _fft_r2c _fft_c2r",
+    "its accumulation order is not defined by a formula yet": """
+        logcumsumexp _pdist_forward _pdist_backward _cdist_backward _embedding_bag _embedding_bag_forward_only
+        _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
+        multi_margin_loss multilabel_margin_loss_forward nll_loss2d_forward segment_reduce
+        grid_sampler_2d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+        avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+        adaptive_max_pool2d_backward adaptive_max_pool3d_backward masked_scatter_backward
+        rrelu_with_noise_backward _weight_norm_interface_backward convolution_backward
+        upsample_bicubic2d upsample_trilinear3d""",
+}
+
+_TABLE: Final = (
+    _bodies("pointwise", _POINTWISE)
+    | _bodies("elementary", {name: f"{name}({{0}})" for name in _UNARY} | _BINARY)
+    | _LOWERED
+    | _rows("exact", "aten", _EXACT)
+    | _rows("movement", "aten", _MOVEMENT + _CONSTANT)
+    | _rows("integer", "aten", _INTEGER)
+    | _rows("random", "aten", _RANDOM, "drawn from PyTorch's global generator, not from (seed, sample)")
+)
+RULES: Final = MappingProxyType(
+    _TABLE
+    | {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
+    | _rows("opaque", "transformers", "grouped_mm_fallback grouped_mm_fallback_backward", "a third party's operator")
+    | _rows("opaque", "higher_order", "run_and_save_rng_state run_with_rng_state", "random state of a checkpoint")
+)
+CONSTANTS: Final = frozenset(_rows("movement", "aten", _CONSTANT))
+
+
+def _index_put(node: fx.Node) -> OpRule:
+    return _INDEX_PUT if _argument(node, 3, "accumulate", False) else MOVEMENT
+
+
+def _scatter_reduce(node: fx.Node) -> OpRule:
+    chooses = _argument(node, 4, "reduce") in ("amax", "amin")
+    return OpRule("exact") if chooses else RULES["aten.scatter_reduce.two"]
+
+
+def _integer_or_opaque(node: fx.Node) -> OpRule:
+    """Operators that are exact on integers and hide several roundings on floating point."""
+    value = node.meta.get("val")
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return OpRule("opaque", reason="several roundings in one operator, without a formula yet") if floating else INTEGER
+
+
+def _cast(node: fx.Node) -> OpRule:
+    """A conversion rounds where the source has values that the result lacks."""
+    source, value = node.args[0], node.meta.get("val")
+    assert isinstance(source, fx.Node)
+    old, new = source.meta["val"].dtype, value.dtype if isinstance(value, torch.Tensor) else None
+    if new == old:
+        return MOVEMENT
+    exact = old == torch.bool or (old.is_floating_point and torch.promote_types(old, new or old) == new)
+    return OpRule("exact") if exact else RULES["aten._to_copy.default"]
+
+
+INTEGER: Final = OpRule("integer")
+_REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
+    "aten.index_put.default": _index_put,
+    "aten._unsafe_index_put.default": _index_put,
+    "aten.scatter_reduce.two": _scatter_reduce,
+    "aten._to_copy.default": _cast,
+    **dict.fromkeys(
+        (
+            "aten.floor_divide.default",
+            "aten.div.Tensor_mode",
+            "aten.div.Scalar_mode",
+            "aten.prod.default",
+            "aten.prod.dim_int",
+            "aten.cumprod.default",
+        ),
+        _integer_or_opaque,
+    ),
+}

@@ -1,0 +1,59 @@
+"""The pipeline: from a captured graph and a policy to a graph of explicitly rounded operations.
+
+What is true here. ``PIPELINE`` is the order; a pass is one function in one file that changes the graph in place, and
+is verified before the next one runs. Under the identity policy no operator changes but for its layout, so the
+lowered graph gives the bits of the captured graph.
+
+    before   mm = aten.mm.default(x, w); add = aten.add.Tensor(mm, b)
+    after    mm = fxround.matmul(x, w, "binary32/nearest_even/inf", ..., rng, 0); add = fxround.pointwise([mm, b], ...)
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Final
+
+from torch import fx
+
+from fxround.passes.assign import assign
+from fxround.passes.classify import classify
+from fxround.passes.contractions import lower_contractions
+from fxround.passes.entries import add_random_state, round_entries
+from fxround.passes.normalize import normalize
+from fxround.passes.pointwise import lower_pointwise
+from fxround.passes.reductions import lower_reductions
+from fxround.passes.results import round_results, round_selections
+from fxround.passes.rewrite import Pass, Plan
+from fxround.passes.verify import shapes, verify, verify_accounted
+
+PIPELINE: Final[tuple[Pass, ...]] = (
+    normalize,
+    classify,
+    assign,
+    add_random_state,
+    lower_contractions,
+    lower_reductions,
+    lower_pointwise,
+    round_entries,
+    round_results,
+    round_selections,
+)
+
+
+def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """A new graph, lowered by every pass of the pipeline; ``graph`` stays as it is.
+
+    Raises PolicyError, UnsupportedOperator or UnsupportedRounding for what the policy asks in vain, and
+    VerificationError if a pass broke an invariant.
+    """
+    lowered = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for step in PIPELINE:
+        before = shapes(lowered)
+        step(lowered, plan)
+        verify(lowered, before, step.__name__)  # type: ignore[attr-defined]
+    verify_accounted(lowered)
+    lowered.recompile()
+    return lowered
+
+
+__all__ = ["PIPELINE", "Plan", "lower"]

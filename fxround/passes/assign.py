@@ -1,0 +1,48 @@
+"""Assign: ask the policy about every value that it may round.
+
+What is true here. A Site's assignment is what the policy said, resolved for the value's dtype; None where no rule
+speaks of it. Every rule of the policy spoke of something, or this pass raised PolicyError.
+
+    before   Site(operator="aten.mm.default", assignment=None)
+    after    Site(operator="aten.mm.default", assignment=Assignment(binary32/stochastic/inf, ...))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Final
+
+from torch import fx
+
+from fxround.graph import META, float_values
+from fxround.ops import CONSTANTS
+from fxround.passes.rewrite import FORMATS, Plan, sites
+from fxround.policy import ENTERING, Assignment
+
+_ASKED: Final = frozenset(
+    {"pointwise", "elementary", "contraction", "reduction", "exact", "random", "opaque", "unknown", "placeholder"}
+)
+
+
+def assign(graph: fx.GraphModule, plan: Plan) -> None:
+    """Attach the policy's assignments; raise PolicyError for a rule that matches nothing."""
+    matched: set[int] = set()
+
+    @cache
+    def ask(path: str, operator: str, kind: str, role: str, dtype: str) -> Assignment | None:
+        matched.update(plan.policy.matching(path=path, operator=operator, kind=kind, role=role))
+        return plan.policy.assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype)
+
+    for node, place in sites(graph):
+        values = float_values(node)
+        if not values or not (place.kind in _ASKED or (place.role in ENTERING and _enters(node))):
+            continue
+        assignment = ask(place.path, place.operator, place.kind, place.role, FORMATS[values[0].dtype])
+        node.meta[META] = replace(place, assignment=assignment)
+    plan.policy.require_matched(matched, [place.path for _, place in sites(graph)])
+
+
+def _enters(node: fx.Node) -> bool:
+    """Whether the value comes from outside or from the program text; a moved weight is no entry of its own."""
+    return node.op in ("placeholder", "get_attr") or str(node.target) in CONSTANTS

@@ -1,0 +1,88 @@
+"""Classify: say of every value where it comes from, what its operator does, and what it is to the model.
+
+What is true here. After this pass every node that yields a tensor has a Site: kind by the table of rules, role by
+what it is computed from (state alone: weight, buffer, statistic; data: input, activation), a number that no policy
+can change. The number is the stream of the node's random bits.
+
+Why it is safe. An operator without a rule gets the kind "unknown" and a reason; nothing defaults to "fine".
+
+    before   %mean = aten.div.Tensor(%sum, 64)
+    after    the same, with Site(path="bn1", kind="pointwise", role="statistic", number=12, source="model.py:7", ...)
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fxround.graph import META, PORT, Port, Site, Status, float_value, float_values, located
+from fxround.ops import CONSTANTS, rule_of
+from fxround.passes.rewrite import Plan
+
+_STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
+_ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input"}
+_STATISTICS: Final = re.compile(r"(layer|group|batch|instance)_norm|softmax")
+
+
+def classify(graph: fx.GraphModule, plan: Plan) -> None:
+    """Give every node that yields a tensor its Site."""
+    roles: dict[fx.Node, str] = {}
+    number = 0
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        place = _site(node, roles)
+        roles[node] = place.role
+        if float_value(node) is not None:
+            # Two streams a node: the second is for a rounding behind an operator that draws itself.
+            place = replace(place, number=2 * number)
+            number += 1
+        if _yields_tensor(node):
+            node.meta[META] = place
+
+
+def _yields_tensor(node: fx.Node) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
+    if node.op == "placeholder":
+        port: Port = node.meta[PORT]
+        path = port.name.rpartition(".")[0]
+        return Site(path, "", node.op, "placeholder", _ROLE_OF_PORT[port.kind], "", "", status="movement")
+    if node.op == "get_attr":
+        return Site("", "", node.op, "constant", "constant", "", str(node.target), status="movement")
+    place, rule = located(node), rule_of(node)
+    kind = rule.kind if rule else "unknown"
+    status, reason = _status(node, kind, rule.reason if rule else f"fxround has no rule for {place.operator}")
+    return replace(place, kind=kind, role=_role(node, kind, roles), status=status, reason=reason)
+
+
+def _status(node: fx.Node, kind: str, reason: str) -> tuple[Status, str]:
+    if kind != "unknown" and not float_values(node):
+        return "integer", ""
+    if node.target is operator.getitem:
+        return "movement", ""
+    if kind == "movement" or kind == "exact":
+        return kind, ""  # type: ignore[return-value]
+    return "native", reason
+
+
+def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
+    if str(node.target) in CONSTANTS:
+        return "constant"
+    sources = {roles[n] for n in node.all_input_nodes if _yields_tensor(n) or n.op == "call_function"}
+    if kind == "movement" and len(sources) == 1:
+        return sources.pop()
+    origin = str(node.meta.get("original_aten", ""))
+    statistic = kind == "reduction" or str(node.target) in ("aten.amax.default", "aten.amin.default")
+    if sources <= _STATE or (statistic and _STATISTICS.search(origin)):
+        return "statistic"
+    return "activation"

@@ -1,0 +1,51 @@
+"""Contractions: matrix products and convolutions accumulate in order, each step rounded.
+
+What is true here. acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. A bias is an addition of its own already.
+``accumulate="native"`` and integer products are left to the stock kernel.
+
+    before   %mm = aten.mm.default(%x, %w)
+    after    %mm = fxround.matmul(%x, %w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", %rng, 8)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxround.graph import Site
+from fxround.kernel import contract_kernel
+from fxround.numerics.modes import Rounding
+from fxround.ops import rule_of
+from fxround.passes.rewrite import STORAGES, Plan, become, checked, decided, rng_of, sites
+
+
+def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
+    """Replace mm, bmm and convolution by their fixed-order kernels."""
+    for node, place in sites(graph):
+        wanted, rule = decided(place), rule_of(node) if place.kind == "contraction" else None
+        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Rounding):
+            continue
+        if node.meta["val"].dtype in STORAGES:
+            assignment, rounding = wanted
+            _check(node, place, wanted[0].accumulate, rounding)
+            operands = _OPERANDS[rule.lower](node)
+            become(
+                graph,
+                node,
+                rule.lower,
+                (*operands, str(assignment.accumulate), str(rounding), rng_of(graph), place.number),
+            )
+
+
+def _check(node: fx.Node, place: Site, accumulate: Rounding, rounding: Rounding) -> None:
+    storage = STORAGES[node.meta["val"].dtype]
+    checked(place, lambda: contract_kernel(accumulate, rounding, (storage, storage), storage))
+
+
+def _convolution(node: fx.Node) -> tuple[Any, ...]:
+    x, weight, _, *geometry = node.args
+    return x, weight, *geometry
+
+
+_OPERANDS = {"matmul": lambda node: tuple(node.args[:2]), "convolution": _convolution}

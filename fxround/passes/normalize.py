@@ -1,0 +1,74 @@
+"""Normalize: make the graph independent of memory layout and of implicit conversions.
+
+What is true here. fxround's operators return row-major tensors, so a ``view`` that was legal for the original
+strides may not be for ours: it becomes a ``reshape``, which is. ``as_strided`` reads memory: its operand is copied
+to the strides that it was traced with. Operands of arithmetic get the dtype of the result by a cast that can be seen.
+
+Why it is safe. Each rewriting keeps the bits of every value under PyTorch's own kernels.
+
+    before   view = aten.view.default(x, [2, -1]); mul = aten.mul.Tensor(view, mask)        # mask: bool
+    after    view = aten.reshape.default(x, [2, -1]); cast = aten._to_copy(mask, dtype=float32); mul = ...
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import fx
+
+from fxround.errors import CaptureError
+from fxround.graph import float_value, located
+from fxround.ops import rule_of
+from fxround.passes.rewrite import Plan, insert
+
+aten = torch.ops.aten
+
+_LAYOUT_FREE: Final = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+def normalize(graph: fx.GraphModule, plan: Plan) -> None:
+    """Free the graph of strides and of implicit conversions."""
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _LAYOUT_FREE:
+            node.target = _LAYOUT_FREE[node.target]
+        elif node.target is aten.as_strided.default:
+            _restore_strides(graph, node)
+        elif float_value(node) is not None:
+            _cast_operands(graph, node)
+
+
+def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta["val"]
+    if any(size != 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise CaptureError(f"{located(node)}: as_strided of an expanded tensor depends on memory layout; clone it first.")
+    blank = insert(graph, node, aten.new_empty_strided.default, (source, list(value.shape), list(value.stride())))
+    copy = insert(graph, node, aten.copy.default, (blank, source))
+    blank.meta["val"] = copy.meta["val"] = value
+    node.update_arg(0, copy)
+
+
+def _cast_operands(graph: fx.GraphModule, node: fx.Node) -> None:
+    rule, value = rule_of(node), float_value(node)
+    if rule is None or value is None or node.target is aten._to_copy.default:
+        return
+    if rule.kind not in ("pointwise", "elementary", "reduction", "contraction"):
+        return
+    for operand in dict.fromkeys(node.all_input_nodes):
+        old = operand.meta.get("val")
+        if not isinstance(old, torch.Tensor) or old.dtype == value.dtype or _is_index(node, operand):
+            continue
+        cast = insert(graph, node, aten._to_copy.default, (operand,), dtype=value.dtype)
+        cast.meta["val"] = old.to(value.dtype)
+        node.replace_input_with(operand, cast)
+
+
+def _is_index(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the operand says where, not what: anything but the first and the values of a scatter."""
+    scatters = {aten.scatter_add.default: (0, 3), aten.index_put.default: (0, 2), aten._unsafe_index_put.default: (0, 2)}
+    kept = scatters.get(node.target)  # type: ignore[arg-type]
+    return kept is not None and all(node.args[i] is not operand for i in kept)

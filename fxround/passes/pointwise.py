@@ -1,0 +1,87 @@
+"""Pointwise: arithmetic and elementary functions become one-statement programs, the exact value rounded once.
+
+What is true here. A tensor operand is x0, x1, ... (the same tensor once), a Python number a hexadecimal literal of
+the result's dtype. A number that is known only at run time (a size) becomes a tensor of no dimensions.
+
+Why it is safe. The program's kernel is built here, before the graph runs: what numerics cannot round raises now,
+with the operator's module path and line. An operator that numerics lacks keeps the stock kernel and says so.
+
+    before   %mul = aten.mul.Tensor(%x, 0.1)
+    after    %mul = fxround.pointwise([%x], "t0 = mul(x0, 0x1.99999ap-4) @ binary32/stochastic/inf", float32, %rng, 6)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxround.graph import META
+from fxround.kernel import Program, map_kernel
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import OPERATORS
+from fxround.ops import rule_of
+from fxround.passes.rewrite import STORAGES, Plan, become, checked, decided, insert, rng_of, sites
+
+aten = torch.ops.aten
+
+
+def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
+    """Replace arithmetic, elementary functions and inexact casts by programs."""
+    for node, place in sites(graph):
+        wanted, rule = decided(place), rule_of(node) if place.kind in ("pointwise", "elementary") else None
+        if wanted is None or rule is None or node.meta["val"].dtype not in STORAGES:
+            continue
+        name = rule.body.partition("(")[0]
+        if name not in OPERATORS:
+            node.meta[META] = replace(place, reason=f"fxround has no kernel for {name} yet")
+            continue
+        dtype = node.meta["val"].dtype
+        operands, text = _program(graph, node, rule.body, wanted[1])
+        loads = tuple(STORAGES[operand.meta["val"].dtype] for operand in operands)
+        result, parsed = STORAGES[dtype], Program.parse(text)
+        checked(place, lambda parsed=parsed, loads=loads, result=result: map_kernel(parsed, loads, result))  # type: ignore[misc]
+        become(graph, node, "pointwise", (operands, text, dtype, rng_of(graph), place.number))
+
+
+def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding) -> tuple[list[fx.Node], str]:
+    """The tensor operands and the text of ``body`` over them."""
+    operands: list[fx.Node] = []
+    names: dict[int, str] = {}
+    for position in sorted({int(p) for p in re.findall(r"\{(\d+)\}", body)}):
+        argument = node.args[position]
+        if not isinstance(argument, fx.Node):
+            names[position] = literal(argument, node.meta["val"].dtype)
+            continue
+        tensor = _tensor(graph, node, argument)
+        if tensor not in operands:
+            operands.append(tensor)
+        names[position] = f"x{operands.index(tensor)}"
+    text = re.sub(r"\{(\d+)\}", lambda m: names[int(m[1])], body)
+    return operands, f"t0 = {text} @ {rounding}"
+
+
+def literal(number: Any, dtype: torch.dtype) -> str:
+    """A Python number as PyTorch gives it to the operation: a value of the dtype, in hexadecimal."""
+    value: float = torch.tensor(float(number), dtype=torch.float64).to(dtype).to(torch.float64).item()
+    return value.hex()
+
+
+def _tensor(graph: fx.GraphModule, node: fx.Node, argument: fx.Node) -> fx.Node:
+    """The argument as a floating-point tensor: a size becomes one, an integer tensor is widened to binary64.
+
+    Integers up to 2^53 are exact in binary64; beyond that PyTorch's own conversion rounds first.
+    """
+    value, dtype = argument.meta.get("val"), node.meta["val"].dtype
+    if not isinstance(value, torch.Tensor):
+        new = insert(graph, node, aten.scalar_tensor.default, (argument,), dtype=dtype)
+        new.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+        return new
+    if value.is_floating_point():
+        return argument
+    new = insert(graph, node, aten._to_copy.default, (argument,), dtype=torch.float64)
+    new.meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
+    return new

@@ -1,0 +1,97 @@
+"""Reductions: sums run in a declared order, each addition rounded.
+
+What is true here. ``sum`` follows the policy's Order, ``cumsum`` and the accumulating scatters ascend. A scatter's result
+is what was accumulated; where the policy's result format is narrower, a rounding follows.
+
+    before   %sum = aten.sum.dim_IntList(%x, [1], True)
+    after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", "binary32/stochastic/inf", %rng, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxround.graph import META, Site
+from fxround.kernel import cumsum_kernel, sum_kernel
+from fxround.numerics.modes import Rounding
+from fxround.ops import rule_of
+from fxround.passes.rewrite import (
+    STORAGES,
+    Plan,
+    become,
+    checked,
+    decided,
+    insert,
+    keeps,
+    rng_of,
+    round_after,
+    sites,
+)
+from fxround.policy import Assignment
+
+aten = torch.ops.aten
+
+
+def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
+    """Replace sums, cumulative sums and accumulating scatters by their fixed-order kernels."""
+    for node, place in sites(graph):
+        wanted, rule = decided(place), rule_of(node) if place.kind == "reduction" else None
+        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Rounding):
+            continue
+        if node.meta["val"].dtype in STORAGES:
+            _LOWERINGS[rule.lower](graph, node, place, wanted[0], wanted[1])
+
+
+def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    source: Any = node.args[0]
+    dims = list(node.args[1] or []) if len(node.args) > 1 else []  # type: ignore[arg-type]
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    if source.meta["val"].dim() == 0:
+        source, dims, keepdim = insert(graph, node, aten.reshape.default, (source, [1])), [0], False
+    dims = dims or list(range(source.meta["val"].dim()))
+    storage, accumulate, order = STORAGES[node.meta["val"].dtype], assignment.accumulate, assignment.order
+    assert isinstance(accumulate, Rounding)
+    checked(place, lambda: sum_kernel(order, accumulate, rounding, storage, storage))
+    texts = (str(order), str(accumulate), str(rounding))
+    become(graph, node, "sum", (source, dims, keepdim, *texts, rng_of(graph), place.number))
+
+
+def _cumsum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    source, dim = node.args[:2]
+    storage, accumulate = STORAGES[node.meta["val"].dtype], assignment.accumulate
+    assert isinstance(accumulate, Rounding) and isinstance(source, fx.Node)
+    checked(place, lambda: cumsum_kernel(accumulate, rounding, storage, storage))
+    tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
+    if source.meta["val"].dim():
+        become(graph, node, "cumsum", (source, dim, *tail))
+        return
+    column = insert(graph, node, aten.reshape.default, (source, [1]))
+    scan = insert(graph, node, torch.ops.fxround.cumsum.default, (column, 0, *tail))
+    scan.meta[META] = replace(place, status="rounded", reason="")
+    node.replace_all_uses_with(insert(graph, node, aten.reshape.default, (scan, [])))
+    graph.graph.erase_node(node)
+
+
+def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    """scatter_add(x, dim, index, source) and index_put(x, indices, values, True)."""
+    rule = rule_of(node)
+    assert rule is not None
+    operands = node.args[:4] if rule.lower == "scatter_add" else node.args[:3]
+    accumulate = assignment.accumulate
+    assert isinstance(accumulate, Rounding)
+    become(graph, node, rule.lower, (*operands, str(accumulate), rng_of(graph), place.number))
+    if not keeps(rounding, accumulate.format):
+        round_after(graph, node, rounding, place.number + 1)
+
+
+_LOWERINGS: Final[dict[str, Callable[[fx.GraphModule, fx.Node, Site, Assignment, Rounding], None]]] = {
+    "sum": _sum,
+    "cumsum": _cumsum,
+    "scatter_add": _scatter,
+    "index_put": _scatter,
+}

@@ -1,0 +1,131 @@
+"""The words that the passes share: what a pass is, and how a node becomes another.
+
+What is true here. A replacement inherits everything that is known of the node it replaces (module path, source
+line, fake value), and its Site; only the status changes.
+
+    before   %add = aten.add.Tensor(%x, %y)
+    after    %add_rounded = fxround.pointwise([%x, %y], "t0 = add(x0, x1) @ binary32/stochastic/inf", ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxround.errors import UnsupportedRounding
+from fxround.graph import META, PORT, Site, float_value, site
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import Rounding
+from fxround.numerics.storage import Storage
+from fxround.policy import Assignment, Policy
+
+RNG: Final = "rng"
+
+# The dtypes that kernels store, and the format of every dtype that a node may have.
+STORAGES: Final[dict[torch.dtype, Storage]] = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+FORMATS: Final = {
+    torch.float32: "binary32",
+    torch.float64: "binary64",
+    torch.float16: "binary16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fn: "e4m3fn",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the passes are asked to do: a policy, and whether what they cannot round is an error."""
+
+    policy: Policy
+    strict: bool
+
+
+Pass = Callable[[fx.GraphModule, Plan], None]
+
+
+def sites(graph: fx.GraphModule) -> list[tuple[fx.Node, Site]]:
+    """The nodes with a Site, in graph order."""
+    found = [(node, site(node)) for node in graph.graph.nodes]
+    return [(node, place) for node, place in found if place is not None]
+
+
+def decided(place: Site) -> tuple[Assignment, Rounding] | None:
+    """The assignment of a Site and its rounding, if the policy wants one."""
+    assignment = place.assignment
+    return (assignment, assignment.rounding) if assignment is not None and assignment.rounding is not None else None
+
+
+def rng_of(graph: fx.GraphModule) -> fx.Node:
+    """The placeholder of (seed, sample)."""
+    return next(node for node in graph.graph.nodes if node.op == "placeholder" and node.target == RNG)
+
+
+def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[Any]) -> None:
+    """Turn a node into ``fxround::operator``, which rounds it; name, uses and origin stay."""
+    place = site(node)
+    assert place is not None
+    node.target = getattr(torch.ops.fxround, operator).default
+    node.args, node.kwargs = tuple(args), {}
+    node.meta[META] = replace(place, status="rounded", reason="")
+
+
+def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any) -> fx.Node:
+    """A new node (of data movement, or exact) before ``near``, with its origin and no Site of its own number."""
+    with graph.graph.inserting_before(near):
+        new = graph.graph.call_function(target, tuple(args), kwargs)
+    kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten")
+    new.meta = {key: near.meta[key] for key in kept if key in near.meta}
+    place = site(near)
+    if place is not None:
+        operator = str(target)
+        new.meta[META] = replace(
+            place, operator=operator, kind="movement", status="movement", number=-1, assignment=None, reason=""
+        )
+    return new
+
+
+def round_after(graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int) -> fx.Node:
+    """Insert ``identity @ rounding`` behind a node and give it all the node's uses as a tensor."""
+    value, place = float_value(node), site(node)
+    assert value is not None and place is not None
+    after = _last_placeholder(graph) if node.op == "placeholder" else node
+    args = ([node], f"t0 = identity(x0) @ {rounding}", value.dtype, rng_of(graph), stream)
+    with graph.graph.inserting_after(after):
+        new = graph.graph.create_node(
+            "call_function", torch.ops.fxround.pointwise.default, args, name=f"{node.name}_rounded"
+        )
+    new.meta = {**node.meta, META: replace(place, operator="fxround.round", status="rounded", reason="")}
+    new.meta.pop(PORT, None)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and not _is_size(user))
+    return new
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _last_placeholder(graph: fx.GraphModule) -> fx.Node:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+
+
+def keeps(rounding: Rounding, grid: Format) -> bool:
+    """Whether the rounding is the identity on every value of the format."""
+    return grid.within(rounding.format) and rounding.overflow == "inf" and not rounding.mode.jitter
+
+
+def checked(place: Site, build: Callable[[], object]) -> None:
+    """Build a kernel to see that it exists; raise UnsupportedRounding naming the operator's place if not."""
+    try:
+        build()
+    except ValueError as error:
+        raise UnsupportedRounding(f"{place}: {error}") from error

@@ -1,0 +1,65 @@
+"""Verify: what must be true of the graph after every pass, and at the end.
+
+What is true here. After every pass the graph is well formed and every value that was there before still has its
+shape and dtype. At the end every floating-point value is accounted for: rounded by fxround's own operator, exact,
+moved, or native with a reason. A violation is a defect of fxround and raises VerificationError naming the pass.
+
+    before   a pass forgot the second result of a split; nobody noticed
+    after    VerificationError: after lower_pointwise: getitem_1 (aten.split...) has no Site
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from fxround.errors import VerificationError
+from fxround.graph import float_value, refresh, site
+from fxround.passes.rewrite import decided
+
+Shapes = Mapping[str, str]
+
+
+def shapes(graph: fx.GraphModule) -> Shapes:
+    """Name -> dtype and shape of every tensor of the graph, and the output's under the name ``output``."""
+    found = {n.name: _described(n.meta["val"]) for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+    results = [n for n in graph.graph.output_node().all_input_nodes if n.name in found]
+    return found | {"output": ", ".join(found[n.name] for n in results)}
+
+
+def _described(value: torch.Tensor) -> str:
+    """Sizes that depend on data are renamed by every recomputation: compare them by kind."""
+    return re.sub(r"\bu\d+\b", "u", f"{value.dtype} {tuple(value.shape)}")
+
+
+def verify(graph: fx.GraphModule, before: Shapes, name: str) -> None:
+    """Raise VerificationError if the graph is malformed or a value changed its shape or dtype."""
+    try:
+        graph.graph.lint()
+        refresh(graph)
+    except RuntimeError as error:
+        raise VerificationError(f"after {name}: the graph is malformed: {error}") from error
+    after = shapes(graph)
+    for key in before.keys() & after.keys():
+        if before[key] != after[key]:
+            raise VerificationError(f"after {name}: {key} was {before[key]}, now it is {after[key]}")
+
+
+def verify_accounted(graph: fx.GraphModule) -> None:
+    """Raise VerificationError unless every floating-point value has a status that its operator bears out."""
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or float_value(node) is None:
+            continue
+        place = site(node)
+        if place is None:
+            raise VerificationError(f"{node.name} ({node.target}) has no Site")
+        ours = str(node.target).startswith("fxround.")
+        if ours != (place.status == "rounded"):
+            raise VerificationError(f"{node.name} ({node.target}) claims to be {place.status}: {place}")
+        if place.status == "native" and not place.reason:
+            raise VerificationError(f"{node.name} is native without a reason: {place}")
+        if ours and decided(place) is None:
+            raise VerificationError(f"{node.name} was rounded although the policy leaves it alone: {place}")
