@@ -224,6 +224,21 @@ def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
     return "f32" if str(accumulate) == "binary32/nearest_even/inf" and set(carriers) == {"f32"} else "f64"
 
 
+def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
+    """The rounding of a step inside a chain.
+
+    Over binary32 operands, a format with binary32's exponents has binary64's inside a chain that runs
+    in binary64: no partial sum overflows or becomes subnormal there, and the store brings the result into
+    range. Formats with fewer exponents (binary16, e5m2, ...) keep their own range at every step.
+    """
+    fmt = accumulate.format
+    binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
+    like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True)
+    if accumulator != "f64" or "f64" in carriers or not like_binary32 or accumulate.overflow != "inf":
+        return accumulate
+    return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
+
+
 def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
     """Whether the store's rounding keeps every value that the accumulator can hold."""
     range_kept = rounding.overflow in ("inf", accumulate.overflow)
@@ -259,6 +274,7 @@ def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storag
 def sum_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
     """The sum of a length under an order, each addition rounded by ``accumulate``, stored through ``rounding``."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Reduce(
         step=_add_step("step", accumulate, accumulator, load_as),
         combine=_add_step("combine", accumulate, accumulator, None),
@@ -276,6 +292,7 @@ def sum_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: 
 def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     """Every prefix sum, k ascending."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Scan(
         step=_add_step("step", accumulate, accumulator, load_as),
         finish=_finish(accumulate, rounding, accumulator, result),
@@ -294,6 +311,7 @@ def contract_kernel(
     """Sums of products: acc = R_acc(a * b + acc), one rounding a step."""
     carriers = tuple(CARRIER_OF[s] for s in loads)
     accumulator = _accumulator(accumulate, carriers)
+    accumulate = chain_rounding(accumulate, accumulator, carriers)
     a, b = param("a", ELEMENT_OF[loads[0]]), param("b", ELEMENT_OF[loads[1]])
     acc, random = param("acc", accumulator), param("random", "u32")
     value = apply("fma", (load(a, loads[0]), load(b, loads[1]), acc), accumulate, accumulator, random)

@@ -89,6 +89,13 @@ class Format:
         """The same format with nothing between zero and 2^emin (flush)."""
         return self if not self.subnormals else replace(self, name=self.name + FLUSH, subnormals=False)
 
+    def with_range_of(self, other: Format) -> Format:
+        """This precision over the exponents of ``other``."""
+        if (self.emin, self.emax) == (other.emin, other.emax):
+            return self
+        maximum = math.ldexp(2.0 - math.ldexp(1.0, 1 - self.precision), other.emax)
+        return Format.custom(precision=self.precision, emin=other.emin, maximum=maximum)
+
     def within(self, other: Format) -> bool:
         """Whether every finite value of this format is a value of ``other``."""
         return (
@@ -184,7 +191,7 @@ class Format:
             return Format.custom(
                 precision=int(custom[1]),
                 emin=int(custom[2]),
-                maximum=float.fromhex(custom[3]),
+                maximum=float.fromhex(custom[3]) if "x" in custom[3] else float(custom[3]),
                 signed="signed" in flags,
                 inf="inf" in flags,
                 nan="nan" in flags,

@@ -4,8 +4,8 @@ What is true here. ``apply`` returns R(f(x, ...)) for + - * / sqrt fma and frien
 the exact value. Where R is the carrier's own nearest_even that is the hardware's operation. Elsewhere
 the value is computed in binary64 together with the sign of what binary64 lost, rounded to odd there,
 and then by R: with at least two bits more than R's format, to-odd makes the second rounding innocuous
-in every deterministic mode (Boldo and Melquiond, IEEE TC 57(4), 2008). For stochastic rounding the lost
-fraction is that of the 53-bit to-odd value: good to 2^-29 of a binary32 quantum.
+in every deterministic mode (Boldo and Melquiond, IEEE TC 57(4), 2008). The modes that draw start from the
+nearest binary64 value: their lost fraction is good to 2^-29 of a binary32 quantum.
 
 Elementary functions (exp, tanh, ...) are evaluated in binary64 to within the bound that their own file
 states, and rounded once.
@@ -64,7 +64,8 @@ class Wide:
 class Operator:
     """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
     there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
-    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``)."""
+    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``).
+    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow."""
 
     name: str
     arity: int
@@ -72,6 +73,7 @@ class Operator:
     native: Callable[..., Expr] | None = None
     exact: bool = False
     sticky: Callable[..., Expr] | None = None
+    residual: bool = False
 
 
 def two_sum(a: Expr, b: Expr) -> Wide:
@@ -136,11 +138,11 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("abs", 1, lambda x: Wide(absolute(x)), exact=True),
     Operator("add", 2, two_sum, lambda a, b: a + b),
     Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
-    Operator("mul", 2, _product, lambda a, b: a * b),
-    Operator("div", 2, _quotient, lambda a, b: a / b),
-    Operator("reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x),
-    Operator("sqrt", 1, _root, sqrt),
-    Operator("fma", 3, _fused, fma),
+    Operator("mul", 2, _product, lambda a, b: a * b, residual=True),
+    Operator("div", 2, _quotient, lambda a, b: a / b, residual=True),
+    Operator("reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x, residual=True),
+    Operator("sqrt", 1, _root, sqrt, residual=True),
+    Operator("fma", 3, _fused, fma, residual=True),
 )
 
 # Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
@@ -159,7 +161,7 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
             f"{operator.name} on float64 operands cannot be rounded to {rounding}: it needs two bits more than "
             f"binary64 has; use binary64/nearest_even, binary64/up_down, a precision up to 51, or a float32 model"
         )
-    if rounding.format.emin < -900:
+    if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(
             f"{operator.name} on float64 operands cannot be rounded to {rounding}: its emin {rounding.format.emin} "
             f"is so near binary64's that the lost part underflows; use an emin of -900 or more"
@@ -198,8 +200,11 @@ def apply(name: str, args: tuple[Expr, ...], rounding: Rounding | None, out: Typ
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(nearest, rounding, random), out)
     operands = tuple(map(widen_exactly, args))
-    odd = operator.sticky(*operands) if operator.sticky else to_odd(operator.wide(*operands))
-    return _convert(round_expr(odd, rounding, random), out)
+    if not rounding.mode.deterministic:
+        value = operator.wide(*operands).value
+    else:
+        value = operator.sticky(*operands) if operator.sticky else to_odd(operator.wide(*operands))
+    return _convert(round_expr(value, rounding, random), out)
 
 
 def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:

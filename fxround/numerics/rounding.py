@@ -31,6 +31,7 @@ from fxround.numerics.scalar import (
     bits,
     const,
     from_bits,
+    is_nan,
     maximum,
     minimum,
     narrow,
@@ -195,6 +196,8 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
     carrier.require(fmt)
     if mode.random_bits and random is None:
         raise ValueError(f"{rounding} draws random bits; none were given")
+    if _carries_to_infinity(rounding, carrier) and random is not None:
+        return _add_and_truncate(x, rounding, carrier, random)
     encoding = bits(x)
     ordinal = encoding & ((1 << (WIDTH[carrier.code] - 1)) - 1)
     sign = encoding ^ ordinal
@@ -205,6 +208,32 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
     finite = _bound(rounded, negative, rounding, carrier, random)
     signed = _apply_sign(finite, ordinal, sign, negative, rounding, carrier)
     return from_bits(_special(signed, ordinal, sign, negative, rounding, carrier))
+
+
+def _carries_to_infinity(rounding: Rounding, carrier: Carrier) -> bool:
+    """Whether SR is one addition: a constant shift, and a carry out of the maximum that lands on infinity."""
+    fmt = rounding.format
+    full_range = fmt.emin == carrier.format.emin and fmt.subnormals and fmt.signed and fmt.zero
+    top = carrier.ordinal(fmt.maximum) + (1 << (carrier.format.precision - fmt.precision)) == carrier.infinity
+    return full_range and top and fmt.precision > 1 and rounding.mode.name == "stochastic" and rounding.overflow == "inf"
+
+
+def _add_and_truncate(x: Expr, rounding: Rounding, carrier: Carrier, random: Expr) -> Expr:
+    """SR as one addition to the encoding, equal to the general path bit for bit.
+
+    With r the n random bits at the top of 32 and low the d bits lost, floor(low 2^32 / 2^d) + r >= 2^32
+    exactly if low + floor(r 2^d / 2^32) >= 2^d: the sum carries where the general path steps. An infinity
+    has low = 0 and stays.
+    """
+    drop = carrier.format.precision - rounding.format.precision
+    unused = 32 - rounding.mode.random_bits
+    drawn = (random >> unused) << unused if unused else random
+    if drop <= 32:
+        drawn = drawn >> min(32 - drop, 31) if drop else const("u32", 0)
+    if carrier.code == "u64":
+        drawn = widen(drawn) << max(drop - 32, 0)
+    kept = ((bits(x) + drawn) >> drop) << drop
+    return select(is_nan(x), from_bits(const(carrier.code, carrier.nan)), from_bits(kept))
 
 
 def _bound(rounded: Expr, negative: Expr, rounding: Rounding, carrier: Carrier, random: Expr | None) -> Expr:

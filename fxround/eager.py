@@ -1,0 +1,108 @@
+"""``fxround.round``: the rounding of a tensor or an array, eagerly.
+
+What is true here. The result has the operand's type, dtype and shape; the carrier is binary64 for float64 and
+binary32 for the rest, so a float64 value is rounded from its own bits. Gradients pass straight through.
+
+Why it is safe. It is the program ``t0 = identity(x0) @ R`` of the compiled graphs, run by the same kernel.
+
+    before   x.to(torch.float8_e4m3fn).to(x.dtype)      # one mode, one overflow, whatever it saturates
+    after    fxround.round(x, "e4m3fn/stochastic/saturate", seed=1)
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fxround.kernel import Program, Statement
+from fxround.numerics.modes import Rounding
+from fxround.runtime.execute import Draw, run_map, storage_of
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+def rounding_program(rounding: Rounding) -> Program:
+    """The program that rounds its one operand."""
+    return Program((Statement("t0", "identity", ("x0",), rounding),))
+
+
+@overload
+def round(x: Tensor, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: Tensor | None = None) -> Tensor: ...
+
+
+@overload
+def round(
+    x: FloatArray, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: FloatArray | None = None
+) -> FloatArray: ...
+
+
+def round(x: Any, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: Any = None) -> Any:
+    """Round every element of ``x`` to the values of a format.
+
+    x: a torch tensor (float32, float64, float16, bfloat16) or NumPy array (the first three) of any shape
+    and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``. seed, sample:
+    what the random bits of the stochastic modes are a function of, beside the element's row-major index.
+    out: written to and returned, of x's shape and dtype.
+
+    Returns a row-major result of x's shape and dtype. The gradient of a tensor passes straight through.
+    Raises ValueError for an unknown format or mode (with the nearest names), a precision or range that the
+    dtype's carrier cannot hold; TypeError for another kind of operand.
+    """
+    parsed = Rounding.parse(rounding)
+    if isinstance(x, Tensor):
+        _check_out(x, out, Tensor)
+        if x.requires_grad and torch.is_grad_enabled():
+            if out is not None:
+                raise ValueError("out= cannot be differentiated; detach x or leave out= away")
+            result: Tensor = _StraightThrough.apply(x, parsed, seed, sample)  # type: ignore[no-untyped-call]
+            return result
+        return _round_tensor(x, parsed, seed, sample, out)
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
+    _check_out(x, out, np.ndarray)
+    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample, None)
+    if out is None:
+        return rounded.numpy()
+    out[...] = rounded.numpy()
+    return out
+
+
+def _as_tensor(x: FloatArray) -> Tensor:
+    if x.dtype not in (np.float32, np.float64, np.float16):
+        raise TypeError(f"x has dtype {x.dtype}; expected float16, float32 or float64 in native byte order")
+    # Negative strides and read-only memory are not torch's; a copy is.
+    return torch.from_numpy(x if x.flags.writeable and all(s >= 0 for s in x.strides) else x.copy())
+
+
+def _check_out(x: Any, out: Any, kind: type) -> None:
+    if out is None:
+        return
+    if kind is Tensor and isinstance(out, Tensor):
+        storage_of(out, "out")
+    if not isinstance(out, kind) or out.shape != x.shape or out.dtype != x.dtype:
+        got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {tuple(getattr(out, 'shape', ()))}"
+        raise ValueError(f"out is a {got}; expected {kind.__name__} {x.dtype} {tuple(x.shape)}, as x")
+
+
+def _round_tensor(x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None) -> Tensor:
+    storage_of(x, "x")
+    program, draw = rounding_program(rounding), Draw(seed, sample, 0)
+    if out is None or out.is_contiguous():
+        return run_map(program, (x,), x.dtype, draw, out)
+    return out.copy_(run_map(program, (x,), x.dtype, draw))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The identity's gradient for a rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int) -> Tensor:
+        return _round_tensor(x.detach(), rounding, seed, sample, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None, None
