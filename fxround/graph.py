@@ -163,6 +163,28 @@ def capture(
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
 
 
+def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as they are traced: copies, a batch of one duplicated."""
+    example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))
+    return example
+
+
+def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
+    """``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
+    positional, named = pytree.tree_unflatten(dynamic, spec)
+    shapes = {key: value for key, value in (("args", tuple(positional)), ("kwargs", named)) if value}
+    with shape_config.patch(backed_size_oblivious=True):
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:
+    if not isinstance(leaf, torch.Tensor) or dimensions is None:
+        return None
+    return {i: torch.export.Dim.AUTO for i, size in enumerate(dimensions) if not isinstance(size, int)}
+
+
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]

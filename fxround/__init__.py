@@ -1,0 +1,46 @@
+"""fxround, a rounding compiler for PyTorch: every rounding of a model explicit, chosen by a policy.
+
+    compiled = fxround.compile(model, "stochastic")     # or "bfloat16", "reproducible", a Policy, a TOML file
+    compiled(x)                                          # the same bits for the same (seed, sample), anywhere
+    compiled.coverage()                                  # what is rounded, and what is not, with the reason
+
+Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need.
+"""
+
+from fxround.compiler import LoadedModule, RoundedModule, compile, load
+from fxround.eager import round
+from fxround.errors import (
+    CaptureError,
+    FxroundError,
+    PolicyError,
+    UnsupportedOperator,
+    UnsupportedRounding,
+    VerificationError,
+)
+from fxround.numerics.formats import FORMATS as formats
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import MODES as modes
+from fxround.numerics.modes import Rounding
+from fxround.policy import PRESETS as policies
+from fxround.policy import Policy, Rule
+
+__all__ = [
+    "CaptureError",
+    "Format",
+    "FxroundError",
+    "LoadedModule",
+    "Policy",
+    "PolicyError",
+    "RoundedModule",
+    "Rounding",
+    "Rule",
+    "UnsupportedOperator",
+    "UnsupportedRounding",
+    "VerificationError",
+    "compile",
+    "formats",
+    "load",
+    "modes",
+    "policies",
+    "round",
+]

@@ -1,0 +1,349 @@
+"""Compile: a model and a policy in, a module with explicit roundings out. The only file that sees passes and runtime.
+
+What is true here. A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It
+captures lazily, once for each combination of training flags, dtypes and sizes (the batch left free), lowers the
+graph by the policy, and runs it. A call is a function of its arguments, the state and (seed, sample) alone.
+
+Why it is safe. A graph is used only for arguments that it admits; anything else is captured anew. Gradients do not pass
+(this version compiles inference): where a caller could expect one, the result raises when it is differentiated.
+
+    before   model(x)
+    after    compiled = fxround.compile(model, "stochastic"); compiled(x); compiled.reseed(0, sample=1); compiled(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import networkx as nx
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround import inspection
+from fxround.errors import FxroundError
+from fxround.formulas import decompositions
+from fxround.graph import Captured, Port, capture, export_program, trace_example
+from fxround.passes import Plan, lower
+from fxround.policy import Policy
+from fxround.runtime import library
+
+PolicyLike = Any
+RNG_BUFFER = "fxround_rng"
+
+
+def compile(
+    model: nn.Module,
+    policy: PolicyLike,
+    *,
+    example_inputs: Any = None,
+    strict: bool | None = None,
+    seed: int = 0,
+) -> RoundedModule:
+    """A module that computes ``model`` with the roundings of ``policy``.
+
+    model: any ``nn.Module`` that can be captured whole; it is shared, not copied. policy: a preset's name, a
+    format or a rounding as text, a path to a TOML file, a dict or a Policy. example_inputs: captures at once (a
+    tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does. strict: whether a
+    floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of all random bits.
+
+    Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
+    UnsupportedRounding when the model is captured.
+    """
+    if isinstance(model, RoundedModule | LoadedModule):
+        raise TypeError(f"the model is a {type(model).__name__} already; compile the original module")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module (wrap a function in one)")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
+    compiled = RoundedModule(model, Policy.parse(policy), strict, seed)
+    if example_inputs is not None:
+        args, kwargs = _arguments(example_inputs)
+        compiled.prepare(*args, **kwargs)
+    return compiled
+
+
+def load(path: str | Path) -> LoadedModule:
+    """The module that ``RoundedModule.export`` wrote: the same bits, without the model's source."""
+    return LoadedModule(torch.export.load(path).module())
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple) and tuple(map(type, example)) == (tuple, dict):
+        return example[0], example[1]
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise TypeError(
+        f"example_inputs is a {type(example).__name__}; expected a tensor, a tuple of arguments, a dict of "
+        "keywords, or a tuple and a dict"
+    )
+
+
+def _random_state(seed: int, sample: int) -> Tensor:
+    for name, value, bits in (("seed", seed, 63), ("sample", sample, 32)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
+        if not 0 <= value < 2**bits:
+            raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
+    return torch.tensor([seed, sample], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A captured graph, its lowering, and the modules that own its parameters and buffers."""
+
+    captured: Captured
+    lowered: fx.GraphModule
+    owners: tuple[tuple[nn.Module, str] | None, ...]
+
+    def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """The model's result for flat arguments; buffers and arguments that the model changes are written."""
+        outputs = self.lowered(*self._inputs(leaves), rng)
+        results = []
+        for port, output in zip(self.captured.outputs, outputs, strict=True):
+            if port.mutation:
+                self._target(port, leaves).copy_(output)
+            else:
+                results.append(output)
+        return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        pairs = zip(self.captured.inputs, self.owners, strict=True)
+        return [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+
+    def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
+        if port.kind == "argument":
+            target: Tensor = leaves[port.index]
+            return target
+        owner = next(o for p, o in zip(self.captured.inputs, self.owners, strict=True) if p.name == port.name)
+        assert owner is not None
+        return _tensor(*owner)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    tensor: Tensor = getattr(module, name)
+    return tensor
+
+
+def _owner(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:
+    if port.kind == "argument":
+        return None
+    path, _, name = port.name.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class RoundedModule(nn.Module):
+    """A model with every rounding explicit. Made by ``fxround.compile``; called like the model itself.
+
+    Calling raises what capturing raises. Results carry no gradient: differentiating them raises FxroundError.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0) -> None:
+        rng = _random_state(seed, sample)
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        self.__dict__.update({name: getattr(model, name) for name in shared})
+        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, _entries={}, _latest=None)
+
+    source: nn.Module
+    policy: Policy
+    strict: bool | None
+    rng: Tensor
+    _entries: dict[Any, list[Entry]]
+    _latest: Entry | None
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own flag: train() and eval() on either module are seen by both."""
+        return bool(self.source.training) if "source" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "source" in self.__dict__:
+            self.source.training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model computes, rounded as the policy says."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        with torch.no_grad():
+            result = self._entry(args, kwargs).run(leaves, self.rng)
+        if torch.is_grad_enabled() and self._could_differentiate(leaves):
+            return pytree.tree_map_only(Tensor, _undifferentiable, result)
+        return result
+
+    def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
+        """Capture and lower for arguments like these, without running; returns the module itself."""
+        with torch.no_grad():
+            self._entry(args, kwargs)
+        return self
+
+    def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
+        """Set what the random bits are a function of; no graph is captured anew. Returns the module itself."""
+        self.rng = _random_state(seed, sample)
+        return self
+
+    def graph_text(self, backward: bool = False) -> str:
+        """The latest graph as text, one line a node. Raises ValueError for the backward graph: there is none yet."""
+        if backward:
+            raise ValueError("this version of fxround compiles inference: there is no backward graph to show")
+        return inspection.graph_text(self.graph)
+
+    def summary(self) -> Any:
+        """A table of the latest graph: node, operator, module path, source line, rounding."""
+        return inspection.summary(self.graph)
+
+    def coverage(self) -> Any:
+        """What is rounded, native (with the reason) and data movement in the latest graph."""
+        return inspection.coverage(self.graph)
+
+    def draw(self, path: str | Path) -> Path:
+        """Write the latest graph to an SVG file."""
+        return inspection.draw(self.graph, path, title=type(self.source).__name__)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The latest graph for networkx."""
+        return inspection.to_networkx(self.graph)
+
+    def _repr_html_(self) -> str:
+        title = f"{type(self.source).__name__}, policy {self.policy.name}"
+        return inspection.html(self.graph, title=title) if self._latest else f"<pre>{title}: not captured yet</pre>"
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The lowered graph that ran or was captured last. Raises ValueError before that."""
+        if self._latest is None:
+            raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
+        return self._latest.lowered
+
+    @property
+    def captured(self) -> Captured:
+        """The graph before any pass, of the same call as ``graph``."""
+        return self._latest.captured if self._latest else self._uncaptured()
+
+    def _uncaptured(self) -> NoReturn:
+        raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
+
+    def export(self, path: str | Path, example_inputs: Any) -> Path:
+        """Write a .pt2 that ``fxround.load`` (and ``torch.export.load`` after ``import fxround``) runs: the same bits.
+
+        example_inputs: as in ``compile``; the batch stays free. The seed and sample are a buffer of the program.
+        """
+        args, kwargs = _arguments(example_inputs)
+        with torch.no_grad():
+            entry = self._entry(args, kwargs)
+            args, kwargs = trace_example(args, kwargs)
+            program = export_program(_Exportable(self, entry), args, kwargs, entry.captured.sizes)
+        torch.export.save(program, path)
+        return Path(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        seed, sample = self.rng.tolist()
+        return RoundedModule, (self.source, self.policy, self.strict, seed, sample)
+
+    def _entry(self, args: Any, kwargs: Any) -> Entry:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (spec, tuple(_kind(leaf) for leaf in leaves), self._state_key())
+        entries = self._entries.setdefault(key, [])
+        for entry in entries:
+            if entry.captured.sizes.admit(shapes):
+                break
+        else:
+            entry = self._compile(args, kwargs)
+            entries.append(entry)
+        self._latest = entry
+        return entry
+
+    def _compile(self, args: Any, kwargs: Any) -> Entry:
+        captured = capture(self.source, args, kwargs, decompositions())
+        strict = self.policy.strict if self.strict is None else self.strict
+        lowered = lower(captured.graph, Plan(self.policy, strict))
+        return Entry(captured, lowered, tuple(_owner(self.source, port) for port in captured.inputs))
+
+    def _state_key(self) -> Any:
+        """What a graph depends on beside its arguments: identity and flag of every module, dtype and shape of the state."""
+        modules = tuple((id(m), m.training) for m in self.source.modules())
+        tensors = (*self.source.parameters(), *self.source.buffers())
+        return modules, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
+
+    def _could_differentiate(self, leaves: Sequence[Any]) -> bool:
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+
+
+def _kind(leaf: Any) -> Any:
+    """What a leaf bakes into the graph: a tensor's dtype and rank, anything else itself."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, result: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise FxroundError(
+            "this result was computed by fxround, which compiles inference in this version: no gradient passes. "
+            "Call the compiled module under torch.no_grad(), and train the original model."
+        )
+
+
+def _undifferentiable(result: Tensor) -> Tensor:
+    if not result.is_floating_point():
+        return result
+    marked: Tensor = _Undifferentiable.apply(torch.zeros((), requires_grad=True), result)  # type: ignore[no-untyped-call]
+    return marked
+
+
+class _Exportable(nn.Module):
+    """The lowered graph beside the model's own state, and (seed, sample) as one more buffer."""
+
+    def __init__(self, compiled: RoundedModule, entry: Entry) -> None:
+        super().__init__()
+        source = compiled.source
+        self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
+        self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
+        self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
+        owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
+        self.__dict__["entry"] = Entry(entry.captured, entry.lowered, owners)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        entry: Entry = self.__dict__["entry"]
+        return entry.run(pytree.tree_leaves((args, kwargs)), self._buffers[RNG_BUFFER])  # type: ignore[arg-type]
+
+
+class LoadedModule(nn.Module):
+    """An exported program: callable, reseedable, without the model's source."""
+
+    def __init__(self, program: nn.Module) -> None:
+        super().__init__()
+        if RNG_BUFFER not in dict(program.named_buffers()):
+            raise ValueError(f"the file holds no program of fxround: it has no buffer {RNG_BUFFER!r}")
+        self.program = program
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the exported module computed, bit for bit."""
+        with torch.no_grad():
+            return self.program(*args, **kwargs)
+
+    def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
+        """Set what the random bits are a function of; returns the module itself."""
+        self.program.get_buffer(RNG_BUFFER).copy_(_random_state(seed, sample))
+        return self
+
+
+assert library.NAMESPACE == "fxround"
