@@ -74,7 +74,9 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
     if mode.jitter and magnitude != 0:
         magnitude = one_ulp(magnitude, fmt, up=random >= 2**31)
     if not fmt.zero and magnitude < Fraction(2) ** fmt.emin:
-        return math.nan if value == 0 and rounding.overflow == "nan" else math.ldexp(1.0, fmt.emin)
+        if value == 0 and rounding.overflow == "nan":
+            return math.nan
+        magnitude = Fraction(2) ** fmt.emin
     return math.copysign(float(magnitude), -1.0 if negative and fmt.signed else 1.0)
 
 

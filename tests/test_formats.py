@@ -1,0 +1,169 @@
+"""Formats: the rows against their standards' tables, parsing without loss, and the words of ``describe``."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from neighbours import ALL_FORMATS
+
+from fxround.numerics.formats import FORMATS, Format
+
+# precision, emin, maximum, smallest positive value, number of finite magnitudes: IEEE 754-2019 table 3.5,
+# OCP 8-bit floating point 1.0 table 1, OCP Microscaling 1.0 tables 1 to 5.
+TABLE = {
+    "binary64": (53, -1022, float.fromhex("0x1.fffffffffffffp+1023"), 2.0**-1074),
+    "binary32": (24, -126, float.fromhex("0x1.fffffep+127"), 2.0**-149),
+    "binary16": (11, -14, 65504.0, 2.0**-24),
+    "bfloat16": (8, -126, 3.3895313892515355e38, 2.0**-133),
+    "tf32": (11, -126, 3.4011621342146535e38, 2.0**-136),
+    "e5m2": (3, -14, 57344.0, 2.0**-16),
+    "e4m3fn": (4, -6, 448.0, 2.0**-9),
+    "e4m3": (4, -6, 240.0, 2.0**-9),
+    "e3m2fn": (3, -2, 28.0, 0.0625),
+    "e2m3fn": (4, 0, 7.5, 0.125),
+    "e2m1fn": (2, 0, 6.0, 0.5),
+    "e8m0fnu": (1, -127, 2.0**127, 2.0**-127),
+    "ue5m3": (4, -14, 114688.0, 2.0**-17),
+}
+DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e4m3": ml_dtypes.float8_e4m3,
+    "e3m2fn": ml_dtypes.float6_e3m2fn,
+    "e2m3fn": ml_dtypes.float6_e2m3fn,
+    "e2m1fn": ml_dtypes.float4_e2m1fn,
+    "e8m0fnu": ml_dtypes.float8_e8m0fnu,
+    "binary16": np.float16,
+}
+
+
+def test_every_named_format_is_in_the_table() -> None:
+    assert set(TABLE) == set(FORMATS)
+    assert all(name == fmt.name for name, fmt in FORMATS.items())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rows(name: str) -> None:
+    fmt = FORMATS[name]
+    assert (fmt.precision, fmt.emin, fmt.maximum, math.ldexp(1.0, fmt.quantum_exponent)) == TABLE[name]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_magnitudes_are_the_values_of_all_codes(name: str) -> None:
+    dtype = np.dtype(DTYPES[name])
+    width = {"e3m2fn": 6, "e2m3fn": 6, "e2m1fn": 4}.get(name, 8 * dtype.itemsize)
+    codes = np.arange(2**width, dtype=np.uint16 if width == 16 else np.uint8)
+    with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
+        values = codes.view(dtype).astype(np.float64)
+    fmt = FORMATS[name]
+    finite = sorted({abs(v) for v in values.tolist() if math.isfinite(v)})
+    assert list(fmt.magnitudes()) == finite
+    assert fmt.inf == bool(np.isinf(values).any())
+    assert fmt.nan == bool(np.isnan(values).any())
+    assert fmt.signed == bool((values < 0).any())
+    assert fmt.zero == (0.0 in finite)
+
+
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_text_loses_nothing(fmt: Format) -> None:
+    assert Format.parse(str(fmt)) == fmt
+    assert Format.parse(str(fmt.without_subnormals())) == fmt.without_subnormals()
+
+
+@given(
+    st.builds(
+        lambda p, e, span, flags: Format.custom(
+            precision=p,
+            emin=e,
+            maximum=math.ldexp(2 - 2.0 ** (1 - p), e + span),
+            **dict(zip(("signed", "inf", "nan", "zero", "subnormals"), flags, strict=True)),
+        ),
+        st.integers(1, 53),
+        st.integers(-1000, 900),
+        st.integers(0, 100),
+        st.tuples(*[st.booleans()] * 5),
+    )
+)
+def test_any_custom_format_survives_its_text(fmt: Format) -> None:
+    assert Format.parse(str(fmt)) == fmt
+
+
+def test_custom_maximum_in_decimal_or_hexadecimal() -> None:
+    assert Format.parse("custom(2,-4,12,signed)").maximum == 12.0
+    assert Format.parse("custom(2,-4,0x1.8p+3,signed)").maximum == 12.0
+
+
+def test_ieee_rows_are_the_standard_formats() -> None:
+    for name, exponent_bits in {
+        "binary64": 11,
+        "binary32": 8,
+        "binary16": 5,
+        "bfloat16": 8,
+        "tf32": 8,
+        "e5m2": 5,
+    }.items():
+        fmt = FORMATS[name]
+        other = Format.ieee(exponent_bits=exponent_bits, precision=fmt.precision)
+        assert (other.emin, other.maximum, other.quantum_exponent) == (fmt.emin, fmt.maximum, fmt.quantum_exponent)
+
+
+def test_overflow_choices() -> None:
+    defaults = {name: fmt.default_overflow for name, fmt in FORMATS.items()}
+    assert {n for n, o in defaults.items() if o == "nan"} == {"e4m3fn", "e8m0fnu", "ue5m3"}
+    assert {n for n, o in defaults.items() if o == "saturate"} == {"e3m2fn", "e2m3fn", "e2m1fn"}
+    assert FORMATS["e4m3fn"].overflows == ("saturate", "nan")
+    assert all("saturate" in f.overflows and f.default_overflow in f.overflows for f in ALL_FORMATS)
+
+
+@pytest.mark.parametrize("inner", [f for f in FORMATS.values() if f.precision <= 8 and f.emax < 20], ids=str)
+@pytest.mark.parametrize("outer", [f for f in FORMATS.values() if f.precision <= 8 and f.emax < 20], ids=str)
+def test_within_is_the_subset_of_values(inner: Format, outer: Format) -> None:
+    def values(fmt: Format) -> set[float]:
+        magnitudes = set(fmt.magnitudes())
+        return magnitudes | ({-m for m in magnitudes} if fmt.signed else set())
+
+    assert inner.within(outer) == (values(inner) <= values(outer))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("bfloat61", r"no format is named 'bfloat61'; did you mean bfloat16"),
+        ("e4m3nf", r"did you mean e4m3fn"),
+        ("quux", r"no format is named 'quux'.*Known: binary64, binary32"),
+        ("ieee(1,3)", r"exponent_bits is 1: expected 2 to 11"),
+        ("ieee(12,3)", r"exponent_bits is 12: expected 2 to 11"),
+        ("ieee(5,1)", r"precision is 1: expected 2 to 53"),
+        ("ieee(8,54)", r"precision is 54: expected 2 to 53"),
+        ("custom(2,-4,0x1.cp+3,signed)", r"maximum 14.0 does not fit 2 bits"),
+        ("custom(2,4,0x1.0p+3,signed)", r"maximum 8.0 must be finite and at least 2\^4"),
+        ("custom(60,-4,0x1.8p+3,signed)", r"precision 60 is not in 1..53"),
+        ("custom(3,-1100,0x1.8p+3,signed)", r"2\^-1100 lies outside binary64"),
+    ],
+)
+def test_a_wrong_text_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Format.parse(text)
+
+
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_describe_states_the_four_decisions(fmt: Format) -> None:
+    lines = fmt.describe().splitlines()
+    assert lines[0].startswith(f"{fmt.name}: p={fmt.precision}")
+    assert [line.split()[0] for line in lines[1:]] == ["ties", "subnormals", "minus", "overflow"]
+
+
+def test_describe_golden() -> None:
+    assert FORMATS["e4m3fn"].describe() == (
+        "e4m3fn: p=4, emin=-6, emax=8, maximum=448\n"
+        "  ties        to the even significand (nearest_even)\n"
+        "  subnormals  down to 2^-9\n"
+        "  minus zero  kept\n"
+        "  overflow    nan by default; possible: saturate, nan"
+    )
