@@ -78,7 +78,7 @@ def _as_tensor(x: FloatArray) -> Tensor:
     return torch.from_numpy(x if x.flags.writeable and all(s >= 0 for s in x.strides) else x.copy())
 
 
-def _check_out(x: Any, out: Any, kind: type) -> None:
+def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
     if out is None:
         return
     if kind is Tensor and isinstance(out, Tensor):

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import OPERATORS, apply
+from fxround.numerics.operators import apply
 from fxround.numerics.orders import Order
-from fxround.numerics.rounding import CARRIERS
 from fxround.numerics.scalar import Expr, Function, Type, const, narrow, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 

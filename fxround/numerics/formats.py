@@ -199,7 +199,9 @@ class Format:
             )
         near = get_close_matches(base, FORMATS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"no format is named {text!r}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)")
+        raise ValueError(
+            f"no format is named {text!r}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
+        )
 
 
 _ROWS: Final[tuple[Format, ...]] = (

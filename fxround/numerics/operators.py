@@ -28,7 +28,7 @@ from typing import Final
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.rounding import CARRIERS, round_expr, widen_exactly
+from fxround.numerics.rounding import CARRIERS, one_nan, round_expr, widen_exactly
 from fxround.numerics.scalar import (
     Expr,
     Type,
@@ -37,13 +37,11 @@ from fxround.numerics.scalar import (
     const,
     fma,
     from_bits,
-    is_nan,
     narrow,
     negate,
     select,
     sqrt,
 )
-
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]
@@ -140,7 +138,9 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
     Operator("mul", 2, _product, lambda a, b: a * b, residual=True),
     Operator("div", 2, _quotient, lambda a, b: a / b, residual=True),
-    Operator("reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x, residual=True),
+    Operator(
+        "reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x, residual=True
+    ),
     Operator("sqrt", 1, _root, sqrt, residual=True),
     Operator("fma", 3, _fused, fma, residual=True),
 )
@@ -192,7 +192,7 @@ def apply(name: str, args: tuple[Expr, ...], rounding: Rounding | None, out: Typ
     require(operator, carriers, rounding)
     if _is_native(operator, carriers, rounding) and operator.native is not None:
         result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
-        return _convert(select(is_nan(result), from_bits(const(CARRIERS[result.type].code, _nan(result))), result), out)
+        return _convert(one_nan(result), out)
     if operator.exact:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     if rounding.format == _BINARY64:
@@ -220,7 +220,3 @@ def _convert(value: Expr, out: Type) -> Expr:
     if value.type == out:
         return value
     return narrow(value) if out == "f32" else widen_exactly(value)
-
-
-def _nan(value: Expr) -> int:
-    return CARRIERS[value.type].nan

@@ -47,7 +47,9 @@ class Order:
             return SEQUENTIAL
         if kind == "lanes" and (chains.isdecimal() or not chains):
             return Order("lanes", int(chains)) if chains else LANES
-        raise ValueError(f"no reduction order is named {text!r}; known: sequential, lanes:n (n a power of two, 2 to 64)")
+        raise ValueError(
+            f"no reduction order is named {text!r}; known: sequential, lanes:n (n a power of two, 2 to 64)"
+        )
 
 
 SEQUENTIAL: Final = Order("sequential")

@@ -31,7 +31,6 @@ from fxround.numerics.scalar import (
     bits,
     const,
     from_bits,
-    is_nan,
     maximum,
     minimum,
     narrow,
@@ -215,7 +214,20 @@ def _carries_to_infinity(rounding: Rounding, carrier: Carrier) -> bool:
     fmt = rounding.format
     full_range = fmt.emin == carrier.format.emin and fmt.subnormals and fmt.signed and fmt.zero
     top = carrier.ordinal(fmt.maximum) + (1 << (carrier.format.precision - fmt.precision)) == carrier.infinity
-    return full_range and top and fmt.precision > 1 and rounding.mode.name == "stochastic" and rounding.overflow == "inf"
+    return (
+        full_range and top and fmt.precision > 1 and rounding.mode.name == "stochastic" and rounding.overflow == "inf"
+    )
+
+
+def _is_nan_code(code: Expr, carrier: Carrier) -> Expr:
+    """By integers: to an optimizer all NaNs are alike, so a float comparison may be dropped as pointless."""
+    return const(carrier.code, carrier.infinity) < (code & ((1 << (WIDTH[carrier.code] - 1)) - 1))
+
+
+def one_nan(x: Expr) -> Expr:
+    """x, with every NaN replaced by the carrier's one NaN: hardware disagrees on signs and payloads."""
+    carrier = CARRIERS[x.type]
+    return from_bits(select(_is_nan_code(bits(x), carrier), carrier.nan, bits(x)))
 
 
 def _add_and_truncate(x: Expr, rounding: Rounding, carrier: Carrier, random: Expr) -> Expr:
@@ -228,12 +240,11 @@ def _add_and_truncate(x: Expr, rounding: Rounding, carrier: Carrier, random: Exp
     drop = carrier.format.precision - rounding.format.precision
     unused = 32 - rounding.mode.random_bits
     drawn = (random >> unused) << unused if unused else random
-    if drop <= 32:
-        drawn = drawn >> min(32 - drop, 31) if drop else const("u32", 0)
-    if carrier.code == "u64":
-        drawn = widen(drawn) << max(drop - 32, 0)
+    drawn = const("u32", 0) if drop == 0 else drawn
+    drawn = widen(drawn) if carrier.code == "u64" else drawn
+    drawn = drawn << (drop - 32) if drop > 32 else drawn >> min(32 - drop, 31)
     kept = ((bits(x) + drawn) >> drop) << drop
-    return select(is_nan(x), from_bits(const(carrier.code, carrier.nan)), from_bits(kept))
+    return from_bits(select(_is_nan_code(bits(x), carrier), carrier.nan, kept))
 
 
 def _bound(rounded: Expr, negative: Expr, rounding: Rounding, carrier: Carrier, random: Expr | None) -> Expr:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scalar import Expr, Type, bits, from_bits, minimum, select
+from fxround.numerics.scalar import Expr, Type, bits, const, from_bits, minimum, select
 
 Storage = Literal["f32", "f64", "f16", "bf16"]
 
@@ -63,7 +63,7 @@ def _store_binary16(value: Expr) -> Expr:
     encoding = bits(value)
     sign, ordinal = (encoding >> 16) & 0x8000, encoding & 0x7FFFFFFF
     normal = (ordinal - (112 << 23)) >> 13
-    special = select(ordinal.equals(0x7F800000), 0x7C00, 0x7E00)
+    special = select(ordinal.equals(0x7F800000), const("u32", 0x7C00), 0x7E00)
     # In units of 2^-24 the significand s * 2^(field - 150) is s >> (126 - field).
     field = ordinal >> 23
     places = minimum(select(field < 126, 126 - field, 0), 31)

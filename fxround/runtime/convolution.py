@@ -39,7 +39,9 @@ def output_size(
         raise ValueError(f"convolution in {dims} dimensions: stride, padding and dilation need {dims} values each")
     expected = w.shape[0] if transposed else w.shape[1] * groups
     if x.shape[1] != expected or w.shape[0] % groups:
-        raise ValueError(f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: channels differ for {groups=}")
+        raise ValueError(
+            f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: channels differ for {groups=}"
+        )
     channels = w.shape[1] * groups if transposed else w.shape[0]
     spatial = []
     for d in range(dims):
@@ -66,7 +68,8 @@ def transposed_as_plain(
     dims = x.dim() - 2
     spread = [(s - 1) * t + 1 if s else 0 for s, t in zip(x.shape[2:], stride, strict=True)]
     spaced = x.new_zeros(*x.shape[:2], *spread)
-    spaced[(..., *(slice(None, None, t) for t in stride))] = x
+    every = [slice(None, None, t) for t in stride]
+    spaced[(slice(None), slice(None), *every)] = x
     edges: list[int] = []
     for d in reversed(range(dims)):
         edge = dilation[d] * (w.shape[d + 2] - 1) - padding[d]
@@ -84,9 +87,7 @@ def columns_of(
     edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
     padded = torch.nn.functional.pad(x, edges).contiguous()
     kernel = list(w.shape[2:])
-    pixels = [
-        (padded.shape[d + 2] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
-    ]
+    pixels = [(padded.shape[d + 2] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)]
     batch, channels = x.shape[:2]
     length, count = channels // groups * math.prod(kernel), math.prod(pixels)
     if batch * length * count == 0:

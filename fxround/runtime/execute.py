@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.kernel import Contract, Map, Program, Reduce, Scan, map_kernel
+from fxround.kernel import Contract, Program, Reduce, Scan, map_kernel
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.runtime.compiled import native, signature
@@ -112,7 +112,7 @@ def _access(sizes: list[int], strides: list[int]) -> Access:
 
 
 def run_map(
-    program: Program | Callable[[tuple[Storage, ...], Storage], Map],
+    program: Program,
     operands: Sequence[Tensor],
     dtype: torch.dtype,
     draw: Draw,
@@ -122,7 +122,7 @@ def run_map(
     loads = tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
     if dtype not in STORAGES:
         raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
-    kernel = map_kernel(program, loads, STORAGES[dtype]) if isinstance(program, Program) else program(loads, STORAGES[dtype])
+    kernel = map_kernel(program, loads, STORAGES[dtype])
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
     result = torch.empty(shape, dtype=dtype) if out is None else out
     total = math.prod(shape)

@@ -181,7 +181,11 @@ def _refuse_cuda(*args: Any, **kwargs: Any) -> Tensor:
 
 _TAIL: Final = "str accumulate, str rounding, Tensor rng, int node) -> Tensor"
 _OPERATORS: Final[tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...]] = (
-    ("pointwise(Tensor[] xs, str program, ScalarType dtype, Tensor rng, int node) -> Tensor", pointwise, _pointwise_fake),
+    (
+        "pointwise(Tensor[] xs, str program, ScalarType dtype, Tensor rng, int node) -> Tensor",
+        pointwise,
+        _pointwise_fake,
+    ),
     (f"matmul(Tensor a, Tensor b, {_TAIL}", matmul, _matmul_fake),
     (
         "convolution(Tensor x, Tensor w, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "

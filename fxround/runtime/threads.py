@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -33,7 +34,7 @@ def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
         return
     cuts = [items * i // pieces for i in range(pieces + 1)]
     pool = _pool(os.getpid(), pieces - 1)
-    others = [pool.submit(run, lo, hi) for lo, hi in zip(cuts[1:-1], cuts[2:], strict=True)]
+    others = [pool.submit(run, lo, hi) for lo, hi in pairwise(cuts[1:])]
     run(cuts[0], cuts[1])
     for other in others:
         other.result()

@@ -34,7 +34,9 @@ def define(module: ir.Module, name: str, args: Sequence[tuple[str, Any]]) -> tup
         argument.name = label
         if isinstance(type_, ir.PointerType):
             argument.add_attribute("noalias")
-    return ir.IRBuilder(function.append_basic_block("entry")), {n: a for a, (n, _) in zip(function.args, args, strict=True)}
+    return ir.IRBuilder(function.append_basic_block("entry")), {
+        n: a for a, (n, _) in zip(function.args, args, strict=True)
+    }
 
 
 @contextmanager

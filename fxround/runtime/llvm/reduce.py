@@ -55,7 +55,9 @@ def build_along(kernel: Reduce) -> str:
     with count(b, a["begin"], a["end"]) as row:
         base = at(b, a["x"], b.mul(row, a["length"]), memory)
         elements = b.add(splat(b, b.mul(row, I64(n)), n), iota(n))
-        chains = Carried(b, [literal(kernel.accumulator, 0, n), start(b, elements, key, n, kernel.draws)])
+        chains = Carried(
+            b, [literal(kernel.accumulator, 0, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)]
+        )
         whole = b.and_(a["length"], I64(-n))
         with count(b, I64(0), whole, n) as k:
             x = load_vector(b, at(b, base, k, memory), storage, n)
@@ -126,7 +128,13 @@ def build_across(kernel: Reduce) -> str:
     with lines.each() as line:
         with count(b, I64(0), I64(n)) as c:
             elements = b.add(b.mul(line.elements, splat(b, I64(n), lanes)), splat(b, c, lanes))
-            put(c, [literal(kernel.accumulator, 0, lanes), start(b, elements, lines.key, lanes, kernel.draws)])
+            put(
+                c,
+                [
+                    literal(kernel.accumulator, 0, lanes),
+                    start(b, elements, lines.key, lanes, kernel.draws or kernel.finish_draws),
+                ],
+            )
         with count(b, I64(0), a["length"]) as k:
             c = b.and_(k, I64(n - 1))
             put(c, _step(b, kernel, chain(c), line.load(k), lanes))

@@ -45,5 +45,3 @@ def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, 
         return literal("u32", 0, lanes), state
     bits, following = emit(_functions()[1], b, [state], lanes)
     return bits, following
-
-

@@ -1,0 +1,96 @@
+"""Kernels by NumPy: the formulas of ``kernel`` and ``orders`` read aloud, a step at a time.
+
+What is true here. Every loop is Python's and every step ``Function.evaluate``, so that this file can be
+compared with the documentation line by line. It is slow, and what the compiled kernels are tested against.
+
+Why it is safe. It shares the scalar bodies with the compiled kernels and nothing of their loops,
+layouts, tails, tiles or threads.
+
+    before   expected = a @ b                      # whose order?
+    after    contract(kernel, a, b, Draw(seed=1))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fxround.kernel import Contract, Map, Reduce, Scan
+from fxround.numerics.randomness import random_function, stream_functions
+
+Array = npt.NDArray[Any]
+Key = tuple[int, int, int, int]
+
+
+def map_(kernel: Map, operands: list[Array], key: Key) -> Array:
+    """operands: stored elements (16-bit codes as uint32) that broadcast."""
+    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    index = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
+    words = [random_function(draw).evaluate(index, *key)[0] for draw in kernel.draws]
+    full = [np.broadcast_to(x, shape) for x in operands]
+    return kernel.body.evaluate(*full, *words)[0]
+
+
+class Streams:
+    """The MWC64X streams of some elements; none where the kernel draws nothing."""
+
+    def __init__(self, elements: Array, key: Key, used: bool) -> None:
+        self._start, self._advance = stream_functions()
+        self.used = used
+        self.state = self._start.evaluate(elements.astype(np.uint64), *key)[0] if used else np.zeros(elements.shape)
+
+    def draw(self, where: Any = ..., wanted: bool = True) -> Array:
+        """The next 32 bits of the streams ``where``, if the formula draws there."""
+        if not (self.used and wanted):
+            return np.zeros(np.shape(self.state[where]), np.uint32)
+        bits, self.state[where] = self._advance.evaluate(self.state[where])
+        return bits
+
+
+def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
+    """x: (results, length) stored elements. Returns (results,)."""
+    results, length = x.shape
+    chains = kernel.order.chains
+    elements = np.arange(results)[:, None] * chains + np.arange(chains)
+    streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
+    acc = np.zeros((results, chains), np.float32 if kernel.accumulator == "f32" else np.float64)
+    for k in range(length):
+        chain = (slice(None), k % chains)
+        acc[chain] = kernel.step.evaluate(acc[chain], x[:, k], streams.draw(chain, kernel.draws))[0]
+    used = min(chains, length)
+    width = 1
+    while width < used:
+        width *= 2
+    while width > 1:
+        width //= 2
+        for chain_number in range(width):
+            if chain_number + width < used:
+                chain = (slice(None), chain_number)
+                other = acc[:, chain_number + width]
+                acc[chain] = kernel.combine.evaluate(acc[chain], other, streams.draw(chain, kernel.draws))[0]
+    return kernel.finish.evaluate(acc[:, 0], streams.draw((slice(None), 0), kernel.finish_draws))[0]
+
+
+def scan(kernel: Scan, x: Array, key: Key) -> Array:
+    """x: (lines, length) stored elements. Returns the same shape."""
+    streams = Streams(np.arange(x.shape[0]), key, kernel.draws or kernel.finish_draws)
+    acc = np.zeros(x.shape[0], np.float32 if kernel.accumulator == "f32" else np.float64)
+    columns = []
+    for k in range(x.shape[1]):
+        acc = kernel.step.evaluate(acc, x[:, k], streams.draw(..., kernel.draws))[0]
+        columns.append(kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0])
+    return np.stack(columns, axis=1) if columns else np.zeros(x.shape)
+
+
+def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
+    """a: (batch, rows, length), b: (batch, length, columns), stored elements. Returns (batch, rows, columns)."""
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    elements = np.arange(int(np.prod(shape))).reshape(shape)
+    streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
+    acc = np.zeros(shape, np.float32 if kernel.accumulator == "f32" else np.float64)
+    for k in range(a.shape[2]):
+        left, right = a[:, :, k, None], b[:, k, None, :]
+        acc = kernel.step.evaluate(left, right, acc, streams.draw(..., kernel.draws))[0]
+    return kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0]

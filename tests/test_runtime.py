@@ -1,0 +1,249 @@
+"""Compiled kernels against the NumPy reference, encoding for encoding: modes, layouts, tails, threads, widths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fxround.kernel import Program, contract_kernel, cumsum_kernel, map_kernel, sum_kernel
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.operators import OPERATORS
+from fxround.numerics.orders import Order
+from fxround.runtime import reference
+from fxround.runtime.compiled import instruction_set
+from fxround.runtime.execute import STORAGES, Draw, run_contract, run_map, run_reduce, run_scan
+from fxround.runtime.llvm.engine import instruction_sets
+
+DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
+KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
+BINARY32 = Rounding.parse("binary32")
+# Every mode in the accumulator, and formats of each kind: full range, narrow range, no inf.
+ACCUMULATORS = [
+    *(f"binary32/{m}" for m in MODES),
+    "binary64",
+    "bfloat16",
+    "bfloat16/stochastic:5",
+    "binary16/stochastic",
+    "binary16/toward_zero/saturate",
+    "e5m2/up_down",
+    "e4m3fn/nearest_even/saturate",
+    "tf32/to_odd",
+]
+SPECIALS = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-126), 3.4e38, -65504.0, 1e-8]
+
+
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32, special: bool = False) -> Tensor:
+    """Normal deviates over many binades; every fifth one special if wanted."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
+    if special:
+        x = np.where(rng.random(shape) < 0.2, rng.choice(SPECIALS, shape), x)
+    return torch.from_numpy(np.asarray(x)).to(dtype)
+
+
+def stored(x: Tensor) -> Any:
+    """Elements as the kernels' scalar bodies see them: floats, or 16-bit codes in a uint32."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return x.contiguous().numpy()
+
+
+def same(got: Tensor, want: Any) -> None:
+    """Equal encodings, minus zero and NaN included."""
+    found, expected = stored(got), np.asarray(want)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    kind = {4: np.uint32, 8: np.uint64}[found.dtype.itemsize]
+    different = np.nonzero(found.view(kind) != expected.view(kind))
+    assert len(different[0]) == 0, (different[0][:5], found[different][:5], expected[different][:5])
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of the host."""
+    with instruction_set(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("mode", [*MODES, "stochastic:3"])
+def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -> None:
+    for fmt in ("binary32", "bfloat16", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush"):
+        program = Program.parse(f"t0 = identity(x0) @ {fmt}/{mode}")
+        x = values((5, 77), 1, special=True)
+        same(
+            run_map(program, [x], torch.float32, DRAW),
+            reference.map_(map_kernel(program, ("f32",), "f32"), [stored(x)], KEY),
+        )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_equals_the_reference(name: str) -> None:
+    arity = OPERATORS[name].arity
+    operands = [values((131,), i, special=True) for i in range(arity)]
+    for mode in ("nearest_even", "toward_negative", "stochastic", "up_down"):
+        arguments = ", ".join(f"x{i}" for i in range(arity))
+        program = Program.parse(f"t0 = {name}({arguments}) @ binary32/{mode}")
+        kernel = map_kernel(program, ("f32",) * arity, "f32")
+        same(
+            run_map(program, operands, torch.float32, DRAW), reference.map_(kernel, [stored(x) for x in operands], KEY)
+        )
+
+
+def layouts(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The same values contiguous, transposed, sliced, strided, reversed in memory order, and broadcast."""
+    x = values(shape, seed, dtype)
+    yield x
+    yield x.transpose(0, -1).contiguous().transpose(0, -1)
+    wide = torch.empty(*shape[:-1], shape[-1] * 2 + 1, dtype=dtype)
+    wide[..., 1::2] = x
+    yield wide[..., 1::2]
+    padded = torch.empty(shape[0] + 2, *shape[1:], dtype=dtype)
+    padded[1:-1] = x
+    yield padded[1:-1]
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
+    fmt = {torch.float32: "binary32", torch.float64: "binary64"}.get(
+        dtype, "bfloat16" if dtype == torch.bfloat16 else "binary16"
+    )
+    mode = "nearest_even" if dtype == torch.float64 else "stochastic"
+    program = Program.parse(f"t0 = add(x0, x1) @ {fmt}/{mode}")
+    shape = (3, 70, 67)
+    results = [run_map(program, [x, values((67,), 5, dtype)], dtype, DRAW) for x in layouts(shape, 2, dtype)]
+    kernel = map_kernel(program, (STORAGES[dtype],) * 2, STORAGES[dtype])
+    want = reference.map_(kernel, [stored(values(shape, 2, dtype)), stored(values((67,), 5, dtype))], KEY)
+    for got in results:
+        assert got.is_contiguous()
+        same(got, want)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (63,), (64,), (65,), (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)])
+def test_map_takes_any_shape(shape: tuple[int, ...]) -> None:
+    program = Program.parse("t0 = mul(x0, x1) @ binary32/stochastic")
+    x, y = values(shape, 1), values((), 2)
+    kernel = map_kernel(program, ("f32", "f32"), "f32")
+    same(
+        run_map(program, [x, y], torch.float32, DRAW),
+        reference.map_(kernel, [stored(x), stored(y)], KEY).reshape(shape),
+    )
+
+
+def test_a_program_of_several_statements_draws_for_each() -> None:
+    text = "t0 = mul(x0, 0x1.8p+1) @ binary32/stochastic; t1 = add(t0, x1) @ binary16/stochastic; t2 = neg(t1) @ exact"
+    program = Program.parse(text)
+    assert str(Program.parse(str(program))) == str(program)
+    x, y = values((200,), 1), values((200,), 2)
+    kernel = map_kernel(program, ("f32", "f32"), "f32")
+    assert kernel.draws == (0, 1)
+    same(run_map(program, [x, y], torch.float32, DRAW), reference.map_(kernel, [stored(x), stored(y)], KEY))
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
+    for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):
+        a = values((batch, rows, length), 1, special=length == 23)
+        b = values((batch, length, columns), 2, special=length == 23)
+        kernel = contract_kernel(Rounding.parse(accumulate), BINARY32, ("f32", "f32"), "f32")
+        same(run_contract(kernel, a, b, 0, DRAW), reference.contract(kernel, stored(a), stored(b), KEY))
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    storage = STORAGES[dtype]
+    own = {"f32": "binary32", "f64": "binary64", "f16": "binary16", "bf16": "bfloat16"}[storage]
+    kernel = contract_kernel(Rounding.parse("bfloat16/stochastic"), Rounding.parse(own), (storage, storage), storage)
+    a, b = values((2, 5, 11), 1, dtype), values((2, 11, 21), 2, dtype)
+    want = reference.contract(kernel, stored(a), stored(b), KEY)
+    for left in layouts((2, 5, 11), 1, dtype):
+        for right in layouts((2, 11, 21), 2, dtype):
+            same(run_contract(kernel, left, right, 0, DRAW), want)
+
+
+@pytest.mark.parametrize("order", ["sequential", "lanes:2", "lanes:16", "lanes:64"])
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+def test_reduce_equals_the_reference_along_and_across(order: str, accumulate: str) -> None:
+    kernel = sum_kernel(Order.parse(order), Rounding.parse(accumulate), BINARY32, "f32", "f32")
+    for length in (0, 1, 5, 17, 100):
+        x = values((6, length), 3, special=length == 17)
+        want = reference.reduce(kernel, stored(x), KEY)
+        same(run_reduce(kernel, x[:, :, None], DRAW)[:, 0], want)
+        same(run_reduce(kernel, x.t()[None], DRAW)[0], want)
+
+
+def test_reduce_is_the_same_in_every_width(isa: str) -> None:
+    for accumulate in ("binary32", "binary32/stochastic", "binary16/up_down"):
+        kernel = sum_kernel(Order.parse("lanes:16"), Rounding.parse(accumulate), BINARY32, "f32", "f32")
+        x = values((37, 70), 3)
+        want = reference.reduce(kernel, stored(x), KEY)
+        same(run_reduce(kernel, x[:, :, None], DRAW)[:, 0], want)
+        same(run_reduce(kernel, x.t()[None], DRAW)[0], want)
+
+
+@pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down", "binary64"])
+def test_scan_equals_the_reference(accumulate: str, isa: str) -> None:
+    kernel = cumsum_kernel(Rounding.parse(accumulate), BINARY32, "f32", "f32")
+    x = values((21, 13), 3)
+    want = reference.scan(kernel, stored(x), KEY)
+    same(run_scan(kernel, x[:, :, None], DRAW)[:, :, 0], want)
+    same(run_scan(kernel, x.t()[None], DRAW)[0].t(), want)
+
+
+def test_threads_change_no_bit() -> None:
+    x, y = values((300, 1000), 1), values((300, 1000), 2)
+    program = Program.parse("t0 = add(x0, x1) @ binary32/stochastic")
+    product = contract_kernel(Rounding.parse("binary32/stochastic"), BINARY32, ("f32", "f32"), "f32")
+    total = sum_kernel(Order.parse("lanes:16"), Rounding.parse("binary32/stochastic"), BINARY32, "f32", "f32")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                (
+                    run_map(program, [x, y], torch.float32, DRAW),
+                    run_contract(product, x[None], y.t()[None], 1, DRAW),
+                    run_reduce(total, x[:, :, None], DRAW),
+                    run_reduce(total, x[None], DRAW),
+                )
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_nearest_even_contraction_is_fmaf_in_order() -> None:
+    """acc = +0; acc = fmaf(a_k, b_k, acc): the hardware's step equals the general one (to odd, then rounded)."""
+    a, b = values((1, 4, 50), 1), values((1, 50, 6), 2)
+    kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
+    general = contract_kernel(Rounding.parse("binary32/nearest_even/saturate"), BINARY32, ("f32", "f32"), "f32")
+    assert kernel.accumulator == "f32" and general.accumulator == "f64"
+    assert torch.equal(run_contract(kernel, a, b, 0, DRAW), run_contract(general, a, b, 0, DRAW))
+
+
+def test_shapes_are_checked_before_pointers_are_taken() -> None:
+    kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
+    with pytest.raises(ValueError, match="inner sizes or batches differ"):
+        run_contract(kernel, values((1, 2, 3), 1), values((1, 4, 2), 1), 0, DRAW)
+    with pytest.raises(TypeError, match=r"got dtype torch\.int64"):
+        run_map(Program.parse("t0 = neg(x0) @ exact"), [torch.zeros(3, dtype=torch.int64)], torch.float32, DRAW)
+    with pytest.raises(ValueError, match="more than the 24 bits"):
+        run_map(Program.parse("t0 = identity(x0) @ binary64"), [values((3,), 1)], torch.float32, DRAW)
+    with pytest.raises(ValueError, match="cannot store"):
+        run_map(Program.parse("t0 = identity(x0) @ binary32"), [values((3,), 1)], torch.float16, DRAW)
+
+
+def test_every_named_format_can_be_rounded_to_in_binary64() -> None:
+    x = values((100,), 1, torch.float64, special=True)
+    for fmt in FORMATS:
+        program = Program.parse(f"t0 = identity(x0) @ {fmt}")
+        same(
+            run_map(program, [x], torch.float64, DRAW),
+            reference.map_(map_kernel(program, ("f64",), "f64"), [stored(x)], KEY),
+        )
