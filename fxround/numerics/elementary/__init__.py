@@ -19,10 +19,13 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.error_function import erf, erfc
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
 from fxround.numerics.elementary.hyperbolic import tanh
 from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
 from fxround.numerics.elementary.logistic import sigmoid, softplus
+from fxround.numerics.elementary.power import power
+from fxround.numerics.elementary.trigonometric import cos, sin, tan
 from fxround.numerics.scalar import Expr
 
 
@@ -68,6 +71,12 @@ _ROWS: Final = (
     Elementary("tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1"),
     Elementary("sigmoid", 1, sigmoid, 0.65, "sigmoid(-inf) = +0, sigmoid(inf) = 1", "1/(1+exp(-x))", "from exp"),
     Elementary("softplus", 1, softplus, 0.7, "softplus(-inf) = +0", "softplus(x)", "from exp and log1p"),
+    Elementary("erf", 1, erf, 1.0, "erf(+-0) = +-0, erf(+-inf) = +-1", "erf(x)", "Shepherd and Laframboise 1981"),
+    Elementary("erfc", 1, erfc, 2.0, "erfc(-inf) = 2, erfc(inf) = +0", "erfc(x)", "Shepherd and Laframboise 1981"),
+    Elementary("sin", 1, sin, 0.85, "sin(+-0) = +-0, sin(+-inf) = NaN", "sin(x)", "Payne and Hanek 1983, fdlibm"),
+    Elementary("cos", 1, cos, 0.85, "cos(+-inf) = NaN", "cos(x)", "Payne and Hanek 1983, fdlibm"),
+    Elementary("tan", 1, tan, 1.0, "tan(+-0) = +-0, tan(+-inf) = NaN", "tan(x)", "Payne and Hanek 1983, fdlibm"),
+    Elementary("pow", 2, power, 0.7, "C23, annex F.10.4.4", "x**y", "Markstein 2000"),
 )
 
 ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})

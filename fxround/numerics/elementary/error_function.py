@@ -1,0 +1,82 @@
+"""erf and erfc: a polynomial up to 3/4, exp(-x^2) times a polynomial in 1 / (x + 3) beyond.
+
+What is true here. For |x| < 3/4, erf(x) = x (2/sqrt(pi) + x^2 P(x^2)), the constant as a pair. Beyond,
+erfc(x) exp(x^2) = u Q(u), u = 1 / (x + 3), is smooth up to infinity, so that one polynomial serves (the idea of
+Shepherd and Laframboise 1981); x^2 is exact, as a pair. erf = 1 - erfc there, and erfc(-x) = 2 - erfc(x):
+nothing cancels.
+
+Why it is safe. |x| is clamped to 27.5, where erfc has underflowed, and to 7 for erf, where 1 - erf < 2^-73.
+
+    before   erf(x) = 1 - erfc(x)                 # no digits left near 0
+    after    |x| < 3/4 ? x (c + z P(z)) : 1 - exp(-x^2) u Q(u)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fxround.numerics.elementary.approximation import Approximation, power_of_two
+from fxround.numerics.elementary.exponential import exponential, is_infinite
+from fxround.numerics.elementary.pairs import (
+    Pair,
+    choose,
+    f64,
+    fast_two_sum,
+    multiply,
+    negated,
+    polynomial,
+    scaled,
+    two_product,
+    two_sum,
+    with_sign_of,
+)
+from fxround.numerics.elementary.tables import COEFFICIENTS
+from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select
+
+TWO_OVER_SQRT_PI: Final = (1.1283791670955126, 1.533545961316588e-17)
+NEAR: Final = 0.75
+_CENTRE: Final = 0.15
+
+
+def _near_zero(x: Expr) -> Pair:
+    """erf(x), |x| < 3/4."""
+    z = x * x
+    head = two_product(x, TWO_OVER_SQRT_PI[0])
+    curve = fma(z, polynomial(z, COEFFICIENTS["erf"]), TWO_OVER_SQRT_PI[1])
+    return fast_two_sum(head.hi, fma(x, curve, head.lo))
+
+
+def _far(size: Expr) -> tuple[Pair, Expr]:
+    """erfc(size) as a pair and an exponent, 3/4 <= size <= 27.5."""
+    shifted = two_sum(size, f64(3.0))
+    u = 1.0 / shifted.hi
+    curve = polynomial(u - _CENTRE, COEFFICIENTS["erfc"])
+    factor = two_product(u, curve)
+    # u is off by u * lost, and d(erfcx)/du u = (2/sqrt(pi) - 2 x erfcx) / u.
+    lost = fma(negate(u), shifted.lo, fma(negate(u), shifted.hi, 1.0))
+    slope = fma(size * -2.0, factor.hi, TWO_OVER_SQRT_PI[0]) * shifted.hi
+    decay, k = exponential(negated(two_product(size, size)))
+    return multiply(decay, Pair(factor.hi, fma(lost, slope, factor.lo))), k
+
+
+def erf(x: Expr) -> Approximation:
+    """The error function."""
+    size = absolute(x)
+    tail, k = _far(select(size > 7.0, 7.0, size))
+    small = scaled(tail, power_of_two(k))
+    hi, lo = fast_two_sum(f64(1.0), negate(small.hi))
+    far = with_sign_of(x, Pair(hi, lo - small.lo))
+    total = choose(size < NEAR, _near_zero(x), far)
+    return Approximation(*total, cases=((x.equals(0.0), x),), exact=is_infinite(x))
+
+
+def erfc(x: Expr) -> Approximation:
+    """1 - erf(x), with relative accuracy down to gradual underflow."""
+    size = absolute(x)
+    tail, k = _far(select(size > 27.5, 27.5, size))
+    near, upper = size < NEAR, x >= NEAR
+    reach = select(k + 2048 < 2048 - 200, const("u64", -200), k)
+    part = choose(near, _near_zero(x), scaled(tail, power_of_two(reach)))
+    hi, lo = fast_two_sum(select(near, f64(1.0), f64(2.0)), negate(part.hi))
+    total = choose(upper, tail, Pair(hi, lo - part.lo))
+    return Approximation(*total, select(upper, k, const("u64", 0)), exact=is_infinite(x))

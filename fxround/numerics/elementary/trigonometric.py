@@ -1,0 +1,83 @@
+"""sin, cos and tan: two polynomials on [-pi/4, pi/4] after an exact reduction.
+
+What is true here. x = n pi/2 + r + r', r + r' good to 2^-75 relative for every finite x (``reduction``); sin and cos of
+r + r' are pairs whose heads are r and 1 - r^2/2, good to 2^-56. The quadrant n picks one of them and its sign.
+
+Why it is safe. Infinities are cases; sin(+-0) and tan(+-0) keep their sign because the sign is applied last.
+
+    before   sin(x)
+    after    n & 1 ? cos(r) : sin(r), negated where n & 2
+"""
+
+from __future__ import annotations
+
+import math
+
+from fxround.numerics.elementary.approximation import Approximation, Case
+from fxround.numerics.elementary.pairs import (
+    Pair,
+    choose,
+    divide,
+    f64,
+    fast_two_sum,
+    negated,
+    polynomial,
+    two_product,
+    with_sign_of,
+)
+from fxround.numerics.elementary.reduction import quarter_turns
+from fxround.numerics.elementary.tables import COEFFICIENTS
+from fxround.numerics.scalar import Expr, absolute, fma, from_bits, negate
+
+
+def _sin(r: Pair) -> Pair:
+    """sin(r), |r| <= pi/4."""
+    z = r.hi * r.hi
+    curve = r.hi * (z * polynomial(z, COEFFICIENTS["sin"]))
+    return fast_two_sum(r.hi, fma(r.lo, fma(z, -0.5, 1.0), curve))
+
+
+def _cos(r: Pair) -> Pair:
+    """cos(r), |r| <= pi/4."""
+    square = two_product(r.hi, r.hi)
+    z = square.hi
+    hi, lo = fast_two_sum(f64(1.0), z * -0.5)
+    curve = fma(z * z, polynomial(z, COEFFICIENTS["cos"]), fma(square.lo, -0.5, lo))
+    return fast_two_sum(hi, fma(negate(r.hi), r.lo, curve))
+
+
+def _odd(quadrant: Expr) -> Expr:
+    return ~(quadrant & 1).equals(0)
+
+
+def _sign_of_half_turn(quadrant: Expr) -> Expr:
+    """A float with the sign (-1)^(quadrant / 2)."""
+    return from_bits(quadrant << 62)
+
+
+def _not_finite(x: Expr) -> tuple[Case, ...]:
+    return ((~(absolute(x) < math.inf), math.nan),)
+
+
+def sin(x: Expr) -> Approximation:
+    """The sine."""
+    quadrant, r = quarter_turns(x)
+    value = with_sign_of(_sign_of_half_turn(quadrant), choose(_odd(quadrant), _cos(r), _sin(r)))
+    return Approximation(*with_sign_of(x, value), cases=(*_not_finite(x), (x.equals(0.0), x)))
+
+
+def cos(x: Expr) -> Approximation:
+    """The cosine."""
+    quadrant, r = quarter_turns(x)
+    turned = quadrant + 1
+    value = with_sign_of(_sign_of_half_turn(turned), choose(_odd(turned), _cos(r), _sin(r)))
+    return Approximation(*value, cases=_not_finite(x))
+
+
+def tan(x: Expr) -> Approximation:
+    """The tangent."""
+    quadrant, r = quarter_turns(x)
+    sine, cosine = _sin(r), _cos(r)
+    odd = _odd(quadrant)
+    value = divide(choose(odd, negated(cosine), sine), choose(odd, sine, cosine))
+    return Approximation(*with_sign_of(x, value), cases=(*_not_finite(x), (x.equals(0.0), x)))
