@@ -13,6 +13,7 @@ Why it is safe. A graph is used only for arguments that it admits; anything else
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,11 +320,13 @@ class _Exportable(nn.Module):
         self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
         self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
         owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
-        self.__dict__["entry"] = Entry(entry.captured, entry.lowered, owners)
+        entry = Entry(entry.captured, entry.lowered, owners)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        entry: Entry = self.__dict__["entry"]
-        return entry.run(pytree.tree_leaves((args, kwargs)), self._buffers[RNG_BUFFER])  # type: ignore[arg-type]
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
+
+        forward.__signature__ = inspect.signature(source.forward)  # type: ignore[attr-defined]
+        self.__dict__["forward"] = forward
 
 
 class LoadedModule(nn.Module):

@@ -16,6 +16,7 @@ skipped LSTMs), and what cannot be represented (complex or quantized numbers, ``
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,11 +171,14 @@ def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple
 
 
 def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-    """``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``."""
+    """``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``.
+
+    The module's ``forward`` must name its parameters: torch 2.13 loses the shapes of ``**kwargs``.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
-    shapes = {key: value for key, value in (("args", tuple(positional)), ("kwargs", named)) if value}
+    shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
     with shape_config.patch(backed_size_oblivious=True):
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 

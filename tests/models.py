@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,19 +77,26 @@ class Recurrent(nn.Module):
         return self.head(y[:, -1])
 
 
-def torchvision_models() -> Any:
-    """torchvision's models. Its compiled operators may be missing beside a CPU build of torch: declare them first."""
-    with contextlib.suppress(RuntimeError):
-        library = torch.library.Library("torchvision", "DEF")
+@cache
+def vision() -> Any:
+    """torchvision. Its compiled operators may be missing beside a CPU build of torch: declare them and try again."""
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)
-    import torchvision.models
-
-    return torchvision.models
+            _DECLARED.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return importlib.import_module("torchvision")
 
 
-_KEPT: list[Any] = []
+def hugging_face() -> Any:
+    """transformers, which imports torchvision where that is installed."""
+    vision()
+    return importlib.import_module("transformers")
+
+
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _randomized(model: nn.Module) -> nn.Module:
@@ -113,7 +122,7 @@ def recurrent() -> Example:
 
 
 def resnet18() -> Example:
-    model = torchvision_models().resnet18(num_classes=10)
+    model = vision().models.resnet18(num_classes=10)
     return Example(_randomized(model), (torch.randn(2, 3, 32, 32),), {}, lambda out: out)
 
 
@@ -126,8 +135,7 @@ def encoder() -> Example:
 
 
 def vit() -> Example:
-    import transformers
-
+    transformers = hugging_face()
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
     )
@@ -136,8 +144,7 @@ def vit() -> Example:
 
 
 def bert() -> Example:
-    import transformers
-
+    transformers = hugging_face()
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
@@ -148,8 +155,7 @@ def bert() -> Example:
 
 
 def gpt2() -> Example:
-    import transformers
-
+    transformers = hugging_face()
     config = transformers.GPT2Config(
         vocab_size=60, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
     )
