@@ -1,0 +1,157 @@
+"""The command line: ``fxround demo`` and ``fxround inspect``.
+
+What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
+the caller ends with its message on standard error and exit status 2, without a traceback.
+
+    $ fxround demo --policy up_down --samples 20
+    $ fxround inspect torchvision.models:resnet18 --shape 1,3,224,224 --policy bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from fxround.errors import FxroundError
+
+FOLDER: Final = "fxround-demo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, or 2 for a mistake of the caller."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (FxroundError, ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fxround: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="how many bits of a digit classifier survive rounding every operation?")
+    demo.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    demo.add_argument("--samples", type=int, default=10, help="perturbed runs (default 10)")
+    demo.add_argument("--seed", type=int, default=0, help="of the training and of the samples (default 0)")
+    demo.add_argument("--output", type=Path, default=Path(FOLDER), help=f"folder for the full table ({FOLDER})")
+    demo.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    demo.set_defaults(command=_demo)
+    inspect = commands.add_parser("inspect", help="what would a policy round in a model of yours?")
+    inspect.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, example inputs)")
+    inspect.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    inspect.add_argument("--shape", action="append", default=[], help="of a float32 example input, like 1,3,224,224")
+    inspect.add_argument("--graph", action="store_true", help="print the graph as well")
+    inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
+    inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
+    inspect.set_defaults(command=_inspect)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fxround import demo, show
+    from fxround.significance import require
+
+    require("sklearn", "demo")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with _progress(quiet=arguments.json) as progress:
+        found = demo.run(
+            arguments.policy, arguments.samples, arguments.seed, progress, drawing=arguments.output / "graph.svg"
+        )
+    found.write_rows(arguments.output / "table.csv")
+    text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
+    (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
+    print(text) if arguments.json else show.demo(found, arguments.output)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    import fxround
+
+    model, inputs = load_model(arguments.model, arguments.shape)
+    compiled = fxround.compile(model, arguments.policy, example_inputs=inputs)
+    summary, coverage = compiled.summary(), compiled.coverage()
+    if arguments.draw:
+        compiled.draw(arguments.draw)
+    if arguments.json:
+        print(json.dumps({"summary": summary.to_dict(), "coverage": coverage.to_dict()}, indent=2))
+        return 0
+    texts = [compiled.graph_text()] if arguments.graph else []
+    print("\n\n".join([*texts, str(summary), str(coverage)]))
+    return 0
+
+
+def load_model(spec: str, shapes: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
+    """The model and example inputs of ``MODULE:CALLABLE``; MODULE is a dotted name or a .py file.
+
+    Raises ValueError naming what is missing.
+    """
+    import torch
+
+    name, colon, attribute = spec.partition(":")
+    if not colon or not name or not attribute:
+        raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
+    build = getattr(_module(name), attribute, None)
+    if not callable(build):
+        raise ValueError(f"{name} has no callable {attribute!r}")
+    built = build()
+    model, inputs = built if isinstance(built, tuple) else (built, ())
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{spec} returned {type(model).__name__}: expected a torch.nn.Module, or (module, inputs)")
+    inputs = tuple(_example(shape) for shape in shapes) or (inputs if isinstance(inputs, tuple) else (inputs,))
+    if not inputs:
+        raise ValueError(f"{spec} returned no example inputs: return (model, inputs), or give --shape 1,3,224,224")
+    return model.eval(), inputs
+
+
+def _module(name: str) -> Any:
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ValueError(f"{name}: no such file")
+        sys.path.insert(0, str(path.resolve().parent))
+        return importlib.import_module(path.stem)
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _example(shape: str) -> Any:
+    import torch
+
+    try:
+        sizes = [int(size) for size in shape.split(",")]
+    except ValueError:
+        raise ValueError(f"--shape {shape!r}: expected sizes like 1,3,224,224") from None
+    return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[Iterator[Any], int, str], Iterator[Any]]]:
+    """A wrapper of iterators that shows how far they are, on standard error."""
+    from fxround.significance import require
+
+    if quiet:
+        yield lambda items, total, label: items
+        return
+    rich, console = require("rich.progress", "report"), require("rich.console", "report").Console(stderr=True)
+    columns = (
+        rich.TextColumn("{task.description:<26}"),
+        rich.BarColumn(bar_width=32),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=console, transient=True) as bar:
+        yield lambda items, total, label: bar.track(items, total=total, description=label)

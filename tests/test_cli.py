@@ -1,0 +1,163 @@
+"""The commands: the demo's numbers are a function of its arguments, and mistakes end with a message and status 2."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+import fxround
+from fxround import cli, demo
+from fxround.inspection import to_networkx
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def found() -> demo.Demo:
+    return demo.run(samples=3)
+
+
+def without_times(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in ("seconds", "slowdown")}
+
+
+def test_the_demo_repeats_itself_with_one_thread_as_with_two(found: demo.Demo) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        again = demo.run(samples=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert [b.mean for b in again.layers.values()] == [b.mean for b in found.layers.values()]
+    assert (again.accuracy, again.changed, again.bits) == (found.accuracy, found.changed, found.bits)
+
+
+def test_the_demo_finds_what_stochastic_rounding_must_show(found: demo.Demo) -> None:
+    assert found.stock_accuracy > 90
+    assert list(found.layers) == ["conv1", "norm1", "conv2", "norm2", "hidden", "logits"]
+    assert found.bits == found.layers["logits"]
+    assert found.bits.mean is not None
+    # Perturbed in the 24th bit, each step: some bits are lost, most are not, and almost all logits move.
+    assert 8 < found.bits.mean < 24
+    assert found.bits.evidence > 0.9 * found.bits.elements
+    assert found.images == 500 and len(found.rows) == 5000
+
+
+def test_observed_layers_are_the_values_of_the_very_call(found: demo.Demo) -> None:
+    images = demo.load_digits().test[0][:7]
+    compiled = fxround.compile(demo.DigitsCNN().eval(), "stochastic", example_inputs=(images,), seed=5)
+    ends = demo.layer_ends(compiled.graph)
+    assert set(ends.values()) <= set(to_networkx(compiled.graph))
+    logits, layers = demo.observe(compiled, images, ends)
+    assert torch.equal(logits, compiled(images))
+    assert torch.equal(layers["logits"], logits)
+
+
+def test_the_demo_writes_and_prints_its_findings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: demo.Demo
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda policy, samples, seed, progress, drawing: _drawn(found, drawing))
+    output = ["--output", str(tmp_path / "out")]
+    status, text, _ = run(capsys, "demo", *output)
+    assert status == 0
+    for expected in ("Accuracy", "Significant bits", "Labels that changed", "Slowdown", "norm2", "3 samples cost"):
+        assert expected in text
+    status, text, _ = run(capsys, "demo", "--json", *output)
+    data = json.loads(text)
+    assert data == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert data["bits"]["mean"] == found.bits.mean
+    with (tmp_path / "out" / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5000
+    assert np.mean([float(row["bits"]) for row in rows if row["bits"]]) == pytest.approx(found.bits.mean, abs=0.01)
+
+
+def _drawn(found: demo.Demo, drawing: Path) -> demo.Demo:
+    drawing.write_text("<svg/>")
+    return found
+
+
+def test_a_deterministic_policy_is_no_evidence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, text, _ = run(capsys, "demo", "--policy", "bfloat16", "--samples", "2", "--json", "--output", str(tmp_path))
+    data = json.loads(text)
+    assert status == 0
+    assert (data["bits"]["mean"], data["bits"]["evidence"]) == (None, 0)
+    assert 0 < data["agreement"] < 12
+    assert ElementTree.parse(tmp_path / "graph.svg").getroot().tag.endswith("svg")
+
+
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.ones(2, 4)
+
+def bare():
+    return build()[0]
+
+number = 3
+
+def wrong():
+    return "a model"
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    # A module is imported once a process: every test has its own.
+    path = tmp_path / f"net_{abs(hash(request.node.name))}.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
+    status, text, _ = run(capsys, "inspect", f"{net}:build", "--policy", "bfloat16", "--graph")
+    assert status == 0
+    assert "aten.mm.default" in text and "bfloat16/nearest_even/inf" in text and "Every float operation" in text
+    drawing = tmp_path / "net.svg"
+    status, text, _ = run(capsys, "inspect", f"{net}:bare", "--shape", "2,4", "--json", "--draw", str(drawing))
+    data = json.loads(text)
+    assert status == 0
+    assert next(row["status"] for row in data["coverage"]["rows"]) == "rounded"
+    assert drawing.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("inspect", "{net}"), "expected MODULE:CALLABLE"),
+        (("inspect", "{net}:missing"), "has no callable 'missing'"),
+        (("inspect", "{net}:number"), "has no callable 'number'"),
+        (("inspect", "{net}:wrong"), "expected a torch.nn.Module"),
+        (("inspect", "{net}:bare"), "give --shape"),
+        (("inspect", "{net}:bare", "--shape", "2x4"), "expected sizes like"),
+        (("inspect", "nosuch.py:build"), "no such file"),
+        (("inspect", "{net}:build", "--policy", "stocastic"), "did you mean 'stochastic'"),
+        (("demo", "--samples", "1"), "needs at least 2"),
+        (("demo", "--policy", "no.toml"), "cannot be read"),
+    ],
+)
+def test_mistakes_end_with_a_message(
+    capsys: pytest.CaptureFixture[str],
+    net: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(capsys, *(a.format(net=net) for a in arguments))
+    assert status == 2
+    assert error.strip().startswith("fxround: ")
+    assert message in error
