@@ -57,7 +57,7 @@ def stored(x: Tensor) -> Any:
 
 def same(got: Tensor, want: Any) -> None:
     """Equal encodings, minus zero and NaN included."""
-    found, expected = stored(got), np.asarray(want)
+    found, expected = np.atleast_1d(stored(got)), np.atleast_1d(want)
     assert found.shape == expected.shape and found.dtype == expected.dtype
     kind = {4: np.uint32, 8: np.uint64}[found.dtype.itemsize]
     different = np.nonzero(found.view(kind) != expected.view(kind))

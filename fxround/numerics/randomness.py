@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.scalar import Expr, Function, const, narrow, param, select, widen
+from fxround.numerics.scalar import Expr, Function, narrow, param, select, widen
 
 # Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
+_WORD: Final = (1 << 32) - 1
 
 # David B. Thomas, "The MWC64X random number generator" (2011).
 _MWC64X: Final = 4294883355
@@ -60,20 +61,18 @@ class Key:
 
 
 def philox(counter: Sequence[Expr], key: Sequence[Expr]) -> tuple[Expr, Expr, Expr, Expr]:
-    """Philox4x32-10: four u32 counter words and two u32 key words to four u32 words."""
-    c0, c1, c2, c3 = counter
+    """Philox4x32-10: four u32 counter words and two u32 key words to four u32 words.
+
+    The words travel in u64 with anything above bit 31: a product takes only the low halves, which is what
+    a 32 x 32 -> 64 bit multiplier reads, and the high halves are dropped at the end.
+    """
+    c0, c1, c2, c3 = (widen(c) for c in counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        low = widen(c0) * _MULTIPLIERS[0]
-        high = widen(c2) * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            narrow(high >> 32) ^ c1 ^ k0,
-            narrow(high),
-            narrow(low >> 32) ^ c3 ^ k1,
-            narrow(low),
-        )
+        low, high = (c0 & _WORD) * _MULTIPLIERS[0], (c2 & _WORD) * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ widen(k0), high, (low >> 32) ^ c3 ^ widen(k1), low
         k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
-    return c0, c1, c2, c3
+    return narrow(c0), narrow(c1), narrow(c2), narrow(c3)
 
 
 def block_words(counter: Expr, draw: int, key: Key) -> tuple[Expr, Expr, Expr, Expr]:
@@ -126,8 +125,3 @@ def stream_functions() -> tuple[Function, Function]:
     element, key, state = param("element", "u64"), Key.params(), param("state", "u64")
     start = Function("start_stream", (element, *key.exprs), (start_stream(element, key),))
     return start, Function("advance_stream", (state,), advance_stream(state))
-
-
-def no_bits() -> Expr:
-    """The random bits of a rounding that draws none."""
-    return const("u32", 0)

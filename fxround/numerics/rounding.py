@@ -35,6 +35,7 @@ from fxround.numerics.scalar import (
     minimum,
     narrow,
     param,
+    rarely,
     select,
     widen,
 )
@@ -197,6 +198,34 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
         raise ValueError(f"{rounding} draws random bits; none were given")
     if _carries_to_infinity(rounding, carrier) and random is not None:
         return _add_and_truncate(x, rounding, carrier, random)
+    if _has_wide_range(fmt, carrier):
+        return rarely(
+            _near_the_ends(x, fmt, carrier), _round_general(x, rounding, random), _round_inside(x, rounding, random)
+        )
+    return _round_general(x, rounding, random)
+
+
+def _has_wide_range(fmt: Format, carrier: Carrier) -> bool:
+    """Whether values near the ends of the format's exponents are rare: binary32's range, in binary64."""
+    narrower = fmt.emin > carrier.format.emin and fmt.emax < carrier.format.emax
+    return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.signed and fmt.zero and fmt.precision > 1
+
+
+def _near_the_ends(x: Expr, fmt: Format, carrier: Carrier) -> Expr:
+    """bool: x is neither zero nor in [2^emin, 2^emax), where no rounding can leave the normal numbers."""
+    ordinal = bits(x) & ((1 << (WIDTH[carrier.code] - 1)) - 1)
+    first, last = carrier.ordinal(2.0**fmt.emin), carrier.ordinal(2.0**fmt.emax)
+    return (const(carrier.code, last - first) <= ordinal - first) & (ordinal > 0)
+
+
+def _round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+    """R(x) away from the ends: there the format differs from its precision in the carrier's range by nothing."""
+    carrier = CARRIERS[x.type]
+    return round_expr(x, Rounding(rounding.format.with_range_of(carrier.format), rounding.mode, "inf"), random)
+
+
+def _round_general(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+    carrier, fmt, mode = CARRIERS[x.type], rounding.format, rounding.mode
     encoding = bits(x)
     ordinal = encoding & ((1 << (WIDTH[carrier.code] - 1)) - 1)
     sign = encoding ^ ordinal

@@ -178,6 +178,11 @@ def select(condition: Expr, yes: Expr | int | float, no: Expr | int | float) -> 
     raise TypeError("scalar IR: select needs at least one Expr among its values")
 
 
+def rarely(condition: Expr, rare: Expr, common: Expr) -> Expr:
+    """``select``, with the promise that ``condition`` seldom holds: a target may skip ``rare`` elsewhere."""
+    return _apply("rarely", condition, rare, common)
+
+
 def _select(condition: Expr, yes: Expr, no: Expr) -> Expr:
     if condition.op == "const":
         return yes if condition.attr else no
@@ -352,6 +357,7 @@ OPS: Final[dict[str, Op]] = {
     "flt": Op(_compare(*_FLOATS), np.less),
     "fle": Op(_compare(*_FLOATS), np.less_equal),
     "select": Op(lambda c, a, b: a if c == "bool" and a == b else None, np.where),
+    "rarely": Op(lambda c, a, b: a if c == "bool" and a == b else None, np.where),
     "bits": Op(_convert(BITS_OF), _view),
     "from_bits": Op(_convert(FLOAT_OF), _view),
     "widen": Op(_convert(_WIDEN), lambda x: x),

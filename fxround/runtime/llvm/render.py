@@ -106,6 +106,7 @@ TABLE: Final[dict[str, Emit]] = {
     "flt": lambda b, a, t: b.fcmp_ordered("<", *a),
     "fle": lambda b, a, t: b.fcmp_ordered("<=", *a),
     "select": lambda b, a, t: b.select(*a),
+    "rarely": lambda b, a, t: b.select(*a),
     "bits": lambda b, a, t: b.bitcast(a[0], t),
     "from_bits": lambda b, a, t: b.bitcast(a[0], t),
     "widen": _widen,
@@ -115,16 +116,65 @@ TABLE: Final[dict[str, Emit]] = {
 
 
 def emit(function: Function, b: ir.IRBuilder, args: Sequence[Any], lanes: int) -> tuple[Any, ...]:
-    """Append the function's operators to the builder's block; its parameters are ``args``."""
+    """Append the function's operators to the builder's block; its parameters are ``args``.
+
+    What only the rare side of a ``rarely`` needs is put in a block that is skipped unless some lane wants it.
+    """
     env: dict[Expr, Any] = dict(zip(function.params, args, strict=True))
-    for node in function.schedule:
+    _emit(function.results, b, env, lanes)
+    return tuple(env[r] for r in function.results)
+
+
+def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> None:
+    order = _needed(roots, env)
+    always = set(order)
+    for node in order:
         if node in env:
             continue
         if node.op == "const":
             env[node] = constant(node, lanes)
             continue
+        if node.op == "rarely" and node.args[1] not in always:
+            env[node] = _branch(node, b, env, lanes, always)
+            continue
         env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
-    return tuple(env[r] for r in function.results)
+
+
+def _needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
+    """What the roots need in any case, operands first: everything but the rare sides."""
+    order: dict[Expr, None] = {}
+    stack = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if node in order or node in env:
+            continue
+        operands = (node.args[0], node.args[2]) if node.op == "rarely" else node.args
+        if ready or not operands:
+            order[node] = None
+            continue
+        stack.append((node, True))
+        stack.extend((a, False) for a in reversed(operands))
+    return list(order)
+
+
+def _branch(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, always: set[Expr]) -> Any:
+    condition, rare, common = node.args
+    # What both sides need must dominate both.
+    _emit([n for n in _needed([rare], env) if n in always], b, env, lanes)
+    wanted = env[condition]
+    if lanes > 1:
+        whole = ir.IntType(lanes)
+        wanted = b.icmp_unsigned("!=", b.bitcast(wanted, whole), whole(0))
+    before = b.block
+    with b.if_then(wanted, likely=False):
+        inner = dict(env)
+        _emit([rare], b, inner, lanes)
+        chosen = b.select(inner[condition], inner[rare], inner[common])
+        inside = b.block
+    merged = b.phi(llvm_type(node.type, lanes))
+    merged.add_incoming(env[common], before)
+    merged.add_incoming(chosen, inside)
+    return merged
 
 
 def splat(b: ir.IRBuilder, value: Any, lanes: int) -> Any:
