@@ -1,0 +1,247 @@
+"""Stochastic rounding: probabilities counted exactly over all words, and statistics of the words that are used.
+
+Statistical tests here compare a sum of N = 2^16 bounded terms with its expectation, six standard deviations allowed.
+Under the hypothesis tested the false-alarm rate of one comparison is 2e-9 (two-sided normal tail at 6 sigma; the
+binomials below are close enough to normal there to keep it under 1e-8); with fewer than 500 comparisons in this file a
+change of the seed raises a false alarm with probability below 5e-6. The seeds are fixed, so a run is repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from neighbours import Array, random_words
+
+from fxround.numerics.exact import quantum, round_float
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.modes import Mode, Rounding
+from fxround.numerics.randomness import random_function, stream_functions
+from fxround.numerics.rounding import rounding_function
+
+N = 2**16
+SIX_SIGMA = 6.0
+ELEMENTS = np.arange(N, dtype=np.uint64)
+KEY = (20240607, 0, 0, 3)
+NARROW = [f for f in FORMATS.values() if f.precision <= 11]
+LOST = [Fraction(1, 64), Fraction(1, 10), Fraction(1, 3), Fraction(1, 2), Fraction(9, 10), Fraction(1023, 1024)]
+
+
+def stochastic(fmt: Format, bits: int = 32) -> Rounding:
+    return Rounding(fmt, Mode.parse(f"stochastic:{bits}"), fmt.default_overflow)
+
+
+def between(fmt: Format, lost: Fraction) -> tuple[float, float, float, float]:
+    """(x, value below, value above, fraction really lost) with x a binary32 value in the binade of 2."""
+    gap = float(quantum(Fraction(2), fmt))
+    x = float(np.float32(2 + float(lost) * gap))
+    return x, 2.0, 2.0 + gap, (x - 2.0) / gap
+
+
+def words(**changed: int) -> Array:
+    """One word an element, as a kernel draws them; the arguments change the key."""
+    key = dict(zip(("seed_low", "seed_high", "sample", "node"), KEY, strict=True)) | changed
+    draw = key.pop("draw", 0)
+    return random_function(draw).evaluate(ELEMENTS, *key.values())[0]
+
+
+def within_six_sigma(total: float, mean: float, variance: float) -> bool:
+    return abs(total - mean) <= SIX_SIGMA * math.sqrt(variance)
+
+
+# ---- exact counts: no statistics ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 12])
+def test_few_bits_step_away_in_floor_of_lost_times_two_to_the_n_cases(n: int) -> None:
+    """Every value of the n bits once: P(away) = floor(lost * 2^n) / 2^n, so the bias is less than 2^-n of a quantum,
+    towards zero, and 0 where at most n bits are lost."""
+    fmt = FORMATS["e5m2"]
+    function = rounding_function(stochastic(fmt, n), "f32")
+    draws = np.arange(2**n, dtype=np.uint32) << np.uint32(32 - n)
+    for numerator in (1, 7, 100, 511, 512, 513, 1023):
+        for sign in (1.0, -1.0):
+            x, low, high, lost = between(fmt, Fraction(numerator, 1024))
+            rounded = function.evaluate(np.float32(sign * x), draws)[0]
+            assert set(rounded.tolist()) <= {sign * low, sign * high}
+            away = int((rounded == sign * high).sum())
+            assert away == math.floor(lost * 2**n)
+            bias = away / 2**n - lost
+            assert -(2.0**-n) < bias <= 0
+            if (lost * 2**n).is_integer():
+                assert bias == 0
+
+
+def test_unused_low_bits_do_not_matter() -> None:
+    fmt, x = FORMATS["bfloat16"], np.float32(1.2345)
+    random = random_words(1000)
+    for n in (1, 5, 14, 31):
+        function = rounding_function(stochastic(fmt, n), "f32")
+        top = random >> np.uint32(32 - n) << np.uint32(32 - n)
+        np.testing.assert_array_equal(function.evaluate(x, random)[0], function.evaluate(x, top)[0])
+
+
+@pytest.mark.parametrize("carrier", ["f32", "f64"])
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_the_word_where_the_step_begins(fmt: Format, carrier: str) -> None:
+    """32 bits: away exactly from word 2^32 - floor(lost * 2^32) on, hence P(away) = lost to 2^-32."""
+    function = rounding_function(stochastic(fmt), carrier)
+    for lost in LOST:
+        x, low, high, really = between(fmt, lost)
+        first = 2**32 - math.floor(really * 2**32)
+        got = function.evaluate(x, np.array([0, first - 1, first, 2**32 - 1], np.uint32))[0].tolist()
+        assert got == [low, low, high, high]
+
+
+@pytest.mark.parametrize("n", [1, 3, 14, 32])
+@pytest.mark.parametrize("fmt", [f for f in NARROW if f.precision <= 8], ids=str)
+def test_exact_values_are_untouched(fmt: Format, n: int) -> None:
+    values = np.array([*fmt.magnitudes()], np.float32)
+    values = np.concatenate([values, -values]) if fmt.signed else values
+    for word in (0, 2**31, 2**32 - 1):
+        got = rounding_function(stochastic(fmt, n), "f32").evaluate(values, np.uint32(word))[0]
+        np.testing.assert_array_equal(got.view(np.uint32), values.view(np.uint32))
+
+
+def test_equal_and_up_down_are_one_fair_coin() -> None:
+    fmt = FORMATS["e5m2"]
+    x, low, high, _ = between(fmt, Fraction(1, 10))
+    for word in (0, 2**31 - 1, 2**31, 2**32 - 1):
+        heads = word >= 2**31
+        equal, jump = (Rounding.parse(f"e5m2/{m}") for m in ("stochastic_equal", "up_down"))
+        assert round_float(x, equal, word) == (high if heads else low)
+        # Nearest is 2: up by a quantum of its binade, down by one of the binade below.
+        assert round_float(x, jump, word) == (high if heads else low - (high - low) / 2)
+
+
+# ---- statistics of the words that kernels draw ----
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_unbiased(fmt: Format) -> None:
+    function, random = rounding_function(stochastic(fmt), "f32"), words()
+    for lost in LOST:
+        x, _, high, p = between(fmt, lost)
+        up = int((function.evaluate(np.float32(x), random)[0] == high).sum())
+        assert within_six_sigma(up, N * p, N * p * (1 - p)), (lost, up)
+
+
+def test_unbiased_over_many_values() -> None:
+    """The errors of N random values, in quanta, add to 0: variance of one is lost * (1 - lost)."""
+    fmt = FORMATS["bfloat16"]
+    x = np.random.default_rng(5).uniform(1, 2, N).astype(np.float32)
+    rounded = rounding_function(stochastic(fmt), "f32").evaluate(x, words())[0]
+    scaled = x.astype(np.float64) * 128
+    lost = scaled - np.floor(scaled)
+    error = rounded.astype(np.float64) * 128 - scaled
+    assert (np.abs(error) < 1).all()
+    assert within_six_sigma(float(error.sum()), 0.0, float((lost * (1 - lost)).sum()))
+
+
+@pytest.mark.parametrize("mode", ["stochastic_equal", "up_down"])
+def test_fair_coins(mode: str) -> None:
+    x, _, high, _ = between(FORMATS["e5m2"], Fraction(1, 10))
+    rounded = rounding_function(Rounding.parse(f"e5m2/{mode}"), "f32").evaluate(np.float32(x), words())[0]
+    assert within_six_sigma(int((rounded == high).sum()), N / 2, N / 4)
+
+
+OTHERS = {
+    "another node": {"node": 4},
+    "another sample": {"sample": 1},
+    "the next seed": {"seed_low": KEY[0] + 1},
+    "a seed that differs above 32 bits": {"seed_high": 1},
+    "the next draw": {"draw": 1},
+}
+
+
+def centred(random: Array) -> Array:
+    """Words as numbers in [-1, 1) of mean 0 (to 2^-32) and variance 1/3."""
+    return random.astype(np.float64) / 2**31 - 1
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_uncorrelated_with(other: str) -> None:
+    """Products of independent centred words: mean 0, variance 1/9; and products of their bits: variance 1."""
+    a, b = words(), words(**OTHERS[other])
+    assert within_six_sigma(float((centred(a) * centred(b)).sum()), 0.0, N / 9)
+    for bit in range(32):
+        agree = int((((a ^ b) >> np.uint32(bit)) & np.uint32(1)).sum())
+        assert within_six_sigma(agree, N / 2, N / 4), bit
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_roundings_uncorrelated_with(other: str) -> None:
+    """The same array rounded twice: the two errors are independent, each of mean 0."""
+    x = np.random.default_rng(6).uniform(1, 2, N).astype(np.float32)
+    function = rounding_function(stochastic(FORMATS["bfloat16"]), "f32")
+    scaled = x.astype(np.float64) * 128
+    variance = (scaled % 1) * (1 - scaled % 1)
+    errors = [function.evaluate(x, w)[0].astype(np.float64) * 128 - scaled for w in (words(), words(**OTHERS[other]))]
+    assert within_six_sigma(float((errors[0] * errors[1]).sum()), 0.0, float((variance**2).sum()))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 16, 48, 64, 1024])
+def test_neighbouring_elements_are_uncorrelated(lag: int) -> None:
+    """16 and 64: the strides of the layout of words in Philox blocks."""
+    a = centred(words())
+    assert within_six_sigma(float((a[:-lag] * a[lag:]).sum()), 0.0, (N - lag) / 9)
+
+
+@pytest.fixture(scope="module")
+def streams() -> Array:
+    """(steps, elements): the words of 2^10 streams over 64 roundings."""
+    start, advance = stream_functions()
+    state, rows = start.evaluate(ELEMENTS[: 2**10], *KEY)[0], []
+    for _ in range(64):
+        random, state = advance.evaluate(state)
+        rows.append(random)
+    return np.stack(rows)
+
+
+def test_streams_are_uniform(streams: Array) -> None:
+    for bit in range(32):
+        ones = int(((streams >> np.uint32(bit)) & np.uint32(1)).sum())
+        assert within_six_sigma(ones, streams.size / 2, streams.size / 4), bit
+    assert within_six_sigma(float(centred(streams).sum()), 0.0, streams.size / 3)
+
+
+def test_streams_are_uncorrelated_in_time_and_across_elements(streams: Array) -> None:
+    a = centred(streams)
+    for later in (1, 2, 7):
+        pairs = a[:-later] * a[later:]
+        assert within_six_sigma(float(pairs.sum()), 0.0, pairs.size / 9), later
+    for further in (1, 16, 64):
+        pairs = a[:, :-further] * a[:, further:]
+        assert within_six_sigma(float(pairs.sum()), 0.0, pairs.size / 9), further
+
+
+def test_first_word_of_a_stream_is_no_word_of_a_map(streams: Array) -> None:
+    assert within_six_sigma(float((centred(streams[0]) * centred(words())[: 2**10]).sum()), 0.0, 2**10 / 9)
+
+
+def test_a_long_sum_does_not_stagnate() -> None:
+    """256 + 1024 * (1/64) with 8 bits: nearest-even never leaves 256, SR ends at 272 on average. With one quantum of 2
+    at each step and p = 1/128, the result is 256 + 2 * Binomial(1024, 1/128), over 2^10 streams."""
+    start, advance = stream_functions()
+    state = start.evaluate(ELEMENTS[: 2**10], *KEY)[0]
+    exact, drawn = (rounding_function(Rounding.parse(f"bfloat16/{m}"), "f32") for m in ("nearest_even", "stochastic"))
+    still, moving = np.float32(256), np.full(2**10, 256, np.float32)
+    for _ in range(1024):
+        random, state = advance.evaluate(state)
+        still = exact.evaluate(still + np.float32(1 / 64), 0)[0]
+        moving = drawn.evaluate(moving + np.float32(1 / 64), random)[0]
+    assert float(still) == 256.0
+    steps, p = moving.size * 1024, 1 / 128
+    assert within_six_sigma(float((moving - 256).sum() / 2), steps * p, steps * p * (1 - p))
+
+
+def test_adjacent_values_bracket_every_result() -> None:
+    values = [*FORMATS["e4m3fn"].magnitudes()]
+    function = rounding_function(stochastic(FORMATS["e4m3fn"]), "f32")
+    for low, high in pairwise(values):
+        x = np.linspace(low, high, 7, dtype=np.float32)
+        got = function.evaluate(np.repeat(x, 9), random_words(63))[0]
+        assert set(got.tolist()) <= {low, high}
