@@ -60,7 +60,7 @@ def _facts(found: Demo) -> list[tuple[str, str]]:
         ("Mean against stock", _agreement(found)),
         (
             "Slowdown",
-            f"[bold]{found.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms {found.policy})[/]",
+            f"[bold]{found.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms {found.policy}, one thread)[/]",
         ),
         ("Operations rounded", f"[bold]{found.rounded}[/], {unrounded}"),
     ]
