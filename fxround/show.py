@@ -58,10 +58,7 @@ def _facts(found: Demo) -> list[tuple[str, str]]:
         ("Significant bits", _bits(found.bits)),
         ("Labels that changed", f"[bold]{changed}[/]" + (f"  [dim](images {names})[/]" if names else "")),
         ("Mean against stock", _agreement(found)),
-        (
-            "Slowdown",
-            f"[bold]{found.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms {found.policy}, one thread)[/]",
-        ),
+        ("Slowdown", f"[bold]{found.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms, one thread)[/]"),
         ("Operations rounded", f"[bold]{found.rounded}[/], {unrounded}"),
     ]
 
