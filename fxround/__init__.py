@@ -17,12 +17,11 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
-from fxround.numerics.formats import FORMATS as formats
-from fxround.numerics.formats import Format
-from fxround.numerics.modes import MODES as modes
-from fxround.numerics.modes import Rounding
-from fxround.policy import PRESETS as policies
-from fxround.policy import Policy, Rule
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.modes import MODES, Rounding
+from fxround.policy import PRESETS, Policy, Rule
+
+formats, modes, policies = FORMATS, MODES, PRESETS
 
 __all__ = [
     "CaptureError",

@@ -48,8 +48,9 @@ def compile(
 
     model: any ``nn.Module`` that can be captured whole; it is shared, not copied. policy: a preset's name, a
     format or a rounding as text, a path to a TOML file, a dict or a Policy. example_inputs: captures at once (a
-    tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does. strict: whether a
-    floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of all random bits.
+    tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
+    strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
+    all random bits.
 
     Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
     UnsupportedRounding when the model is captured.
@@ -161,7 +162,7 @@ class RoundedModule(nn.Module):
     _latest: Entry | None
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's own flag: train() and eval() on either module are seen by both."""
         return bool(self.source.training) if "source" in self.__dict__ else True
 
@@ -269,7 +270,7 @@ class RoundedModule(nn.Module):
         return Entry(captured, lowered, tuple(_owner(self.source, port) for port in captured.inputs))
 
     def _state_key(self) -> Any:
-        """What a graph depends on beside its arguments: identity and flag of every module, dtype and shape of the state."""
+        """What a graph depends on beside its arguments: every module and its flag, the state's dtypes and shapes."""
         modules = tuple((id(m), m.training) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
         return modules, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
@@ -306,7 +307,8 @@ class _Undifferentiable(torch.autograd.Function):
 def _undifferentiable(result: Tensor) -> Tensor:
     if not result.is_floating_point():
         return result
-    marked: Tensor = _Undifferentiable.apply(torch.zeros((), requires_grad=True), result)  # type: ignore[no-untyped-call]
+    anchor = torch.zeros((), requires_grad=True)
+    marked: Tensor = _Undifferentiable.apply(anchor, result)  # type: ignore[no-untyped-call]
     return marked
 
 

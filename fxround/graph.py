@@ -16,6 +16,7 @@ skipped LSTMs), and what cannot be represented (complex or quantized numbers, ``
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import operator
 import re
@@ -32,9 +33,8 @@ from torch._decomp import core_aten_decompositions
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import detect_fake_mode, tracing
-from torch.fx.experimental import _config as shape_config
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxround.errors import CaptureError
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 TESTED_TORCH: Final = ("2.13",)
 META: Final = "fxround"
 PORT: Final = "fxround_port"
+# Sizes of 0 and 1 are conditions where a model asks for them, not assumptions.
+_SHAPES: Final[Any] = importlib.import_module("torch.fx.experimental._config")
+_SETTLED: Final = "fxround_settled"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -129,7 +132,7 @@ def require_tested_torch(version: str = torch.__version__) -> None:
     """Raise CaptureError outside the tested range: the private APIs of this file have no promise of stability."""
     if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
         raise CaptureError(
-            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is torch {version}. "
+            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
             f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
         )
 
@@ -179,7 +182,7 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with shape_config.patch(backed_size_oblivious=True):
+    with _SHAPES.patch(backed_size_oblivious=True):
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
@@ -256,16 +259,41 @@ def source_line(stack_trace: str) -> tuple[str, str]:
     return f"{PurePath(name).name}:{line}", code.strip()
 
 
-def refresh(graph: fx.GraphModule) -> None:
-    """Recompute every node's fake value from the placeholders' (after a pass moved or inserted nodes)."""
-    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    FakeTensorProp(graph, fake_mode(graph)).propagate_dont_convert_inputs(*values)
+def settle(graph: fx.GraphModule) -> None:
+    """Declare every node's fake value right as it stands: ``refresh`` recomputes what is changed from here on."""
+    for node in graph.graph.nodes:
+        node.meta[_SETTLED] = (node.target, node.args, node.kwargs)
+
+
+def refresh(graph: fx.GraphModule) -> dict[str, tuple[Any, Any]]:
+    """Recompute the fake value of every node that was added or changed since: name -> (value before, value now).
+
+    A node that only gained uses, or whose operands were replaced by equals, keeps its value.
+    """
+    changed: dict[str, tuple[Any, Any]] = {}
+    for node in graph.graph.nodes:
+        state = (node.target, node.args, node.kwargs)
+        if node.op != "call_function" or node.meta.get(_SETTLED) == state:
+            continue
+        before = node.meta.get("val")
+        evaluate(graph, node)
+        node.meta[_SETTLED] = state
+        changed[node.name] = (before, node.meta["val"])
+    return changed
+
+
+def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Give a call_function node the fake value of its operator on its operands' fake values."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    target: Any = node.target
+    with fake_mode(graph):
+        node.meta["val"] = target(*args, **kwargs)
 
 
 def fake_mode(graph: fx.GraphModule) -> Any:
     """The mode that owns the graph's fake values (and its symbolic sizes)."""
-    values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
-    return detect_fake_mode(values)
+    values = (node.meta.get("val") for node in graph.graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
 
 
 @contextlib.contextmanager
@@ -274,12 +302,12 @@ def tracing_switches() -> Iterator[None]:
     mha = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
-        stack.enter_context(torch.backends.nnpack.flags(enabled=False))  # type: ignore[no-untyped-call]
-        stack.enter_context(shape_config.patch(backed_size_oblivious=True))
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
+        stack.enter_context(_SHAPES.patch(backed_size_oblivious=True))
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -348,8 +376,9 @@ def _sizes(values: Sequence[Any]) -> Sizes:
         if not isinstance(value, torch.Tensor):
             dimensions.append(None)
             continue
-        dimensions.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape))
-        environment = next((s.node.shape_env for s in value.shape if isinstance(s, torch.SymInt)), environment)
+        sizes: list[Any] = list(value.shape)
+        dimensions.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes))
+        environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), environment)
     if environment is None:
         return Sizes(tuple(dimensions))
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
@@ -357,7 +386,7 @@ def _sizes(values: Sequence[Any]) -> Sizes:
 
 
 def _examples(example: Any) -> Iterator[Any]:
-    """Examples to trace with, best first: a batch of at least two with its dimension symbolic, then the batch as it is."""
+    """Examples to trace with, best first: at least two in the batch and its dimension symbolic; the batch as it is."""
     leaves, spec = pytree.tree_flatten(example)
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
     twice = sizes == {1}
@@ -400,13 +429,14 @@ def _explain(model: torch.nn.Module, error: Exception) -> CaptureError:
     """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
     text = str(error)
     stack = list(getattr(error, "real_stack", None) or ())
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ":".join(source_line(text)) or "?"
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ": ".join(source_line(text))
     hint = re.search(r"Hint: ([^\n]+)", text)
     advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
     explanation = re.search(r"Explanation: ([^\n]+)", text)
     said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
     return CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph.\n  at      {where}\n  reason  {said}\n  change  {advice}"
+        f"{type(model).__name__} cannot be captured as one graph.\n"
+        f"  at      {where}\n  reason  {said}\n  change  {advice}"
     )
 
 

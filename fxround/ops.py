@@ -90,10 +90,10 @@ _POINTWISE: Final = {
     "_to_copy": "identity({0})",
 }
 
-_UNARY: Final = (
-    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    "erf erfc sigmoid softplus rsqrt reciprocal"
-).split()
+_UNARY: Final = """
+    exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc sigmoid softplus rsqrt reciprocal
+"""
 
 _BINARY: Final = {
     "pow.Tensor_Scalar": "pow({0}, {1})",
@@ -155,7 +155,8 @@ _INTEGER: Final = """
     ge.Tensor isnan isinf isfinite signbit logical_not logical_and logical_or logical_xor bitwise_not bitwise_and.Tensor
     bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar
     bitwise_left_shift.Tensor bitwise_right_shift.Tensor bitwise_left_shift.Tensor_Scalar
-    bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
+    bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims
+    argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
     bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
     randint randint.low randint_like multinomial is_nonzero equal sym_size.int sym_numel sym_stride.int
     sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
@@ -193,7 +194,7 @@ _OPAQUE: Final = {
 
 _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
-    | _bodies("elementary", {name: f"{name}({{0}})" for name in _UNARY} | _BINARY)
+    | _bodies("elementary", {name: f"{name}({{0}})" for name in _UNARY.split()} | _BINARY)
     | _LOWERED
     | _rows("exact", "aten", _EXACT)
     | _rows("movement", "aten", _MOVEMENT + _CONSTANT)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fxround.formulas.table import formula, scaled, widened
 
@@ -20,19 +21,19 @@ aten = torch.ops.aten
 
 
 @formula(aten.add.Tensor)
-def add(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
+def add(x: Tensor, y: Any, *, alpha: Any = 1) -> Any:
     """add(x, y, alpha) = x + alpha * y, a factor of 1 left out"""
     return NotImplemented if alpha == 1 else x + y * alpha
 
 
 @formula(aten.sub.Tensor)
-def sub(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
+def sub(x: Tensor, y: Any, *, alpha: Any = 1) -> Any:
     """sub(x, y, alpha) = x - alpha * y, a factor of 1 left out"""
     return NotImplemented if alpha == 1 else x - y * alpha
 
 
 @formula(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
+def rsub(x: Tensor, y: Tensor | float, alpha: Any = 1) -> Tensor:
     """rsub(x, y, alpha) = y - alpha * x, a factor of 1 left out"""
     return y - scaled(x, alpha)
 
@@ -50,7 +51,7 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 
 
 @formula(aten.lerp.Scalar)
-def lerp_scalar(x: Tensor, y: Tensor, weight: Any) -> Tensor:
+def lerp_scalar(x: Tensor, y: Tensor, weight: float) -> Tensor:
     """lerp(x, y, w) = x + w * (y - x) if |w| < 1/2, else y - (y - x) * (1 - w)"""
     return x + (y - x) * weight if abs(weight) < 0.5 else y - (y - x) * (1 - weight)
 
@@ -72,13 +73,13 @@ _POWERS: dict[Any, Any] = {
 
 
 @formula(aten.pow.Tensor_Scalar)
-def pow_scalar(x: Tensor, exponent: Any) -> Tensor:
+def pow_scalar(x: Tensor, exponent: Any) -> Any:
     """pow(x, c) = x, x * x, sqrt(x), rsqrt(x), 1 / x for c = 1, 2, 1/2, -1/2, -1; one operation for any other c"""
     return _POWERS[exponent](x) if exponent in _POWERS else NotImplemented
 
 
 @formula(aten.arange.start_step)
-def arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+def arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """arange(start, end, step) = start + k * step in floating point, k = 0, 1, ...; integer steps are exact"""
     whole = all(isinstance(v, int | torch.SymInt) for v in (start, end, step))
     if whole or dtype is None or not dtype.is_floating_point:
@@ -105,26 +106,26 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 @formula(aten.softplus.default)
-def softplus(x: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
+def softplus(x: Tensor, beta: Any = 1, threshold: Any = 20) -> Any:
     """softplus(x) = log(1 + exp(x)), one operation; otherwise where(x * b > t, x, softplus(x * b) / b)"""
     if beta == 1 and threshold == 20:
         return NotImplemented
     w = widened(x)
-    curved = aten.softplus(scaled(w, beta))
+    curved = F.softplus(scaled(w, beta))
     return torch.where(scaled(w, beta) > threshold, w, curved if beta == 1 else curved / beta).to(x.dtype)
 
 
 @formula(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: Tensor) -> Any:
     """logsigmoid(x) = -softplus(-x)"""
-    return -aten.softplus(-widened(x)).to(x.dtype), x.new_zeros(0)
+    return -F.softplus(-widened(x)).to(x.dtype), x.new_zeros(0)
 
 
 @formula(aten.mish.default)
 def mish(x: Tensor) -> Tensor:
     """mish(x) = x * tanh(softplus(x))"""
     w = widened(x)
-    return (w * aten.softplus(w).tanh()).to(x.dtype)
+    return (w * F.softplus(w).tanh()).to(x.dtype)
 
 
 @formula(aten.hardsigmoid.default)
@@ -188,4 +189,4 @@ def dropout(x: Tensor, p: float, train: bool | None = True) -> Any:
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     """index_add(x, i, s) = x with alpha * s added at i, in the order of s"""
     indices = [None] * (dim % x.dim()) + [index]
-    return aten.index_put(x, indices, scaled(source, alpha), True)
+    return torch.index_put(x, indices, scaled(source, alpha), True)

@@ -8,8 +8,7 @@ Batch norm multiplies rsqrt and weight first (once a channel), layer and group n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

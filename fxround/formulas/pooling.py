@@ -9,8 +9,8 @@ A window is a view (``unfold``), so no element is copied; windows of unequal len
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def _window_counts(size: int, out: int, kernel: int, stride: int, pad: int, incl
     return [min(s + kernel, high) - max(s, low) for s in starts]
 
 
-def _divisor(counts: Sequence[list[int]], x: Tensor) -> Any:
+def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
     """The product of the counts of each dimension: a number where it is the same everywhere."""
     if all(len(set(c)) == 1 for c in counts):
         return math.prod(c[0] for c in counts)
@@ -89,7 +89,7 @@ def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
 def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tensor:
     """x with ``dim`` cut in windows and their elements as a new last dimension, zeros after a shorter one."""
     size, longest = x.shape[dim], max(lengths)
-    steps = {b - a for a, b in zip(starts, starts[1:], strict=False)} or {longest}
+    steps = {b - a for a, b in pairwise(starts)} or {longest}
     if len(set(lengths)) == 1 and len(steps) == 1:
         return x.unfold(dim, longest, steps.pop())
     index = [min(s + k, size - 1) for s in starts for k in range(longest)]

@@ -1,13 +1,12 @@
 """Formulas of products: what is left over mm, bmm and convolution is a multiplication or an addition of its own.
 
-    before   y = aten.addmm.default(b, x, w)
-    after    y = mm(x, w) + b
+before   y = aten.addmm.default(b, x, w)
+after    y = mm(x, w) + b
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,10 @@ from fxround.formulas.table import formula, scaled, total
 aten = torch.ops.aten
 
 
-def _product(a: Tensor, b: Tensor, term: Tensor, beta: Any, alpha: Any, product: Any) -> Tensor:
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def _product(a: Tensor, b: Tensor, term: Tensor, beta: Any, alpha: Any, product: Product) -> Tensor:
     result = scaled(product(a, b), alpha)
     return result if beta == 0 else result + scaled(term, beta)
 
@@ -26,26 +28,26 @@ def _product(a: Tensor, b: Tensor, term: Tensor, beta: Any, alpha: Any, product:
 @formula(aten.addmm.default)
 def addmm(term: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """addmm(c, a, b) = alpha * mm(a, b) + beta * c, factors of 1 left out"""
-    return _product(a, b, term, beta, alpha, aten.mm)
+    return _product(a, b, term, beta, alpha, torch.mm)
 
 
 @formula(aten.baddbmm.default)
 def baddbmm(term: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """baddbmm(c, a, b) = alpha * bmm(a, b) + beta * c, factors of 1 left out"""
-    return _product(a, b, term, beta, alpha, aten.bmm)
+    return _product(a, b, term, beta, alpha, torch.bmm)
 
 
 @formula(aten.addbmm.default)
 def addbmm(term: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """addbmm(c, a, b) = alpha * mm([a_1 a_2 ...], [b_1; b_2; ...]) + beta * c: one chain over batch and k"""
     rows, columns = a.transpose(0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])
-    return _product(rows, columns, term, beta, alpha, aten.mm)
+    return _product(rows, columns, term, beta, alpha, torch.mm)
 
 
 @formula(aten.mv.default)
 def mv(a: Tensor, x: Tensor) -> Tensor:
     """mv(a, x) = mm(a, x as a column)"""
-    return aten.mm(a, x.unsqueeze(1)).squeeze(1)
+    return torch.mm(a, x.unsqueeze(1)).squeeze(1)
 
 
 @formula(aten.addmv.default)
@@ -57,7 +59,7 @@ def addmv(term: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1) 
 @formula(aten.dot.default, aten.vdot.default)
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """dot(x, y) = mm(x as a row, y as a column)"""
-    return aten.mm(x.unsqueeze(0), y.unsqueeze(1)).reshape([])
+    return torch.mm(x.unsqueeze(0), y.unsqueeze(1)).reshape([])
 
 
 @formula(aten.addr.default)
@@ -67,7 +69,7 @@ def addr(term: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -
 
 
 @formula(aten.convolution.default)
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
     """convolution(x, w, b) = convolution(x, w) + b"""
     if bias is None:
         return NotImplemented
@@ -89,4 +91,5 @@ def trilinear(
 @formula(aten._cdist_forward.default)
 def cdist(a: Tensor, b: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
     """cdist(a, b) = norm(a_i - b_j)"""
-    return aten.linalg_vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, [-1])
+    distance: Tensor = torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, [-1])
+    return distance

@@ -9,7 +9,7 @@ A mean divides by n (it does not multiply by 1/n), a variance is two-pass, a sof
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def _variance(x: Tensor, dims: Sequence[int], correction: Any, keepdim: bool) ->
     d = x - center
     n = count(x, dims) - correction
     divisor = max(n, 0) if isinstance(n, int | float) else n
-    return total(d * d, dims, keepdim) / divisor, center if keepdim else center.squeeze(dims)
+    return total(d * d, dims, keepdim) / divisor, center if keepdim else center.squeeze(list(dims))
 
 
 def _correction(unbiased: Any) -> Any:
@@ -79,7 +79,7 @@ def linalg_vector_norm(
     if ord == 0:
         return total((w != 0).to(w.dtype), dims, keepdim).to(kept)
     if math.isinf(ord):
-        return (aten.amax if ord > 0 else aten.amin)(w.abs(), dims, keepdim).to(kept)
+        return (torch.amax if ord > 0 else torch.amin)(w.abs(), dims, keepdim).to(kept)
     powers = total(w.abs() if ord == 1 else w.abs() ** ord, dims, keepdim)
     return (powers if ord == 1 else powers ** (1.0 / ord)).to(kept)
 
@@ -88,18 +88,14 @@ def linalg_vector_norm(
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """logsumexp(x) = log(sum(exp(x - m))) + m, m = amax(x), and 0 where that is infinite"""
     w, dims = widened(x), reduced_dims(x, dim)
-    top = aten.amax(w, dims, True)
+    top = torch.amax(w, dims, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     result = total((w - top).exp(), dims, True).log() + top
     return (result if keepdim else result.squeeze(dims)).to(x.dtype)
 
 
-
-
-
-
 def _exponentials(x: Tensor, dim: int) -> Tensor:
-    return (x - aten.amax(x, [dim], True)).exp()
+    return (x - torch.amax(x, [dim], True)).exp()
 
 
 @formula(aten._softmax.default)
@@ -127,5 +123,5 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if x.dim() and x.shape[dim] == 0:
         return x.to(kept).clone()
     w = widened(x)
-    shifted = w - aten.amax(w, [dim], True)
+    shifted = w - torch.amax(w, [dim], True)
     return (shifted - total(shifted.exp(), [dim], True).log()).to(kept)

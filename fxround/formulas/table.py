@@ -57,10 +57,10 @@ def widened(x: Tensor) -> Tensor:
 
 def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
     """The sum over dims, of which there may be none."""
-    return aten.sum.dim_IntList(x, list(dims), keepdim) if dims else x
+    return torch.sum(x, list(dims), keepdim) if dims else x
 
 
-def count(x: Tensor, dims: Sequence[int]) -> Any:
+def count(x: Tensor, dims: Sequence[int]) -> int:
     """The number of elements that a reduction over dims takes in (symbolic where the batch is)."""
     return math.prod(x.shape[d] for d in dims)
 

@@ -1,6 +1,6 @@
 """Contractions: matrix products and convolutions accumulate in order, each step rounded.
 
-What is true here. acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. A bias is an addition of its own already.
+What is true here. acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. A bias is an addition of its own.
 ``accumulate="native"`` and integer products are left to the stock kernel.
 
     before   %mm = aten.mm.default(%x, %w)
@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from fxround.graph import Site
 from fxround.kernel import contract_kernel
 from fxround.numerics.modes import Rounding
 from fxround.ops import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, checked, decided, rng_of, sites
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites
 
 
 def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
@@ -28,7 +27,9 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         if node.meta["val"].dtype in STORAGES:
             assignment, rounding = wanted
-            _check(node, place, wanted[0].accumulate, rounding)
+            storage = STORAGES[node.meta["val"].dtype]
+            with locating(place):
+                contract_kernel(wanted[0].accumulate, rounding, (storage, storage), storage)
             operands = _OPERANDS[rule.lower](node)
             become(
                 graph,
@@ -36,11 +37,6 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
                 rule.lower,
                 (*operands, str(assignment.accumulate), str(rounding), rng_of(graph), place.number),
             )
-
-
-def _check(node: fx.Node, place: Site, accumulate: Rounding, rounding: Rounding) -> None:
-    storage = STORAGES[node.meta["val"].dtype]
-    checked(place, lambda: contract_kernel(accumulate, rounding, (storage, storage), storage))
 
 
 def _convolution(node: fx.Node) -> tuple[Any, ...]:

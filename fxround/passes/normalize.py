@@ -24,7 +24,9 @@ from fxround.passes.rewrite import Plan, insert
 
 aten = torch.ops.aten
 
-_LAYOUT_FREE: Final = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_LAYOUT_BOUND: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+# The position of what is scattered.
+_SCATTERS: Final = {"aten.scatter_add.default": 3, "aten.index_put.default": 2, "aten._unsafe_index_put.default": 2}
 
 
 def normalize(graph: fx.GraphModule, plan: Plan) -> None:
@@ -32,8 +34,8 @@ def normalize(graph: fx.GraphModule, plan: Plan) -> None:
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _LAYOUT_FREE:
-            node.target = _LAYOUT_FREE[node.target]
+        if str(node.target) in _LAYOUT_BOUND:
+            node.target = aten.reshape.default
         elif node.target is aten.as_strided.default:
             _restore_strides(graph, node)
         elif float_value(node) is not None:
@@ -45,10 +47,9 @@ def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     value = source.meta["val"]
     if any(size != 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        raise CaptureError(f"{located(node)}: as_strided of an expanded tensor depends on memory layout; clone it first.")
+        raise CaptureError(f"{located(node)}: as_strided of an expanded tensor reads memory by layout; clone it first.")
     blank = insert(graph, node, aten.new_empty_strided.default, (source, list(value.shape), list(value.stride())))
     copy = insert(graph, node, aten.copy.default, (blank, source))
-    blank.meta["val"] = copy.meta["val"] = value
     node.update_arg(0, copy)
 
 
@@ -63,12 +64,10 @@ def _cast_operands(graph: fx.GraphModule, node: fx.Node) -> None:
         if not isinstance(old, torch.Tensor) or old.dtype == value.dtype or _is_index(node, operand):
             continue
         cast = insert(graph, node, aten._to_copy.default, (operand,), dtype=value.dtype)
-        cast.meta["val"] = old.to(value.dtype)
         node.replace_input_with(operand, cast)
 
 
 def _is_index(node: fx.Node, operand: fx.Node) -> bool:
     """Whether the operand says where, not what: anything but the first and the values of a scatter."""
-    scatters = {aten.scatter_add.default: (0, 3), aten.index_put.default: (0, 2), aten._unsafe_index_put.default: (0, 2)}
-    kept = scatters.get(node.target)  # type: ignore[arg-type]
-    return kept is not None and all(node.args[i] is not operand for i in kept)
+    values = _SCATTERS.get(str(node.target))
+    return values is not None and all(node.args[i] is not operand for i in (0, values))

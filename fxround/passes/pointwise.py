@@ -24,7 +24,7 @@ from fxround.kernel import Program, map_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.ops import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, checked, decided, insert, rng_of, sites
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
 
 aten = torch.ops.aten
 
@@ -42,8 +42,8 @@ def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
         dtype = node.meta["val"].dtype
         operands, text = _program(graph, node, rule.body, wanted[1])
         loads = tuple(STORAGES[operand.meta["val"].dtype] for operand in operands)
-        result, parsed = STORAGES[dtype], Program.parse(text)
-        checked(place, lambda parsed=parsed, loads=loads, result=result: map_kernel(parsed, loads, result))  # type: ignore[misc]
+        with locating(place):
+            map_kernel(Program.parse(text), loads, STORAGES[dtype])
         become(graph, node, "pointwise", (operands, text, dtype, rng_of(graph), place.number))
 
 
@@ -77,11 +77,7 @@ def _tensor(graph: fx.GraphModule, node: fx.Node, argument: fx.Node) -> fx.Node:
     """
     value, dtype = argument.meta.get("val"), node.meta["val"].dtype
     if not isinstance(value, torch.Tensor):
-        new = insert(graph, node, aten.scalar_tensor.default, (argument,), dtype=dtype)
-        new.meta["val"] = torch.empty((), dtype=dtype, device="meta")
-        return new
+        return insert(graph, node, aten.scalar_tensor.default, (argument,), dtype=dtype)
     if value.is_floating_point():
         return argument
-    new = insert(graph, node, aten._to_copy.default, (argument,), dtype=torch.float64)
-    new.meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
-    return new
+    return insert(graph, node, aten._to_copy.default, (argument,), dtype=torch.float64)

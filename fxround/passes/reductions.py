@@ -1,10 +1,10 @@
 """Reductions: sums run in a declared order, each addition rounded.
 
-What is true here. ``sum`` follows the policy's Order, ``cumsum`` and the accumulating scatters ascend. A scatter's result
-is what was accumulated; where the policy's result format is narrower, a rounding follows.
+What is true here. ``sum`` follows the policy's Order, ``cumsum`` and the accumulating scatters ascend. A scatter's
+result is what was accumulated; where the policy's result format is narrower, a rounding follows.
 
     before   %sum = aten.sum.dim_IntList(%x, [1], True)
-    after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", "binary32/stochastic/inf", %rng, 4)
+    after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", ..., %rng, 4)
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fxround.passes.rewrite import (
     STORAGES,
     Plan,
     become,
-    checked,
     decided,
     insert,
     keeps,
+    locating,
     rng_of,
     round_after,
     sites,
@@ -56,7 +56,8 @@ def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignme
     dims = dims or list(range(source.meta["val"].dim()))
     storage, accumulate, order = STORAGES[node.meta["val"].dtype], assignment.accumulate, assignment.order
     assert isinstance(accumulate, Rounding)
-    checked(place, lambda: sum_kernel(order, accumulate, rounding, storage, storage))
+    with locating(place):
+        sum_kernel(order, accumulate, rounding, storage, storage)
     texts = (str(order), str(accumulate), str(rounding))
     become(graph, node, "sum", (source, dims, keepdim, *texts, rng_of(graph), place.number))
 
@@ -65,7 +66,8 @@ def _cumsum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assig
     source, dim = node.args[:2]
     storage, accumulate = STORAGES[node.meta["val"].dtype], assignment.accumulate
     assert isinstance(accumulate, Rounding) and isinstance(source, fx.Node)
-    checked(place, lambda: cumsum_kernel(accumulate, rounding, storage, storage))
+    with locating(place):
+        cumsum_kernel(accumulate, rounding, storage, storage)
     tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
     if source.meta["val"].dim():
         become(graph, node, "cumsum", (source, dim, *tail))

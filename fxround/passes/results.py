@@ -20,7 +20,6 @@ from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.passes.rewrite import FORMATS, STORAGES, Plan, decided, keeps, round_after, sites
-from fxround.policy import ENTERING
 
 LEFT_ALONE = "the policy leaves it alone"
 _ROUNDED = "; its result is rounded once"
@@ -38,7 +37,7 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
         reason = place.reason or _reason(place, node)
         if plan.strict and wanted[0].accumulate != "native":
             raise UnsupportedOperator(
-                f"{place}: node {node.name} cannot be rounded under policy {plan.policy.name!r}, which is strict: {reason}. "
+                f"{place}: node {node.name} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
                 "Pass strict=False to keep the stock kernel and round its result once, or replace the operator."
             )
         rounded = [_round_if_stored(graph, result) for result in _results(node)]

@@ -9,7 +9,8 @@ line, fake value), and its Site; only the status changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from fxround.errors import UnsupportedRounding
-from fxround.graph import META, PORT, Site, float_value, site
+from fxround.graph import META, PORT, Site, evaluate, float_value, site
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
@@ -67,7 +68,8 @@ def decided(place: Site) -> tuple[Assignment, Rounding] | None:
 
 def rng_of(graph: fx.GraphModule) -> fx.Node:
     """The placeholder of (seed, sample)."""
-    return next(node for node in graph.graph.nodes if node.op == "placeholder" and node.target == RNG)
+    found: fx.Node = next(node for node in graph.graph.nodes if node.op == "placeholder" and node.target == RNG)
+    return found
 
 
 def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[Any]) -> None:
@@ -80,7 +82,7 @@ def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[A
 
 
 def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any) -> fx.Node:
-    """A new node (of data movement, or exact) before ``near``, with its origin and no Site of its own number."""
+    """A new node (of data movement, or exact) before ``near``, with its origin and a fake value, and no number."""
     with graph.graph.inserting_before(near):
         new = graph.graph.call_function(target, tuple(args), kwargs)
     kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten")
@@ -91,6 +93,7 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
         new.meta[META] = replace(
             place, operator=operator, kind="movement", status="movement", number=-1, assignment=None, reason=""
         )
+    evaluate(graph, new)
     return new
 
 
@@ -115,7 +118,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _last_placeholder(graph: fx.GraphModule) -> fx.Node:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    last: fx.Node = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    return last
 
 
 def keeps(rounding: Rounding, grid: Format) -> bool:
@@ -123,9 +127,10 @@ def keeps(rounding: Rounding, grid: Format) -> bool:
     return grid.within(rounding.format) and rounding.overflow == "inf" and not rounding.mode.jitter
 
 
-def checked(place: Site, build: Callable[[], object]) -> None:
-    """Build a kernel to see that it exists; raise UnsupportedRounding naming the operator's place if not."""
+@contextmanager
+def locating(place: Site) -> Iterator[None]:
+    """Tell a kernel that cannot be built (ValueError) as an UnsupportedRounding that names the operator's place."""
     try:
-        build()
+        yield
     except ValueError as error:
         raise UnsupportedRounding(f"{place}: {error}") from error

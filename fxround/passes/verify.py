@@ -11,7 +11,6 @@ moved, or native with a reason. A violation is a defect of fxround and raises Ve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -20,32 +19,22 @@ from fxround.errors import VerificationError
 from fxround.graph import float_value, refresh, site
 from fxround.passes.rewrite import decided
 
-Shapes = Mapping[str, str]
 
-
-def shapes(graph: fx.GraphModule) -> Shapes:
-    """Name -> dtype and shape of every tensor of the graph, and the output's under the name ``output``."""
-    found = {n.name: _described(n.meta["val"]) for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
-    results = [n for n in graph.graph.output_node().all_input_nodes if n.name in found]
-    return found | {"output": ", ".join(found[n.name] for n in results)}
+def verify(graph: fx.GraphModule, name: str) -> None:
+    """Raise VerificationError if the graph is malformed or a value changed its shape or dtype in the pass ``name``."""
+    try:
+        graph.graph.lint()
+        changed = refresh(graph)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise VerificationError(f"after {name}: the graph is malformed: {error}") from error
+    for key, (before, now) in changed.items():
+        if isinstance(before, torch.Tensor) and _described(before) != _described(now):
+            raise VerificationError(f"after {name}: {key} was {_described(before)}, now it is {_described(now)}")
 
 
 def _described(value: torch.Tensor) -> str:
     """Sizes that depend on data are renamed by every recomputation: compare them by kind."""
     return re.sub(r"\bu\d+\b", "u", f"{value.dtype} {tuple(value.shape)}")
-
-
-def verify(graph: fx.GraphModule, before: Shapes, name: str) -> None:
-    """Raise VerificationError if the graph is malformed or a value changed its shape or dtype."""
-    try:
-        graph.graph.lint()
-        refresh(graph)
-    except RuntimeError as error:
-        raise VerificationError(f"after {name}: the graph is malformed: {error}") from error
-    after = shapes(graph)
-    for key in before.keys() & after.keys():
-        if before[key] != after[key]:
-            raise VerificationError(f"after {name}: {key} was {before[key]}, now it is {after[key]}")
 
 
 def verify_accounted(graph: fx.GraphModule) -> None:
