@@ -200,7 +200,9 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
         return _add_and_truncate(x, rounding, carrier, random)
     if _has_wide_range(fmt, carrier):
         return rarely(
-            _near_the_ends(x, fmt, carrier), _round_general(x, rounding, random), _round_inside(x, rounding, random)
+            _near_the_ends(x, rounding, carrier),
+            _round_general(x, rounding, random),
+            _round_inside(x, rounding, random),
         )
     return _round_general(x, rounding, random)
 
@@ -211,10 +213,14 @@ def _has_wide_range(fmt: Format, carrier: Carrier) -> bool:
     return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.signed and fmt.zero and fmt.precision > 1
 
 
-def _near_the_ends(x: Expr, fmt: Format, carrier: Carrier) -> Expr:
-    """bool: x is neither zero nor in [2^emin, 2^emax), where no rounding can leave the normal numbers."""
+def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
+    """bool: x is neither zero nor in [2^emin, 2^emax), where no rounding can leave the normal numbers.
+
+    One binade less at either end for a mode that jitters: 2^emin steps down into the subnormals.
+    """
+    fmt, margin = rounding.format, int(rounding.mode.jitter)
     ordinal = bits(x) & ((1 << (WIDTH[carrier.code] - 1)) - 1)
-    first, last = carrier.ordinal(2.0**fmt.emin), carrier.ordinal(2.0**fmt.emax)
+    first, last = carrier.ordinal(2.0 ** (fmt.emin + margin)), carrier.ordinal(2.0 ** (fmt.emax - margin))
     return (const(carrier.code, last - first) <= ordinal - first) & (ordinal > 0)
 
 
