@@ -21,10 +21,12 @@ from typing import Final
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.error_function import erf, erfc
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
-from fxround.numerics.elementary.hyperbolic import tanh
+from fxround.numerics.elementary.hyperbolic import acosh, asinh, atanh, cosh, sinh, tanh
+from fxround.numerics.elementary.inverse_trigonometric import acos, asin, atan, atan2
 from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
 from fxround.numerics.elementary.logistic import sigmoid, softplus
 from fxround.numerics.elementary.power import power
+from fxround.numerics.elementary.roots import cbrt, hypot, rsqrt
 from fxround.numerics.elementary.trigonometric import cos, sin, tan
 from fxround.numerics.scalar import Expr
 
@@ -77,6 +79,18 @@ _ROWS: Final = (
     Elementary("cos", 1, cos, 0.85, "cos(+-inf) = NaN", "cos(x)", "Payne and Hanek 1983, fdlibm"),
     Elementary("tan", 1, tan, 1.0, "tan(+-0) = +-0, tan(+-inf) = NaN", "tan(x)", "Payne and Hanek 1983, fdlibm"),
     Elementary("pow", 2, power, 0.7, "C23, annex F.10.4.4", "x**y", "Markstein 2000"),
+    Elementary("asin", 1, asin, 0.7, "asin(+-0) = +-0, asin(|x| > 1) = NaN", "asin(x)", "fdlibm"),
+    Elementary("acos", 1, acos, 0.7, "acos(1) = +0, acos(|x| > 1) = NaN", "acos(x)", "fdlibm"),
+    Elementary("atan", 1, atan, 0.7, "atan(+-0) = +-0", "atan(x)", "fdlibm"),
+    Elementary("atan2", 2, atan2, 0.7, "C23, annex F.10.1.4", "atan2(x, y)", "fdlibm"),
+    Elementary("sinh", 1, sinh, 0.8, "sinh(+-0) = +-0", "sinh(x)", "as exp, even and odd parts"),
+    Elementary("cosh", 1, cosh, 0.8, "cosh(0) = 1", "cosh(x)", "as exp, even and odd parts"),
+    Elementary("asinh", 1, asinh, 0.8, "asinh(+-0) = +-0", "asinh(x)", "from log1p"),
+    Elementary("acosh", 1, acosh, 0.8, "acosh(1) = +0, acosh(x < 1) = NaN", "acosh(x)", "from log1p"),
+    Elementary("atanh", 1, atanh, 0.8, "atanh(+-1) = +-inf, atanh(|x| > 1) = NaN", "atanh(x)", "from log1p"),
+    Elementary("cbrt", 1, cbrt, 0.501, "cbrt(+-0) = +-0; exact cubes are exact", "sign(x)*cbrt(abs(x))", "Householder"),
+    Elementary("rsqrt", 1, rsqrt, 0.501, "rsqrt(+-0) = +-inf, rsqrt(x < 0) = NaN", "1/sqrt(x)", "Markstein 2000"),
+    Elementary("hypot", 2, hypot, 0.501, "hypot(+-inf, NaN) = +inf", "hypot(x, y)", "Borges 2020"),
 )
 
 ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})

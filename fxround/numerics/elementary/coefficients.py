@@ -51,6 +51,12 @@ FITS: Final[dict[str, Fit]] = {
     # sin(r) = r + r z P(z), cos(r) = 1 - z/2 + z^2 P(z), z = r^2, |r| <= pi/4
     "sin": Fit(_at_zero(lambda m: -m.mpf(1) / 6, lambda m, z: (_ratio("sin", z, m) - 1) / z), 0.0, 0.61686, 6),
     "cos": Fit(_at_zero(lambda m: m.mpf(1) / 24, lambda m, z: (m.cos(m.sqrt(z)) - 1 + z / 2) / z**2), 0.0, 0.61686, 6),
+    # sinh(r) = r + r z P(z), cosh(r) = 1 + z/2 + z^2 P(z), z = r^2, |r| <= log(2)/2
+    "sinh": Fit(_at_zero(lambda m: m.mpf(1) / 6, lambda m, z: (_ratio("sinh", z, m) - 1) / z), 0.0, 0.1202, 5),
+    "cosh": Fit(_at_zero(lambda m: m.mpf(1) / 24, lambda m, z: (m.cosh(m.sqrt(z)) - 1 - z / 2) / z**2), 0.0, 0.1202, 4),
+    # asin(s) = s + s z P(z), z = s^2 <= 1/4; atan(t) = t + t z P(z), z = t^2, |t| <= tan(pi/8)
+    "asin": Fit(_at_zero(lambda m: m.mpf(1) / 6, lambda m, z: (_ratio("asin", z, m) - 1) / z), 0.0, 0.25, 12),
+    "atan": Fit(_at_zero(lambda m: -m.mpf(1) / 3, lambda m, z: (_ratio("atan", z, m) - 1) / z), 0.0, 0.17158, 11),
     # erf(x) = x (2/sqrt(pi) + z P(z)), z = x^2, |x| <= 3/4
     "erf": Fit(
         _at_zero(lambda m: -2 / (3 * m.sqrt(m.pi)), lambda m, z: (_ratio("erf", z, m) - 2 / m.sqrt(m.pi)) / z),

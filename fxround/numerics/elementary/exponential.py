@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from fxround.numerics.elementary.approximation import Approximation, clamped, power_of_two, round_to_integer
 from fxround.numerics.elementary.pairs import Pair, f64, fast_two_sum, polynomial, two_product, two_sum
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, fma, maximum, negate, select
+from fxround.numerics.scalar import Expr, absolute, fma, maximum, minimum, negate
 
 LN2: Final = (0.6931471805598903, 5.497923018708371e-14)
 """log 2: the first part has 42 significant bits."""
@@ -39,14 +39,15 @@ class Reduced(NamedTuple):
 
     def minus_one(self) -> Pair:
         """(2^k exp(r) - 1) * 2^-k, relative accuracy kept near 0; k > -1000, any k above 200 counts as 200."""
-        unit = power_of_two(0 - _at_most(self.k, 200))
+        unit = power_of_two(0 - at_most(self.k, 200))
         one, lost = two_sum(f64(1.0), negate(unit))
         hi, lo = two_sum(one, self.r)
         return fast_two_sum(hi, (lo + lost) + self.rest)
 
 
-def _at_most(k: Expr, limit: int) -> Expr:
-    return select(k + 4096 < limit + 4096, k, limit)
+def at_most(k: Expr, limit: int) -> Expr:
+    """The smaller of two integers in two's complement, |k| < 4096."""
+    return minimum(k + 4096, limit + 4096) - 4096
 
 
 def at_least(k: Expr, limit: int) -> Expr:
@@ -54,13 +55,19 @@ def at_least(k: Expr, limit: int) -> Expr:
     return maximum(k + 4096, limit + 4096) - 4096
 
 
-def reduced(x: Expr, tail: Expr | None = None) -> Reduced:
-    """The reduction of exp(x + tail), |x| < 1100 and |tail| about an ulp of x at most."""
+def remainder(x: Expr, tail: Expr | None = None) -> tuple[Expr, Pair]:
+    """k (u64) and x + tail - k log 2 as a pair, |x| < 1500 and |tail| about an ulp of x at most."""
     k, k_integer = round_to_integer(x, LOG2_E)
     head = fma(k, -LN2[0], x)
     r = fma(k, -LN2[1], head)
     low = fma(k, -LN2[1], head - r)
-    return Reduced(k_integer, r, rest(r, low if tail is None else low + tail))
+    return k_integer, Pair(r, low if tail is None else low + tail)
+
+
+def reduced(x: Expr, tail: Expr | None = None) -> Reduced:
+    """The reduction of exp(x + tail)."""
+    k, r = remainder(x, tail)
+    return Reduced(k, r.hi, rest(r.hi, r.lo))
 
 
 def rest(r: Expr, tail: Expr) -> Expr:

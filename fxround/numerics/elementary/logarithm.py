@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from fxround.numerics.elementary.approximation import Approximation, Case, integer_to_f64
 from fxround.numerics.elementary.exponential import LN2
-from fxround.numerics.elementary.pairs import Pair, f64, fast_two_sum, polynomial, two_product, two_sum
+from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, polynomial, two_product, two_sum
 from fxround.numerics.elementary.tables import COEFFICIENTS
 from fxround.numerics.scalar import Expr, bits, fma, from_bits, minimum, negate, select
 
@@ -102,14 +102,13 @@ def log10(x: Expr) -> Approximation:
 
 def log1p(x: Expr) -> Approximation:
     """log(1 + x), with relative accuracy near 0."""
-    hi, lo = log1p_pair(x)
+    hi, lo = log1p_pair(Pair(x, f64(0.0)))
     return Approximation(hi, lo, cases=(*domain(x, -1.0), (x.equals(0.0), x)))
 
 
-def log1p_pair(x: Expr) -> Pair:
-    """log(1 + x) for x > -1."""
-    one, lost = two_sum(f64(1.0), x)
+def log1p_pair(x: Pair) -> Pair:
+    """log(1 + x) for x > -1: where 1 + x needs no scaling, x itself is the fraction."""
+    one, lost = two_sum(f64(1.0), x.hi)
     parts = split(one)
-    near = parts.k.equals(0.0)
-    f = select(near, x, parts.f)
-    return add_exponent(parts.k, log_fraction(f, select(near, 0.0, lost * parts.unit)))
+    scaled = Pair(parts.f, (lost + x.lo) * parts.unit)
+    return add_exponent(parts.k, log_fraction(*choose(parts.k.equals(0.0), x, scaled)))

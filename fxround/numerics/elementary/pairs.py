@@ -65,14 +65,26 @@ def divide(a: Pair, b: Pair) -> Pair:
     """a / b, with one division: the quotient of the heads, corrected by its remainder."""
     inverse = 1.0 / b.hi
     hi = a.hi * inverse
-    rest = fma(negate(hi), b.hi, a.hi) + fma(negate(hi), b.lo, a.lo)
-    return fast_two_sum(hi, rest * inverse)
+    return fast_two_sum(hi, _remainder(a, hi, b) * inverse)
+
+
+def divide_exactly(a: Pair, b: Pair) -> Pair:
+    """a / b, its low part zero where the quotient is a binary64 number, else with the right sign."""
+    inverse = 1.0 / b.hi
+    hi = a.hi * inverse
+    rounded = hi + _remainder(a, hi, b) * inverse
+    return Pair(rounded, _remainder(a, rounded, b) * inverse)
+
+
+def _remainder(a: Pair, quotient: Expr, b: Pair) -> Expr:
+    return fma(negate(quotient), b.hi, a.hi) + fma(negate(quotient), b.lo, a.lo)
 
 
 def square_root(a: Pair) -> Pair:
-    """sqrt(a) for a > 0."""
+    """sqrt(a) for a >= 0."""
     hi = sqrt(a.hi)
-    return fast_two_sum(hi, (fma(negate(hi), hi, a.hi) + a.lo) / (hi + hi))
+    double = select(hi.equals(0.0), 1.0, hi + hi)
+    return fast_two_sum(hi, (fma(negate(hi), hi, a.hi) + a.lo) / double)
 
 
 def scaled(a: Pair, power: Expr | float) -> Pair:
