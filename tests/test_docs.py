@@ -1,0 +1,85 @@
+"""The documents run: every Python block of a document, in order, in one namespace, and every fxround command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fxround import cli
+from fxround.formulas import FORMULAS
+from fxround.numerics.elementary import ELEMENTARY, Elementary
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.modes import MODES
+from fxround.ops import Kind
+from fxround.policy import ENTERING, PRESETS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": document.stem}
+    for block in blocks(document.read_text(encoding="utf-8"), "python"):
+        exec(compile(block, document.name, "exec"), namespace)
+
+
+COMMANDS = [
+    (document.name, line.removeprefix("$ ").partition("  #")[0].strip())
+    for document in DOCUMENTS
+    for block in blocks(document.read_text(encoding="utf-8"), "console")
+    for line in block.splitlines()
+    if line.startswith("$ fxround ")
+]
+
+
+@pytest.mark.parametrize("document, command", COMMANDS)
+def test_commands_run(document: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(command)[1:]) == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / link).exists(), link
+
+
+def format_row(f: Format) -> str:
+    kinds = (("inf", f.inf), ("nan", f.nan), ("zero", f.zero), ("sign", f.signed))
+    has = ", ".join(word for word, held in kinds if held)
+    sizes = f"{f.precision} | {f.emin} | {f.emax} | {f.maximum:g} | 2^{f.quantum_exponent}"
+    return f"| `{f.name}` | {sizes} | {has} | {f.default_overflow} |"
+
+
+def elementary_row(e: Elementary) -> str:
+    special = e.special.replace("|", r"\|")
+    return f"| `{e.name}` | {e.error_bound} | {special} |"
+
+
+ROWS = {
+    ("numerics.md", "formats"): [format_row(f) for f in FORMATS.values()],
+    ("numerics.md", "modes"): [f"| `{name}` |" for name in MODES],
+    ("numerics.md", "elementary"): [elementary_row(e) for e in ELEMENTARY.values()],
+    ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
+    ("policies.md", "presets"): [f"`{name}`" for name in PRESETS],
+    ("policies.md", "roles"): [f"`{name}`" for name in (*ENTERING, "activation", "statistic")],
+    ("policies.md", "kinds"): [f"`{name}`" for name in get_args(Kind)],
+}
+
+
+@pytest.mark.parametrize("document, registry", ROWS)
+def test_every_row_of_a_registry_is_documented(document: str, registry: str) -> None:
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    rows = ROWS[document, registry]
+    assert len(rows) > 5
+    assert [row for row in rows if row not in text] == []
