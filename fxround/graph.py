@@ -29,8 +29,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._decomp import core_aten_decompositions
-from torch._dynamo.exc import TorchDynamoException
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
@@ -139,7 +138,7 @@ def require_tested_torch(version: str = torch.__version__) -> None:
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
-    table = dict(core_aten_decompositions())
+    table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
     table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
     return table
 
@@ -327,7 +326,7 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
             graph = dynamo_graph_capture_for_export(model)(*args, **kwargs)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
             joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=dict(decompositions))
-        except (TorchDynamoException, RuntimeError) as e:
+        except Exception as e:  # whatever a model's own code raises, told with its line
             raise _explain(model, e) from e
     _refuse_unsupported_nodes(joint.graph_module)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)))
@@ -335,6 +334,7 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
 
 def _describe(traced: _Traced) -> Captured:
     graph: fx.GraphModule = traced.joint.graph_module
+    _drop_tokens(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
     for node, port in zip(placeholders, inputs, strict=True):
@@ -344,6 +344,26 @@ def _describe(traced: _Traced) -> Captured:
     values = {port.index: node.meta.get("val") for node, port in zip(placeholders, inputs, strict=True)}
     arguments = [values.get(i) for i in range(len(traced.leaves))]
     return Captured(graph, inputs, outputs, traced.joint.out_spec, _sizes(arguments))
+
+
+def _drop_tokens(graph: fx.GraphModule) -> None:
+    """Call checks (of a linear algebra routine's success) directly: in a graph that runs in order they need no token."""
+    nodes = graph.graph.nodes
+    for node in [n for n in nodes if n.target is torch.ops.higher_order.with_effects]:
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_function(node.args[1], node.args[2:], node.kwargs)
+        call.meta = {**node.meta, "val": None}
+        for taken in list(node.users):
+            taken.replace_all_uses_with(node.args[0] if taken.args[1] == 0 else call)
+            graph.graph.erase_node(taken)
+        graph.graph.erase_node(node)
+    output = graph.graph.output_node()
+    kept = [i for i, desc in enumerate(output.meta["desc"]) if "Token" not in type(desc).__name__]
+    output.args = (tuple(output.args[0][i] for i in kept),)
+    output.meta["desc"] = [output.meta["desc"][i] for i in kept]
+    for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _describe_constants(graph: fx.GraphModule) -> None:

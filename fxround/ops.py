@@ -158,9 +158,9 @@ _INTEGER: Final = """
     bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims
     argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
     bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
-    randint randint.low randint_like multinomial is_nonzero equal sym_size.int sym_numel sym_stride.int
+    randint randint.low randint_like multinomial is_nonzero equal unique_consecutive _unique2 unique_dim sym_size.int sym_numel sym_stride.int
     sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
-    sym_constrain_range_for_size
+    sym_constrain_range_for_size _linalg_check_errors
 """
 
 _RANDOM: Final = """
@@ -189,7 +189,7 @@ _OPAQUE: Final = {
         avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
         adaptive_max_pool2d_backward adaptive_max_pool3d_backward masked_scatter_backward
         rrelu_with_noise_backward _weight_norm_interface_backward convolution_backward
-        upsample_bicubic2d upsample_trilinear3d""",
+        upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa embedding_renorm""",
 }
 
 _TABLE: Final = (

@@ -33,9 +33,9 @@ def sub(x: Tensor, y: Any, *, alpha: Any = 1) -> Any:
 
 
 @formula(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(x: Tensor, y: Tensor | float, alpha: Any = 1) -> Tensor:
+def rsub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
     """rsub(x, y, alpha) = y - alpha * x, a factor of 1 left out"""
-    return y - scaled(x, alpha)
+    return NotImplemented if alpha == 1 else torch.rsub(x * alpha, y)
 
 
 @formula(aten.addcmul.default)
@@ -189,4 +189,5 @@ def dropout(x: Tensor, p: float, train: bool | None = True) -> Any:
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     """index_add(x, i, s) = x with alpha * s added at i, in the order of s"""
     indices = [None] * (dim % x.dim()) + [index]
-    return torch.index_put(x, indices, scaled(source, alpha), True)
+    result: Tensor = aten.index_put(x, indices, scaled(source, alpha), True)
+    return result

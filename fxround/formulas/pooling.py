@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -31,10 +31,13 @@ def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
     """The product of the counts of each dimension: a number where it is the same everywhere."""
     if all(len(set(c)) == 1 for c in counts):
         return math.prod(c[0] for c in counts)
-    table = torch.ones([1] * len(counts), dtype=torch.float64)
-    for d, c in enumerate(counts):
-        table = table * torch.tensor(c, dtype=torch.float64).reshape([-1 if i == d else 1 for i in range(len(counts))])
-    return table.to(x.dtype)
+    tables = [_table(c).reshape([-1 if i == d else 1 for i in range(len(counts))]) for d, c in enumerate(counts)]
+    return math.prod(tables[1:], start=tables[0]).to(x.dtype)  # type: ignore[arg-type, attr-defined, no-any-return]
+
+
+def _table(values: Sequence[int]) -> Tensor:
+    """An integer tensor of these values, made of operators: a constant would not trace as a function."""
+    return torch.cat([torch.full([len(list(run))], value) for value, run in groupby(values)])
 
 
 @formula(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -92,8 +95,8 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
     steps = {b - a for a, b in pairwise(starts)} or {longest}
     if len(set(lengths)) == 1 and len(steps) == 1:
         return x.unfold(dim, longest, steps.pop())
-    index = [min(s + k, size - 1) for s in starts for k in range(longest)]
-    inside = [k < length for length in lengths for k in range(longest)]
-    taken = x.index_select(dim, torch.tensor(index)).unflatten(dim, (len(starts), longest)).movedim(dim + 1, -1)
-    mask = torch.tensor(inside).reshape([len(starts)] + [1] * (taken.dim() - dim - 2) + [longest])
-    return torch.where(mask, taken, torch.zeros([], dtype=x.dtype))
+    k = torch.arange(longest)
+    index = (_table(starts).unsqueeze(1) + k).clamp(max=size - 1)
+    taken = x.index_select(dim, index.reshape(-1)).unflatten(dim, (len(starts), longest)).movedim(dim + 1, -1)
+    inside = k < _table(lengths).reshape([-1] + [1] * (taken.dim() - dim - 1))
+    return torch.where(inside, taken, torch.zeros([], dtype=x.dtype))

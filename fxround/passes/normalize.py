@@ -43,14 +43,17 @@ def normalize(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Copy the operand into the order of dimensions that it was traced with."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     value = source.meta["val"]
-    if any(size != 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        raise CaptureError(f"{located(node)}: as_strided of an expanded tensor reads memory by layout; clone it first.")
-    blank = insert(graph, node, aten.new_empty_strided.default, (source, list(value.shape), list(value.stride())))
-    copy = insert(graph, node, aten.copy.default, (blank, source))
-    node.update_arg(0, copy)
+    order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
+    if not value.permute(order).is_contiguous():
+        raise CaptureError(f"{located(node)}: as_strided of a tensor with gaps reads memory by layout; clone it first.")
+    inverse = [order.index(d) for d in range(value.dim())]
+    permuted = insert(graph, node, aten.permute.default, (source, order))
+    copy = insert(graph, node, aten.clone.default, (permuted,), memory_format=torch.contiguous_format)
+    node.update_arg(0, insert(graph, node, aten.permute.default, (copy, inverse)))
 
 
 def _cast_operands(graph: fx.GraphModule, node: fx.Node) -> None:
