@@ -19,12 +19,13 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
-from fxround.numerics.elementary.error_function import erf, erfc
+from fxround.numerics.elementary.error_function import erf, erfc, erfinv
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
 from fxround.numerics.elementary.hyperbolic import acosh, asinh, atanh, cosh, sinh, tanh
 from fxround.numerics.elementary.inverse_trigonometric import acos, asin, atan, atan2
 from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
 from fxround.numerics.elementary.logistic import sigmoid, softplus
+from fxround.numerics.elementary.modulo import fmod, remainder
 from fxround.numerics.elementary.power import power
 from fxround.numerics.elementary.roots import cbrt, hypot, rsqrt
 from fxround.numerics.elementary.trigonometric import cos, sin, tan
@@ -89,8 +90,13 @@ _ROWS: Final = (
     Elementary("acosh", 1, acosh, 0.8, "acosh(1) = +0, acosh(x < 1) = NaN", "acosh(x)", "from log1p"),
     Elementary("atanh", 1, atanh, 0.8, "atanh(+-1) = +-inf, atanh(|x| > 1) = NaN", "atanh(x)", "from log1p"),
     Elementary("cbrt", 1, cbrt, 0.501, "cbrt(+-0) = +-0; exact cubes are exact", "sign(x)*cbrt(abs(x))", "Householder"),
-    Elementary("rsqrt", 1, rsqrt, 0.501, "rsqrt(+-0) = +-inf, rsqrt(x < 0) = NaN", "1/sqrt(x)", "Markstein 2000"),
+    Elementary("rsqrt", 1, rsqrt, 0.501, "rsqrt(+-0) = +-inf, NaN below", "1/sqrt(x)", "Markstein 2000"),
     Elementary("hypot", 2, hypot, 0.501, "hypot(+-inf, NaN) = +inf", "hypot(x, y)", "Borges 2020"),
+    Elementary(
+        "fmod", 2, fmod, 0.0, "fmod(x, 0) = fmod(inf, y) = NaN", "sign(x)*fmod(abs(x), abs(y))", "long division"
+    ),
+    Elementary("remainder", 2, remainder, 0.5, "floored; a zero has the sign of x", "fmod(x, y)", "long division"),
+    Elementary("erfinv", 1, erfinv, 2.0, "erfinv(+-1) = +-inf, erfinv(|x| > 1) = NaN", "erfinv(x)", "Giles 2010"),
 )
 
 ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})

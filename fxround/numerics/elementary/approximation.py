@@ -105,7 +105,7 @@ def power_of_two(exponent: Expr) -> Expr:
 
 def round_to_integer(x: Expr, factor: float = 1.0) -> tuple[Expr, Expr]:
     """x * factor rounded to the nearest integer: as f64 and as u64 in two's complement; |x factor| < 2^51."""
-    shifted = fma(x, factor, SHIFTER)
+    shifted = x + SHIFTER if factor == 1.0 else fma(x, factor, SHIFTER)
     return shifted - SHIFTER, bits(shifted) - _SHIFTER_BITS
 
 

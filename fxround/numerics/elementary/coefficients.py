@@ -39,6 +39,12 @@ def _ratio(f: str, z: Any, m: Any) -> Any:
     return getattr(m, f)(m.sqrt(z)) / m.sqrt(z)
 
 
+def _inverse_ratio(m: Any, w: Any) -> Any:
+    """erfinv(x) / x, where w = -log(1 - x^2)."""
+    x = m.sqrt(-m.expm1(-w))
+    return m.erfinv(x) / x
+
+
 FITS: Final[dict[str, Fit]] = {
     # exp(r) = 1 + r + r^2 Q(r), |r| <= log(2)/2
     "exp": Fit(_at_zero(lambda m: 0.5, lambda m, r: (m.exp(r) - 1 - r) / r**2), -0.34658, 0.34658, 10),
@@ -66,6 +72,10 @@ FITS: Final[dict[str, Fit]] = {
     ),
     # erfc(x) exp(x^2) = u P(u - 0.15), u = 1 / (x + 3), 3/4 <= x <= 27.5
     "erfc": Fit(lambda m, u: m.exp((1 / u - 3) ** 2) * m.erfc(1 / u - 3) / u, 1 / 30.5, 1 / 3.75, 21, centre=0.15),
+    # erfinv(x) = x P(w), w = -log(1 - x^2) < 5; x P(sqrt(w)) beyond, up to w = 36.05 at 1 - 2^-53
+    "erfinv": Fit(lambda m, w: _inverse_ratio(m, w), 1e-12, 5.0, 23, centre=2.5),
+    "erfinv_middle": Fit(lambda m, s: _inverse_ratio(m, s * s), 2.236, 4.0, 23, centre=3.0),
+    "erfinv_far": Fit(lambda m, s: _inverse_ratio(m, s * s), 4.0, 6.01, 20, centre=5.0),
 }
 
 

@@ -1,9 +1,9 @@
-"""erf and erfc: a polynomial up to 3/4, exp(-x^2) times a polynomial in 1 / (x + 3) beyond.
+"""erf, erfc and erfinv: a polynomial up to 3/4, exp(-x^2) times a polynomial in 1 / (x + 3) beyond.
 
 What is true here. For |x| < 3/4, erf(x) = x (2/sqrt(pi) + x^2 P(x^2)), the constant as a pair. Beyond,
 erfc(x) exp(x^2) = u Q(u), u = 1 / (x + 3), is smooth up to infinity, so that one polynomial serves (the idea of
 Shepherd and Laframboise 1981); x^2 is exact, as a pair. erf = 1 - erfc there, and erfc(-x) = 2 - erfc(x):
-nothing cancels.
+nothing cancels. erfinv(x) / x is smooth in w = -log(1 - x^2), and for w > 5 in sqrt(w) (Giles 2010).
 
 Why it is safe. |x| is clamped to 27.5, where erfc has underflowed, and to 7 for erf, where 1 - erf < 2^-73.
 
@@ -13,10 +13,13 @@ Why it is safe. |x| is clamped to 27.5, where erfc has underflowed, and to 7 for
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
+from fxround.numerics.elementary.coefficients import FITS
 from fxround.numerics.elementary.exponential import exponential, is_infinite
+from fxround.numerics.elementary.logarithm import log1p_pair
 from fxround.numerics.elementary.pairs import (
     Pair,
     choose,
@@ -31,11 +34,10 @@ from fxround.numerics.elementary.pairs import (
     with_sign_of,
 )
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select
+from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select, sqrt
 
 TWO_OVER_SQRT_PI: Final = (1.1283791670955126, 1.533545961316588e-17)
 NEAR: Final = 0.75
-_CENTRE: Final = 0.15
 
 
 def _near_zero(x: Expr) -> Pair:
@@ -50,7 +52,7 @@ def _far(size: Expr) -> tuple[Pair, Expr]:
     """erfc(size) as a pair and an exponent, 3/4 <= size <= 27.5."""
     shifted = two_sum(size, f64(3.0))
     u = 1.0 / shifted.hi
-    curve = polynomial(u - _CENTRE, COEFFICIENTS["erfc"])
+    curve = _fitted("erfc", u)
     factor = two_product(u, curve)
     # u is off by u * lost, and d(erfcx)/du u = (2/sqrt(pi) - 2 x erfcx) / u.
     lost = fma(negate(u), shifted.lo, fma(negate(u), shifted.hi, 1.0))
@@ -80,3 +82,20 @@ def erfc(x: Expr) -> Approximation:
     hi, lo = fast_two_sum(select(near, f64(1.0), f64(2.0)), negate(part.hi))
     total = choose(upper, tail, Pair(hi, lo - part.lo))
     return Approximation(*total, select(upper, k, const("u64", 0)), exact=is_infinite(x))
+
+
+def erfinv(x: Expr) -> Approximation:
+    """The inverse of erf."""
+    size = absolute(x)
+    inside = select(size < 1.0, size, 0.5)
+    logarithm = log1p_pair(negated(two_product(inside, inside)))
+    w = negate(logarithm.hi + logarithm.lo)
+    root = sqrt(w)
+    beyond = select(root < 4.0, _fitted("erfinv_middle", root), _fitted("erfinv_far", root))
+    value = two_product(size, select(w < 5.0, _fitted("erfinv", w), beyond))
+    edge = select(size.equals(1.0), with_sign_of(x, Pair(f64(math.inf), f64(0.0))).hi, math.nan)
+    return Approximation(*with_sign_of(x, value), cases=((~(size < 1.0), edge),))
+
+
+def _fitted(name: str, x: Expr) -> Expr:
+    return polynomial(x - FITS[name].centre, COEFFICIENTS[name])

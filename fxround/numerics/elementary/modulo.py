@@ -1,0 +1,76 @@
+"""fmod and remainder: the exact remainder of a division whose quotient may have 2100 bits.
+
+What is true here. |x| = m 2^e, |y| = n 2^f, 1 <= m, n < 2. r = m 2^(e-f) mod n is built up 48 bits at a time:
+r <- r 2^48 - q n with the nearest integer q to the approximate quotient. Every r is a multiple of 2^-52 below 2,
+so that one fma gives it exactly; fmod is exact.
+
+Why it is safe. |q| < 2^50 is off by one at most, |r| stays below 3/4 n, and one addition at the end makes it
+positive. The number of steps follows from the exponents that the argument's type can have.
+
+    before   x - floor(x / y) * y                  # wrong as soon as x / y is rounded
+    after    r 2^48 - q n, step by step, every r exact
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from fxround.numerics.elementary.approximation import SIGN, Approximation, Case, power_of_two, round_to_integer
+from fxround.numerics.elementary.exponential import is_infinite
+from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, with_sign_of
+from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, maximum, minimum, negate, select
+
+STEP_BITS: Final = 48
+
+
+def _normalized(size: Expr) -> tuple[Expr, Expr]:
+    """m in [1, 2) and e + 2048 (u64) with size = m 2^e, for positive finite sizes."""
+    tiny = size < 2.0**-1022
+    code = bits(select(tiny, size * 2.0**54, size))
+    exponent = (code >> 52) + select(tiny, const("u64", 2048 - 1023 - 54), const("u64", 2048 - 1023))
+    return from_bits((code & ((1 << 52) - 1)) | (1023 << 52)), exponent
+
+
+def _steps(x: Expr, y: Expr) -> int:
+    """How many times 48 bits the exponents of x and y can be apart."""
+    span = 127 + 149 if x.op == "widen" and y.op == "widen" else 1023 + 1074
+    return -(-(span + 1) // STEP_BITS)
+
+
+def _remainder(x: Expr, y: Expr) -> tuple[Expr, Expr, Expr]:
+    """r, n and f (u64 in two's complement): |x| mod |y| = r 2^f, 0 <= r < n, where |x| >= |y|."""
+    (m, e), (n, f) = _normalized(absolute(x)), _normalized(absolute(y))
+    distance = maximum(e, f) - f
+    inverse = 1.0 / n
+    r = m
+    for step in reversed(range(_steps(x, y))):
+        left = maximum(distance, STEP_BITS * step) - STEP_BITS * step
+        r = r * power_of_two(minimum(left, STEP_BITS))
+        distance = minimum(distance, STEP_BITS * step)
+        quotient, _ = round_to_integer(r * inverse)
+        r = fma(negate(quotient), n, r)
+    return select(r < 0.0, r + n, r), n, f - 2048
+
+
+def _undefined(x: Expr, y: Expr) -> Case:
+    return y.equals(0.0) | is_infinite(x) | ~x.equals(x) | ~y.equals(y), math.nan
+
+
+def fmod(x: Expr, y: Expr) -> Approximation:
+    """x - trunc(x / y) y: exact, with the sign of x."""
+    r, _, f = _remainder(x, y)
+    value = with_sign_of(x, Pair(r, f64(0.0)))
+    return Approximation(*value, f, cases=((absolute(x) < absolute(y), x), _undefined(x, y)))
+
+
+def remainder(x: Expr, y: Expr) -> Approximation:
+    """x - floor(x / y) y: fmod, plus y where that is nonzero with the other sign (PyTorch's)."""
+    r, n, f = _remainder(x, y)
+    size, divisor = absolute(x), absolute(y)
+    small = size < divisor
+    r, n, f = select(small, size, r), select(small, divisor, n), select(small, const("u64", 0), f)
+    moved = ((bits(x) ^ bits(y)) >= SIGN) & ~r.equals(0.0)
+    value = choose(moved, fast_two_sum(n, negate(r)), Pair(r, f64(0.0)))
+    hi, lo = with_sign_of(select(moved, y, x), value)
+    return Approximation(hi, lo, f, cases=((moved & is_infinite(y), y), _undefined(x, y)))
