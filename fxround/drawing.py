@@ -58,7 +58,8 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
     """The SVG text of an acyclic graph.
 
     Node attributes: ``lines`` (texts, the first one bold), ``title`` (tooltip), ``fill``, ``stroke``, ``stripe``
-    (colour of the left edge, or ""). Raises ValueError if the graph has a cycle.
+    (colour of the left edge, or ""), ``input`` (what depends on it is drawn as early as possible, the rest as late).
+    Raises ValueError if the graph has a cycle.
     """
     if not nx.is_directed_acyclic_graph(graph):
         raise ValueError("the graph has a cycle; a layered drawing needs an acyclic one")
@@ -82,8 +83,11 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:
     """Nodes and dummies layer by layer, and the graph of hops from one layer to the next."""
     level = {node: i for i, nodes in enumerate(nx.topological_generations(graph)) for node in nodes}
-    for node in graph.nodes:
-        if graph.in_degree(node) == 0 and graph.out_degree(node):
+    inputs = {node for node, data in graph.nodes(data=True) if data.get("input")}
+    dependent = inputs.union(*(nx.descendants(graph, node) for node in inputs))
+    # What depends on no input (the scale of a batch norm) stands just above its first use, not at the top.
+    for node in reversed(list(nx.topological_sort(graph))):
+        if graph.out_degree(node) and (node not in dependent or graph.in_degree(node) == 0):
             level[node] = min(level[after] for after in graph.successors(node)) - 1
     layers: list[list[Hashable]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
     hops = nx.DiGraph()

@@ -299,4 +299,5 @@ def _appearance(data: dict[str, Any], stripes: dict[str, str]) -> dict[str, Any]
         facts = [f"{key}: {data[key]}" for key in keys if data[key]]
     fill, stroke = STATUS_COLOURS[status]
     stripe = stripes.get(data["rounding"], "") if status == "rounded" else ""
-    return {"lines": lines, "title": "\n".join(facts), "fill": fill, "stroke": stroke, "stripe": stripe}
+    colours = {"fill": fill, "stroke": stroke, "stripe": stripe}
+    return {"lines": lines, "title": "\n".join(facts), "input": status == "input", **colours}

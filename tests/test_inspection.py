@@ -231,3 +231,12 @@ def test_a_table_is_data_first() -> None:
     assert len(table) == 2 and operator.length_hint(table) == 2
     with pytest.raises(ValueError, match="a row has 1 values for 2 columns"):
         Table(("a", "b"), ((1,),))
+
+
+def test_what_depends_on_no_input_stands_just_above_its_use() -> None:
+    graph = nx.DiGraph([("x", "a"), ("a", "b"), ("b", "c"), ("v", "w"), ("w", "c"), ("x", "c")])
+    for node in graph:
+        graph.nodes[node].update(lines=[node], title=node, fill="#fff", stroke="#000", input=node == "x")
+    tops = dict(zip(graph, (y for _, y in rectangles(svg(graph, Legend("")))), strict=True))
+    assert tops["x"] < tops["a"] < tops["b"] < tops["c"]
+    assert (tops["w"], tops["v"]) == (tops["b"], tops["a"])
