@@ -27,6 +27,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from fxround.numerics.carriers import one_nan
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import Order
@@ -163,8 +164,12 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Contract:
-    """step(a, b, acc, random) from acc = +0, k ascending; finish(acc, random)."""
+    """step(lift(a), lift(b), acc, random) from acc = +0, k ascending; finish(acc, random).
 
+    lifts: a stored element of each operand to the accumulator's type, exactly.
+    """
+
+    lifts: tuple[Function, Function]
     step: Function
     finish: Function
     loads: tuple[Storage, Storage]
@@ -176,7 +181,9 @@ class Contract:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("contract", self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws)
+        return _digest(
+            "contract", *self.lifts, self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws
+        )
 
 
 Kernel = Map | Reduce | Scan | Contract
@@ -249,7 +256,7 @@ def _finish(accumulate: Rounding, rounding: Rounding, accumulator: Type, result:
     _fits(rounding, result)
     acc, random = param("acc", accumulator), param("random", "u32")
     carrier = CARRIER_OF[result]
-    value = acc
+    value = one_nan(acc)
     if not _store_is_identity(accumulate, rounding):
         value = apply("identity", (acc,), rounding, carrier if carrier == accumulator else accumulator, random)
     if value.type != carrier:
@@ -266,7 +273,9 @@ def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storag
     acc, random = param("acc", accumulator), param("random", "u32")
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = load(x, loaded) if loaded else x
-    return Function(name, (acc, x, random), (apply("add", (acc, value), accumulate, accumulator, random),))
+    # A NaN of a binary32 operand has zeros below binary32's bits; one of binary64 may have anything there.
+    total = apply("add", (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
+    return Function(name, (acc, x, random), (total,))
 
 
 @lru_cache(maxsize=1024)
@@ -303,6 +312,11 @@ def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, re
     )
 
 
+def _lift(stored: Storage, accumulator: Type) -> Function:
+    element = param("element", ELEMENT_OF[stored])
+    return Function("lift", (element,), (apply("identity", (load(element, stored),), None, accumulator),))
+
+
 @lru_cache(maxsize=1024)
 def contract_kernel(
     accumulate: Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
@@ -311,10 +325,13 @@ def contract_kernel(
     carriers = tuple(CARRIER_OF[s] for s in loads)
     accumulator = _accumulator(accumulate, carriers)
     accumulate = chain_rounding(accumulate, accumulator, carriers)
-    a, b = param("a", ELEMENT_OF[loads[0]]), param("b", ELEMENT_OF[loads[1]])
-    acc, random = param("acc", accumulator), param("random", "u32")
-    value = apply("fma", (load(a, loads[0]), load(b, loads[1]), acc), accumulate, accumulator, random)
+    a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
+    random = param("random", "u32")
+    # Binary32 factors held in binary64 have an exact product.
+    operator = "fma_exact" if accumulator == "f64" and "f64" not in carriers else "fma"
+    value = apply(operator, (a, b, acc), accumulate, accumulator, random, any_nan="f64" not in carriers)
     return Contract(
+        lifts=(_lift(loads[0], accumulator), _lift(loads[1], accumulator)),
         step=Function("step", (a, b, acc, random), (value,)),
         finish=_finish(accumulate, rounding, accumulator, result),
         loads=loads,

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.rounding import CARRIERS, one_nan, round_expr, widen_exactly
+from fxround.numerics.rounding import round_expr, widen_exactly
 from fxround.numerics.scalar import (
     Expr,
     Type,
@@ -39,6 +40,7 @@ from fxround.numerics.scalar import (
     from_bits,
     narrow,
     negate,
+    rarely,
     select,
     sqrt,
 )
@@ -143,6 +145,8 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     ),
     Operator("sqrt", 1, _root, sqrt, residual=True),
     Operator("fma", 3, _fused, fma, residual=True),
+    # The product of binary32 values held in binary64.
+    Operator("fma_exact", 3, lambda a, b, c: two_sum(a * b, c), fma),
 )
 
 # Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
@@ -174,11 +178,19 @@ def _is_native(operator: Operator, carriers: tuple[Type, ...], rounding: Roundin
     return rounding.format == _BINARY64 or (set(carriers) == {"f32"} and rounding.format == _BINARY32)
 
 
-def apply(name: str, args: tuple[Expr, ...], rounding: Rounding | None, out: Type, random: Expr | None = None) -> Expr:
+def apply(
+    name: str,
+    args: tuple[Expr, ...],
+    rounding: Rounding | None,
+    out: Type,
+    random: Expr | None = None,
+    any_nan: bool = False,
+) -> Expr:
     """R(f(args)) as a value of the carrier ``out``.
 
     args: f32 or f64 values. rounding: None only for an exact operator whose operands fit ``out``.
-    random: 32 random bits where the mode draws.
+    random: 32 random bits where the mode draws. any_nan: a NaN may come with any sign and payload, for
+    a chain of steps whose last one gives the one NaN.
     """
     if name not in OPERATORS:
         raise ValueError(f"no pointwise operator is named {name!r}; known: {', '.join(OPERATORS)}")
@@ -192,19 +204,31 @@ def apply(name: str, args: tuple[Expr, ...], rounding: Rounding | None, out: Typ
     require(operator, carriers, rounding)
     if _is_native(operator, carriers, rounding) and operator.native is not None:
         result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
-        return _convert(one_nan(result), out)
+        return _convert(result if any_nan else one_nan(result), out)
     if operator.exact:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     if rounding.format == _BINARY64:
         # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(nearest, rounding, random), out)
-    operands = tuple(map(widen_exactly, args))
-    if not rounding.mode.deterministic:
-        value = operator.wide(*operands).value
-    else:
-        value = operator.sticky(*operands) if operator.sticky else to_odd(operator.wide(*operands))
-    return _convert(round_expr(value, rounding, random), out)
+    value = _before_rounding(operator, tuple(map(widen_exactly, args)), rounding)
+    return _convert(round_expr(value, rounding, random, any_nan), out)
+
+
+def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
+    """The binary64 value that R starts from: the nearest one for the modes that draw, else the one to odd.
+
+    The two differ in what R makes of them only where the nearest value lies on a boundary of R: a value or a
+    midpoint of its format, that is, where the bits under half a quantum are all zero.
+    """
+    if operator.sticky:
+        return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
+    wide = operator.wide(*operands)
+    nearest = operator.native(*operands) if operator.native else wide.value
+    if not rounding.mode.deterministic or wide.error is None:
+        return nearest
+    under_half = (1 << (_BINARY64.precision - 1 - rounding.format.precision)) - 1
+    return rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
 
 
 def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:

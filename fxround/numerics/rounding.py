@@ -16,18 +16,16 @@ every 16-bit pattern and on the boundaries of every format.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
 
-from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.addition import is_one_addition, round_by_addition
+from fxround.numerics.carriers import CARRIERS, Carrier
+from fxround.numerics.formats import Format
 from fxround.numerics.modes import Lost, Rounding
 from fxround.numerics.scalar import (
     WIDTH,
     Expr,
     Function,
-    Type,
     bits,
     const,
     from_bits,
@@ -38,63 +36,6 @@ from fxround.numerics.scalar import (
     rarely,
     select,
     widen,
-)
-
-
-@dataclass(frozen=True)
-class Carrier:
-    """The type that holds the values of narrower formats: its own format, and where its fields lie."""
-
-    type: Type
-    code: Type
-    format: Format
-
-    @property
-    def trailing(self) -> int:
-        """Bits of the trailing significand: precision - 1."""
-        return self.format.precision - 1
-
-    @property
-    def bias(self) -> int:
-        """The exponent's bias."""
-        return 1 - self.format.emin
-
-    @property
-    def infinity(self) -> int:
-        """The ordinal of infinity: every larger ordinal is a NaN."""
-        return ((1 << (WIDTH[self.code] - 1)) - 1) >> self.trailing << self.trailing
-
-    @property
-    def nan(self) -> int:
-        """The encoding of the one NaN that fxround returns: quiet, positive, no payload."""
-        return self.infinity | 1 << (self.trailing - 1)
-
-    def ordinal(self, value: float) -> int:
-        """The encoding of a non-negative value of the carrier."""
-        return int.from_bytes(struct.pack("<f" if self.type == "f32" else "<d", value), "little")
-
-    def require(self, fmt: Format) -> None:
-        """Raise ValueError unless every value of ``fmt`` can be held, and rounded to, in this carrier."""
-        mine = self.format
-        if fmt.precision > mine.precision:
-            raise ValueError(
-                f"{fmt} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
-                f"to be rounded; use a tensor of a wider dtype"
-            )
-        # One binade below emin the carrier's subnormals still form one grid; further down they do not.
-        lowest = mine.emin - 1 if fmt.precision == 1 or fmt.subnormals else mine.emin
-        if fmt.emin < lowest or fmt.maximum > mine.maximum:
-            raise ValueError(
-                f"{fmt} has the range 2^{fmt.emin} to {fmt.maximum:g}, more than {mine} holds; "
-                f"use a tensor of a wider dtype"
-            )
-
-
-CARRIERS: Final = MappingProxyType(
-    {
-        "f32": Carrier("f32", "u32", FORMATS["binary32"]),
-        "f64": Carrier("f64", "u64", FORMATS["binary64"]),
-    }
 )
 
 
@@ -186,18 +127,19 @@ def jitter(ordinal: Expr, fmt: Format, carrier: Carrier, coin: Expr) -> Expr:
     return select(ordinal.equals(0), 0, select(up, grid.above, grid.below))
 
 
-def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None) -> Expr:
+def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan: bool = False) -> Expr:
     """R(x) in x's carrier.
 
-    x: an f32 or f64 value. random: 32 random bits (u32), needed by the modes that draw.
+    x: an f32 or f64 value. random: 32 random bits (u32), needed by the modes that draw. any_nan: promise
+    that a NaN's low bits are zero, and take back a NaN of any sign and payload.
     Raises ValueError for a format that the carrier does not hold, or a missing ``random``.
     """
     carrier, fmt, mode = CARRIERS[x.type], rounding.format, rounding.mode
     carrier.require(fmt)
     if mode.random_bits and random is None:
         raise ValueError(f"{rounding} draws random bits; none were given")
-    if _carries_to_infinity(rounding, carrier) and random is not None:
-        return _add_and_truncate(x, rounding, carrier, random)
+    if is_one_addition(rounding, carrier):
+        return round_by_addition(x, rounding, carrier, random, any_nan)
     if _has_wide_range(fmt, carrier):
         return rarely(
             _near_the_ends(x, rounding, carrier),
@@ -242,44 +184,6 @@ def _round_general(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
     finite = _bound(rounded, negative, rounding, carrier, random)
     signed = _apply_sign(finite, ordinal, sign, negative, rounding, carrier)
     return from_bits(_special(signed, ordinal, sign, negative, rounding, carrier))
-
-
-def _carries_to_infinity(rounding: Rounding, carrier: Carrier) -> bool:
-    """Whether SR is one addition: a constant shift, and a carry out of the maximum that lands on infinity."""
-    fmt = rounding.format
-    full_range = fmt.emin == carrier.format.emin and fmt.subnormals and fmt.signed and fmt.zero
-    top = carrier.ordinal(fmt.maximum) + (1 << (carrier.format.precision - fmt.precision)) == carrier.infinity
-    return (
-        full_range and top and fmt.precision > 1 and rounding.mode.name == "stochastic" and rounding.overflow == "inf"
-    )
-
-
-def _is_nan_code(code: Expr, carrier: Carrier) -> Expr:
-    """By integers: to an optimizer all NaNs are alike, so a float comparison may be dropped as pointless."""
-    return const(carrier.code, carrier.infinity) < (code & ((1 << (WIDTH[carrier.code] - 1)) - 1))
-
-
-def one_nan(x: Expr) -> Expr:
-    """x, with every NaN replaced by the carrier's one NaN: hardware disagrees on signs and payloads."""
-    carrier = CARRIERS[x.type]
-    return from_bits(select(_is_nan_code(bits(x), carrier), carrier.nan, bits(x)))
-
-
-def _add_and_truncate(x: Expr, rounding: Rounding, carrier: Carrier, random: Expr) -> Expr:
-    """SR as one addition to the encoding, equal to the general path bit for bit.
-
-    With r the n random bits at the top of 32 and low the d bits lost, floor(low 2^32 / 2^d) + r >= 2^32
-    exactly if low + floor(r 2^d / 2^32) >= 2^d: the sum carries where the general path steps. An infinity
-    has low = 0 and stays.
-    """
-    drop = carrier.format.precision - rounding.format.precision
-    unused = 32 - rounding.mode.random_bits
-    drawn = (random >> unused) << unused if unused else random
-    drawn = const("u32", 0) if drop == 0 else drawn
-    drawn = widen(drawn) if carrier.code == "u64" else drawn
-    drawn = drawn << (drop - 32) if drop > 32 else drawn >> min(32 - drop, 31)
-    kept = ((bits(x) + drawn) >> drop) << drop
-    return from_bits(select(_is_nan_code(bits(x), carrier), carrier.nan, kept))
 
 
 def _bound(rounded: Expr, negative: Expr, rounding: Rounding, carrier: Carrier, random: Expr | None) -> Expr:

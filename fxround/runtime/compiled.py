@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxround.runtime.llvm.engine import compile_module, instruction_sets
+from fxround.runtime.llvm.engine import Machine, compile_module, instruction_sets, machine_of
 
 _LOCK = threading.RLock()
 _CODE: dict[tuple[str, str], Any] = {}
@@ -38,6 +38,11 @@ def instruction_set(name: str) -> Iterator[None]:
         yield
     finally:
         _ISA[0] = before
+
+
+def current_machine() -> Machine:
+    """The registers that code compiled now may use."""
+    return machine_of(_ISA[0])
 
 
 def signature(integers: int, pointers: int) -> Any:

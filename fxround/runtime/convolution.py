@@ -7,17 +7,18 @@ with stride - 1 zeros between its elements and the kernel turned around, its zer
 Why it is safe. Shapes are checked here, so that no view below can reach outside the padded input.
 
     before   im2col by index arithmetic
-    after    columns_of: a strided view, copied once
+    after    windows_of: two tables of offsets, no copy but the padding's
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fxround.runtime.execute import Right
 
 
 def output_size(
@@ -79,21 +80,28 @@ def transposed_as_plain(
     return torch.nn.functional.pad(spaced, edges), plain, [1] * dims, [0] * dims
 
 
-def columns_of(
+def windows_of(
     x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> Tensor:
-    """(batch * groups, channels of a group * kernel positions, output pixels)."""
+) -> Right:
+    """The windows of the padded image as the second operand: k a tap of a group's channels, n an output pixel."""
     dims = x.dim() - 2
     edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
-    padded = torch.nn.functional.pad(x, edges).contiguous()
-    kernel = list(w.shape[2:])
-    pixels = [(padded.shape[d + 2] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)]
-    batch, channels = x.shape[:2]
-    length, count = channels // groups * math.prod(kernel), math.prod(pixels)
-    if batch * length * count == 0:
-        return x.new_zeros(batch * groups, length, count)
+    padded = torch.nn.functional.pad(x, edges).contiguous() if any(edges) else x.contiguous()
     steps = padded.stride()
-    taps = [dilation[d] * steps[d + 2] for d in range(dims)]
-    moves = [stride[d] * steps[d + 2] for d in range(dims)]
-    view = padded.as_strided([batch, channels, *kernel, *pixels], [steps[0], steps[1], *taps, *moves])
-    return view.reshape(batch * groups, length, count)
+    channels = x.shape[1] // groups
+    taps = [torch.arange(channels) * steps[1]]
+    taps += [torch.arange(w.shape[d + 2]) * (dilation[d] * steps[d + 2]) for d in range(dims)]
+    pixels = [
+        torch.arange((padded.shape[d + 2] - dilation[d] * (w.shape[d + 2] - 1) - 1) // stride[d] + 1)
+        * (stride[d] * steps[d + 2])
+        for d in range(dims)
+    ]
+    return Right(padded, x.shape[0] * groups, channels * steps[1], _sums(taps), _sums(pixels))
+
+
+def _sums(offsets: list[Tensor]) -> Tensor:
+    """Every sum of one offset from each list, row-major."""
+    total = offsets[0]
+    for more in offsets[1:]:
+        total = (total[:, None] + more).reshape(-1)
+    return total

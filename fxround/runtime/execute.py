@@ -24,8 +24,8 @@ from torch import Tensor
 from fxround.kernel import Contract, Program, Reduce, Scan, map_kernel
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
-from fxround.runtime.compiled import native, signature
-from fxround.runtime.llvm.contract import build_contract, panel_width
+from fxround.runtime.compiled import current_machine, native, signature
+from fxround.runtime.llvm.contract import build_contract, tile_for
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan
 from fxround.runtime.threads import split
@@ -38,10 +38,13 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
 }
 _MAP: Final = signature(4, 5)
 _REDUCE: Final = signature(4, 3)
-_CONTRACT: Final = signature(11, 4)
+_CONTRACT: Final = signature(13, 7)
 _WORD: Final = (1 << 32) - 1
 # A thread is worth waking for this many scalar steps.
 _ENOUGH: Final = 1 << 15
+# Rows of a chunk and steps of a block: the parked accumulators and the packed panel stay in the second-level cache.
+_CHUNK: Final = 448
+_BLOCK: Final = 512
 
 
 @dataclass(frozen=True)
@@ -180,45 +183,52 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
     return result
 
 
-def pack_panels(b: Tensor, width: int) -> Tensor:
-    """(batch, length, columns) to (batch, panels, length, width), padded with zeros."""
-    batch, length, columns = b.shape
-    panels = -(-columns // width)
-    packed = b.new_zeros if columns % width else b.new_empty
-    result = packed(batch, panels, length, width)
-    whole = columns // width
-    if whole:
-        body = b[:, :, : whole * width].reshape(batch, length, whole, width)
-        result[:, :whole].copy_(body.permute(0, 2, 1, 3))
-    if columns % width:
-        result[:, whole, :, : columns % width].copy_(b[:, :, whole * width :])
-    return result
+@dataclass(frozen=True)
+class Right:
+    """The second operand of a contraction: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n]."""
+
+    data: Tensor
+    batch: int
+    step: int
+    k_offsets: Tensor
+    n_offsets: Tensor
+
+    @staticmethod
+    def matrices(b: Tensor) -> Right:
+        """(batch, length, columns) of any strides."""
+        step, k, n = b.stride()
+        return Right(b, b.shape[0], step, torch.arange(b.shape[1]) * k, torch.arange(b.shape[2]) * n)
 
 
-def run_contract(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
-    """a: (g, rows, length), b: (batch, length, columns). Returns (batch, rows, columns).
+def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
+    """a: (g, rows, length) of any strides. Returns (batch, rows, columns).
 
     groups 0: a has one matrix a batch (g == batch); else a's matrix for batch i is i mod groups.
     """
     g, rows, length = a.shape
-    batch, inner, columns = b.shape
-    if inner != length or g != (groups or batch):
-        raise ValueError(f"contraction of {tuple(a.shape)} with {tuple(b.shape)}: inner sizes or batches differ")
+    batch, columns = right.batch, right.n_offsets.numel()
+    if right.k_offsets.numel() != length or g != (groups or batch):
+        expected = (batch, right.k_offsets.numel(), columns)
+        raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
     result = torch.empty(batch, rows, columns, dtype=_dtype(kernel.result))
     if result.numel() == 0:
         return result
-    a = a.detach()
-    width = panel_width(kernel)
-    packed = pack_panels(b.detach(), width)
-    run = native(kernel.digest, build_contract, kernel, "contract", _CONTRACT)
-    panels = packed.shape[1]
-    chunk = min(rows, 96)
+    variant = tile_for(kernel, current_machine())
+    run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
+    panels = -(-columns // variant.width)
+    chunk = min(rows, _CHUNK if batch * panels >= 2 * torch.get_num_threads() else max(14, -(-rows // 4)))
     items = batch * panels * -(-rows // chunk)
-    sizes = (rows, columns, length, panels, chunk, groups, *a.stride())
-    pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in (a, packed, result))
+    block = min(max(length, 1), _BLOCK)
+    sizes = (rows, columns, length, panels, chunk, block, groups, *a.stride(), right.step)
+    tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
+    pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in tensors)
     key = draw.key()
-    work = max(1, chunk * width * length)
-    split(lambda lo, hi: run(lo, hi, *sizes, *pointers, key), items, max(1, _ENOUGH // work))
+
+    def work(begin: int, end: int) -> None:
+        scratch = torch.empty(variant.scratch_bytes(chunk, block), dtype=torch.uint8)
+        run(begin, end, *sizes, *pointers, ctypes.c_void_p(scratch.data_ptr()), key)
+
+    split(work, items, max(1, _ENOUGH // max(1, chunk * variant.width * length)))
     return result
 
 

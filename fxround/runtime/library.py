@@ -25,8 +25,8 @@ from fxround.errors import FxroundError
 from fxround.kernel import Program, contract_kernel, cumsum_kernel, sum_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime.convolution import columns_of, output_size, transposed_as_plain
-from fxround.runtime.execute import Draw, run_contract, run_map, run_reduce, run_scan, storage_of
+from fxround.runtime.convolution import output_size, transposed_as_plain, windows_of
+from fxround.runtime.execute import Draw, Right, run_contract, run_map, run_reduce, run_scan, storage_of
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -55,8 +55,8 @@ def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, no
     loads = (storage_of(a, "matmul's first operand"), storage_of(b, "matmul's second operand"))
     kernel = contract_kernel(_parse_rounding(accumulate), _parse_rounding(rounding), loads, loads[0])
     if a.dim() == 3:
-        return run_contract(kernel, a, b, 0, draw)
-    return run_contract(kernel, a[None], b[None], 1, draw)[0]
+        return run_contract(kernel, a.detach(), Right.matrices(b.detach()), 0, draw)
+    return run_contract(kernel, a.detach()[None], Right.matrices(b.detach()[None]), 1, draw)[0]
 
 
 def _check_matmul(a: Tensor, b: Tensor) -> None:
@@ -95,9 +95,9 @@ def convolution(
     x, w = x.detach(), w.detach()
     if transposed:
         x, w, stride, padding = transposed_as_plain(x, w, stride, padding, dilation, output_padding, groups)
-    columns = columns_of(x, w, stride, padding, dilation, groups)
-    weights = w.reshape(groups, w.shape[0] // groups, -1)
-    return run_contract(kernel, weights, columns, groups, Draw.of(rng, node)).reshape(size)
+    windows = windows_of(x, w, stride, padding, dilation, groups)
+    weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
+    return run_contract(kernel, weights, windows, groups, Draw.of(rng, node)).reshape(size)
 
 
 def _convolution_fake(

@@ -91,6 +91,7 @@ def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
     streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
     acc = np.zeros(shape, np.float32 if kernel.accumulator == "f32" else np.float64)
     for k in range(a.shape[2]):
-        left, right = a[:, :, k, None], b[:, k, None, :]
+        left = kernel.lifts[0].evaluate(a[:, :, k, None])[0]
+        right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
         acc = kernel.step.evaluate(left, right, acc, streams.draw(..., kernel.draws))[0]
     return kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0]

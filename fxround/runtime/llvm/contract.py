@@ -1,11 +1,13 @@
-"""The Contract shape as LLVM: register tiles of results, k ascending.
+"""The Contract shape as LLVM: packed panels, register tiles, k ascending.
 
-What is true here. The second operand comes as panels: panel p holds columns p * width ... of b, k by k,
-padded with zeros. A tile is ``rows`` x ``width`` results; each lane is one result with its own
-accumulator (and stream), so k ascends for every result whatever the tile. Padded lanes are computed and dropped.
+What is true here. An item of work is a panel of results (``width`` columns) for a chunk of rows. Its part of the
+second operand is packed k by k into a scratch panel, already lifted to the accumulator's type, a block of
+k at a time; a tile of rows x vectors of accumulators then runs over the block and is parked in scratch until
+the next one. Each lane is one result with its own accumulator and stream. Where element (k, n) of the second
+operand lies is two tables of offsets, so that a matrix of any strides and the windows of an image are one case.
 
-Why it is safe. The body of a step sees one result at a time; tiles, threads and vector width only choose
-which results are computed together.
+Why it is safe. Parking an accumulator does not change it, so every result sees k = 0, 1, 2, ... whatever the
+blocks, tiles and threads. Lanes beyond the last column compute on zeros and are dropped.
 
     before   a blocked product that adds partial sums as blocks come
     after    acc = step(a[k], b[k], acc), k = 0, 1, 2, ... in every lane
@@ -13,11 +15,13 @@ which results are computed together.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from llvmlite import ir
 
 from fxround.kernel import Contract
+from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.loops import (
     I64,
     MEMORY,
@@ -32,106 +36,231 @@ from fxround.runtime.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.llvm.render import emit, literal, splat
+from fxround.runtime.llvm.render import bytes_of, emit, literal, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
 
-ARGS = [
-    *((n, I64) for n in ("begin", "end", "rows", "columns", "length", "panels", "chunk", "a_groups")),
-    *((n, I64) for n in ("a_batch", "a_row", "a_k")),
-    *((n, PTR) for n in ("a", "b", "out", "key")),
-]
+SIZES: Final = ("begin", "end", "rows", "columns", "length", "panels", "chunk", "block", "groups")
+STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch")
+POINTERS: Final = ("a", "b", "b_k", "b_n", "out", "scratch", "key")
 
 
-def lanes_of(kernel: Contract) -> int:
-    """One AVX-512 register of accumulators."""
-    return 16 if kernel.accumulator == "f32" else 8
+@dataclass(frozen=True)
+class ContractVariant:
+    """A Contract with its register tile: lanes of a vector, vectors of a row, and row counts to try in turn."""
+
+    kernel: Contract
+    lanes: int
+    vectors: int
+    rows: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.lanes * self.vectors
+
+    @property
+    def streams(self) -> bool:
+        """Whether accumulators have a random stream beside them."""
+        return self.kernel.draws or self.kernel.finish_draws
+
+    @property
+    def digest(self) -> str:
+        """The key of its compiled code."""
+        return f"{self.kernel.digest}:{self.lanes}x{self.vectors}x{self.rows}"
+
+    def scratch_bytes(self, chunk: int, block: int) -> int:
+        """One panel block, and the parked accumulators and streams of a chunk."""
+        value = bytes_of(self.kernel.accumulator)
+        return self.width * (block * value + chunk * (value + (8 if self.streams else 0)))
 
 
-def tile_of(kernel: Contract) -> tuple[int, int]:
-    """(rows, vectors): as many accumulators as leave room for what the step needs beside them."""
-    if kernel.accumulator == "f32" or len(kernel.step.schedule) < 12:
-        return (6, 2)
-    return (4, 1)
+def tile_for(kernel: Contract, machine: Machine) -> ContractVariant:
+    """As many independent accumulators as the registers hold beside what a step needs."""
+    lanes = machine.vector_bytes // bytes_of(kernel.accumulator)
+    many = machine.registers >= 32
+    if len(kernel.step.schedule) < 8:
+        return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1))
+    if len(kernel.step.schedule) < 24:
+        return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1))
+    return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1))
 
 
-def panel_width(kernel: Contract) -> int:
-    """Columns in a panel of the second operand."""
-    return lanes_of(kernel) * tile_of(kernel)[1]
+def build_contract(variant: ContractVariant) -> str:
+    """``contract(SIZES..., STRIDES..., POINTERS...)``.
 
-
-def build_contract(kernel: Contract) -> str:
-    """``contract(begin, end, rows, columns, length, panels, chunk, a_groups, a_batch, a_row, a_k, a, b, out, key)``.
-
-    Items count (batch, panel, chunk of rows), the last fastest; ``chunk`` rows each. a: element (g, m, k)
-    at g * a_batch + m * a_row + k * a_k with g = batch mod a_groups (a_groups 0: g = batch).
-    b: (batch, panels, length, width). out: (batch, rows, columns).
+    Items count (batch, chunk of rows, panel), the panel fastest. a: element (g, m, k) at
+    g * a_batch + m * a_row + k * a_k, with g = batch mod groups (groups 0: g = batch). b: element (k, n) at
+    batch * b_batch + b_k[k] + b_n[n]. out: (batch, rows, columns), row-major.
     """
     module = ir.Module("contract")
-    b, a = define(module, "contract", ARGS)
-    tile = _Tile(b, a, kernel)
-    rows, _ = tile_of(kernel)
-    chunks = b.sdiv(b.add(a["rows"], b.sub(a["chunk"], I64(1))), a["chunk"])
+    args = [*((n, I64) for n in SIZES + STRIDES), *((n, PTR) for n in POINTERS)]
+    b, a = define(module, "contract", args)
+    work = _Panel(b, a, variant)
     with count(b, a["begin"], a["end"]) as item:
-        panel = b.sdiv(item, chunks)
-        tile.enter(panel)
-        first = b.mul(b.sub(item, b.mul(panel, chunks)), a["chunk"])
-        last = b.add(first, a["chunk"])
-        last = b.select(b.icmp_signed("<", last, a["rows"]), last, a["rows"])
-        whole = b.add(first, b.mul(b.sdiv(b.sub(last, first), I64(rows)), I64(rows)))
-        with count(b, first, whole, rows) as row:
-            tile.compute(row, rows)
-        with count(b, whole, last) as row:
-            tile.compute(row, 1)
+        work.enter(item)
+        work.each_row(work.clear)
+        with count(b, I64(0), a["length"], a["block"]) as k:
+            left = b.sub(a["length"], k)
+            steps = b.select(b.icmp_signed("<", left, a["block"]), left, a["block"])
+            work.pack(k, steps)
+            row = work.first_row
+            for rows in variant.rows:
+                last = b.add(row, b.mul(b.sdiv(b.sub(work.last_row, row), I64(rows)), I64(rows)))
+                with count(b, row, last, rows) as r:
+                    work.multiply(r, rows, k, steps)
+                row = last
+        work.each_row(work.finish)
     b.ret_void()
     return str(module)
 
 
-class _Tile:
-    """The results of one panel, a few rows at a time."""
+class _Panel:
+    """The results of one item, and the scratch that they are computed in."""
 
-    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Contract) -> None:
-        self.b, self.a, self.kernel = b, a, kernel
-        self.lanes = lanes_of(kernel)
-        self.vectors = tile_of(kernel)[1]
-        self.width = self.lanes * self.vectors
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: ContractVariant) -> None:
+        self.b, self.a, self.variant, self.kernel = b, a, variant, variant.kernel
+        self.lanes = variant.lanes
+        self.value = llvm_type(self.kernel.accumulator, 1)
         self.key = load_key(b, a["key"])
-        self.ends = scratch(b, MEMORY[kernel.result], self.lanes)
+        self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
+        panel = b.mul(a["block"], I64(variant.width))
+        self.panel = a["scratch"]
+        self.accs = at(b, self.panel, panel, self.value)
+        self.states = at(b, self.accs, b.mul(a["chunk"], I64(variant.width)), self.value)
 
     def enter(self, item: Any) -> None:
-        """Where this panel's operands and results are."""
+        """Which rows and columns of which batch this item is."""
         b, a = self.b, self.a
-        self.batch = b.sdiv(item, a["panels"])
-        self.panel = b.sub(item, b.mul(self.batch, a["panels"]))
-        grouped = b.icmp_signed(">", a["a_groups"], I64(0))
-        groups = b.select(grouped, a["a_groups"], I64(1))
-        group = b.select(grouped, b.srem(self.batch, groups), self.batch)
-        self.a_base = b.mul(group, a["a_batch"])
-        panel_size = b.mul(a["length"], I64(self.width))
-        self.b_base = at(b, a["b"], b.mul(item, panel_size), MEMORY[self.kernel.loads[1]])
-        self.column = b.mul(self.panel, I64(self.width))
+        chunks = b.sdiv(b.add(a["rows"], b.sub(a["chunk"], I64(1))), a["chunk"])
+        line = b.sdiv(item, a["panels"])
+        self.batch = b.sdiv(line, chunks)
+        self.column = b.mul(b.sub(item, b.mul(line, a["panels"])), I64(self.variant.width))
+        self.first_row = b.mul(b.sub(line, b.mul(self.batch, chunks)), a["chunk"])
+        last = b.add(self.first_row, a["chunk"])
+        self.last_row = b.select(b.icmp_signed("<", last, a["rows"]), last, a["rows"])
+        grouped = b.icmp_signed(">", a["groups"], I64(0))
+        group = b.srem(self.batch, b.select(grouped, a["groups"], I64(1)))
+        self.a_base = b.mul(b.select(grouped, group, self.batch), a["a_batch"])
+        self.b_base = b.mul(self.batch, a["b_batch"])
 
-    def compute(self, row: Any, rows: int) -> None:
-        """Every k of ``rows`` rows from ``row``, then their store."""
+    def each_row(self, act: Any) -> None:
+        """act(row, vector) for every vector of results of the item."""
+        with count(self.b, self.first_row, self.last_row) as row:
+            for vector in range(self.variant.vectors):
+                act(row, vector)
+
+    def clear(self, row: Any, vector: int) -> None:
+        """acc = +0, and the streams' first states."""
+        b = self.b
+        acc, state = self._slots(row, vector)
+        b.store(literal(self.kernel.accumulator, 0, self.lanes), acc, align=4)
+        if self.variant.streams:
+            elements = b.add(splat(b, self._index(row, vector)[0], self.lanes), iota(self.lanes))
+            b.store(start(b, elements, self.key, self.lanes, True), state, align=8)
+
+    def pack(self, k: Any, steps: Any) -> None:
+        """Rows k ... k + steps of the second operand, lifted, at the start of the scratch."""
+        b, a, variant = self.b, self.a, self.variant
+        storage = self.kernel.loads[1]
+        memory = MEMORY[storage]
+        for vector in range(variant.vectors):
+            column = b.add(self.column, I64(vector * self.lanes))
+            left = b.sub(a["columns"], column)
+            whole = b.icmp_signed(">=", left, I64(self.lanes))
+            here = b.select(whole, column, I64(0))
+            ends = b.select(whole, b.add(column, I64(self.lanes - 1)), I64(0))
+            near, far = (b.load(at(b, a["b_n"], i, I64), typ=I64) for i in (here, ends))
+            adjacent = b.and_(whole, b.icmp_signed("==", b.sub(far, near), I64(self.lanes - 1)))
+            with b.if_else(adjacent) as (vectors, scalars):
+                with vectors, count(b, I64(0), steps) as i:
+                    value = load_vector(b, self._right(b.add(k, i), near, memory), storage, self.lanes)
+                    (lifted,) = emit(self.kernel.lifts[1], b, [value], self.lanes)
+                    b.store(lifted, self._packed(i, vector), align=4)
+                with scalars:
+                    self._pack_scalars(k, steps, vector, column, left)
+
+    def _pack_scalars(self, k: Any, steps: Any, vector: int, column: Any, left: Any) -> None:
+        b, a = self.b, self.a
+        storage = self.kernel.loads[1]
+        with b.if_then(b.icmp_signed("<", left, I64(self.lanes))), count(b, I64(0), steps) as i:
+            b.store(literal(self.kernel.accumulator, 0, self.lanes), self._packed(i, vector), align=4)
+        valid = b.select(b.icmp_signed("<", left, I64(self.lanes)), left, I64(self.lanes))
+        with count(b, I64(0), valid) as n:
+            offset = b.load(at(b, a["b_n"], b.add(column, n), I64), typ=I64)
+            with count(b, I64(0), steps) as i:
+                value = load_vector(b, self._right(b.add(k, i), offset, MEMORY[storage]), storage, 1)
+                (lifted,) = emit(self.kernel.lifts[1], b, [value], 1)
+                b.store(lifted, at(b, self._packed(i, vector), n, self.value), align=4)
+
+    def _right(self, k: Any, offset: Any, memory: Any) -> Any:
+        b, a = self.b, self.a
+        step = b.load(at(b, a["b_k"], k, I64), typ=I64)
+        return at(b, a["b"], b.add(self.b_base, b.add(step, offset)), memory)
+
+    def _packed(self, step: Any, vector: int) -> Any:
+        b = self.b
+        index = b.add(b.mul(step, I64(self.variant.width)), I64(vector * self.lanes))
+        return at(b, self.panel, index, self.value)
+
+    def multiply(self, row: Any, rows: int, k: Any, steps: Any) -> None:
+        """The block's steps for ``rows`` rows."""
         b, kernel, lanes = self.b, self.kernel, self.lanes
-        streams = kernel.draws or kernel.finish_draws
-        zero = literal(kernel.accumulator, 0, lanes)
-        places = [(r, v) for r in range(rows) for v in range(self.vectors)]
-        states = [start(b, self._elements(b.add(row, I64(r)), v), self.key, lanes, streams) for r, v in places]
-        carried = Carried(b, [zero] * len(places) + states)
-        with count(b, I64(0), self.a["length"]) as k:
+        places = [(r, v) for r in range(rows) for v in range(self.variant.vectors)]
+        slots = [self._slots(b.add(row, I64(r)), v) for r, v in places]
+        lanes_of = llvm_type(kernel.accumulator, lanes)
+        accs = [b.load(acc, typ=lanes_of, align=4) for acc, _ in slots]
+        states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if kernel.draws else []
+        lines = [self._left(b.add(row, I64(r)), k) for r in range(rows)]
+        carried = Carried(b, accs + states)
+        with count(b, I64(0), steps) as i:
             values = carried.load()
             accs, states = values[: len(places)], values[len(places) :]
-            right = [self._right(k, v) for v in range(self.vectors)]
-            left = [splat(b, self._left(b.add(row, I64(r)), k), lanes) for r in range(rows)]
-            for i, (r, v) in enumerate(places):
-                bits, states[i] = advance(b, states[i], lanes, kernel.draws)
-                (accs[i],) = emit(kernel.step, b, [left[r], right[v], accs[i], bits], lanes)
+            right = [b.load(self._packed(i, v), typ=lanes_of, align=4) for v in range(self.variant.vectors)]
+            for r, line in enumerate(lines):
+                left = self._lift_left(line, i)
+                for v in range(self.variant.vectors):
+                    place = r * self.variant.vectors + v
+                    bits: Any = literal("u32", 0, lanes)
+                    if kernel.draws:
+                        bits, states[place] = advance(b, states[place], lanes, True)
+                    (accs[place],) = emit(kernel.step, b, [left, right[v], accs[place], bits], lanes)
             carried.store(accs + states)
         values = carried.load()
-        for i, (r, v) in enumerate(places):
-            bits, _ = advance(b, values[len(places) + i], lanes, kernel.finish_draws)
-            (result,) = emit(kernel.finish, b, [values[i], bits], lanes)
-            self._store(result, b.add(row, I64(r)), v)
+        for (acc, state), place in zip(slots, range(len(places)), strict=True):
+            b.store(values[place], acc, align=4)
+            if kernel.draws:
+                b.store(values[len(places) + place], state, align=8)
+
+    def _left(self, row: Any, k: Any) -> Any:
+        b, a = self.b, self.a
+        offset = b.add(self.a_base, b.add(b.mul(row, a["a_row"]), b.mul(k, a["a_k"])))
+        return at(b, a["a"], offset, MEMORY[self.kernel.loads[0]])
+
+    def _lift_left(self, line: Any, step: Any) -> Any:
+        b, storage = self.b, self.kernel.loads[0]
+        address = at(b, line, b.mul(step, self.a["a_k"]), MEMORY[storage])
+        (lifted,) = emit(
+            self.kernel.lifts[0], b, [splat(b, load_vector(b, address, storage, 1), self.lanes)], self.lanes
+        )
+        return lifted
+
+    def finish(self, row: Any, vector: int) -> None:
+        """The store's rounding and the store."""
+        b, kernel, result = self.b, self.kernel, self.kernel.result
+        acc, state = self._slots(row, vector)
+        value = b.load(acc, typ=llvm_type(kernel.accumulator, self.lanes), align=4)
+        bits: Any = literal("u32", 0, self.lanes)
+        if kernel.finish_draws:
+            states = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
+            bits, _ = advance(b, states, self.lanes, True)
+        (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
+        index, column = self._index(row, vector)
+        here = at(b, self.a["out"], index, MEMORY[result])
+        left = b.sub(self.a["columns"], column)
+        short = b.icmp_signed("<", left, I64(self.lanes))
+        store_vector(b, rounded, b.select(short, self.ends, here), result, self.lanes)
+        with b.if_then(b.and_(short, b.icmp_signed(">", left, I64(0)))):
+            copy_elements(b, here, self.ends, left, MEMORY[result])
 
     def _index(self, row: Any, vector: int) -> tuple[Any, Any]:
         b, a = self.b, self.a
@@ -139,25 +268,8 @@ class _Tile:
         line = b.add(b.mul(self.batch, a["rows"]), row)
         return b.add(b.mul(line, a["columns"]), column), column
 
-    def _elements(self, row: Any, vector: int) -> Any:
-        return self.b.add(splat(self.b, self._index(row, vector)[0], self.lanes), iota(self.lanes))
-
-    def _left(self, row: Any, k: Any) -> Any:
-        b, a, storage = self.b, self.a, self.kernel.loads[0]
-        offset = b.add(self.a_base, b.add(b.mul(row, a["a_row"]), b.mul(k, a["a_k"])))
-        return load_vector(b, at(b, a["a"], offset, MEMORY[storage]), storage, 1)
-
-    def _right(self, k: Any, vector: int) -> Any:
-        b, storage = self.b, self.kernel.loads[1]
-        offset = b.add(b.mul(k, I64(self.width)), I64(vector * self.lanes))
-        return load_vector(b, at(b, self.b_base, offset, MEMORY[storage]), storage, self.lanes)
-
-    def _store(self, value: Any, row: Any, vector: int) -> None:
-        b, result = self.b, self.kernel.result
-        index, column = self._index(row, vector)
-        here = at(b, self.a["out"], index, MEMORY[result])
-        left = b.sub(self.a["columns"], column)
-        short = b.icmp_signed("<", left, I64(self.lanes))
-        store_vector(b, value, b.select(short, self.ends, here), result, self.lanes)
-        with b.if_then(b.and_(short, b.icmp_signed(">", left, I64(0)))):
-            copy_elements(b, here, self.ends, left, MEMORY[result])
+    def _slots(self, row: Any, vector: int) -> tuple[Any, Any]:
+        b = self.b
+        place = b.mul(b.sub(row, self.first_row), I64(self.variant.width))
+        index = b.add(place, I64(vector * self.lanes))
+        return at(b, self.accs, index, self.value), at(b, self.states, index, I64)

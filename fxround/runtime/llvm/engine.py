@@ -14,6 +14,7 @@ change floating point.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -42,6 +43,20 @@ def instruction_sets() -> tuple[str, ...]:
     wide = all(has.get(f, False) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
     middle = has.get("avx2", False) and has.get("fma", False)
     return ("host", *(["avx512"] if wide else []), *(["avx2"] if middle else []), *(["sse2"] if "sse2" in has else []))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a loop nest may want to know of an instruction set: how wide, and how many, its registers are."""
+
+    vector_bytes: int
+    registers: int
+
+
+def machine_of(isa: str) -> Machine:
+    """The registers of a named instruction set; of the widest one for ``host``."""
+    name = next((n for n in instruction_sets() if n != "host"), "sse2") if isa == "host" else isa
+    return {"avx512": Machine(64, 32), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
 
 
 @cache

@@ -40,7 +40,7 @@ def define(module: ir.Module, name: str, args: Sequence[tuple[str, Any]]) -> tup
 
 
 @contextmanager
-def count(b: ir.IRBuilder, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+def count(b: ir.IRBuilder, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
     """for (i = start; i < stop; i += step), signed 64-bit; the body is emitted inside the block."""
     before = b.block
     head = b.append_basic_block("head")
@@ -53,7 +53,7 @@ def count(b: ir.IRBuilder, start: Any, stop: Any, step: int = 1) -> Iterator[Any
     b.cbranch(b.icmp_signed("<", i, stop), body, done)
     b.position_at_end(body)
     yield i
-    i.add_incoming(b.add(i, I64(step)), b.block)
+    i.add_incoming(b.add(i, I64(step) if isinstance(step, int) else step), b.block)
     b.branch(head)
     b.position_at_end(done)
 

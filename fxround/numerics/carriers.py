@@ -1,0 +1,93 @@
+"""Carriers: binary32 and binary64, the types that hold the values of every narrower format.
+
+What is true here. A float's encoding without its sign is its ordinal: it grows with the magnitude, by one
+from each float to the next, and every ordinal above infinity's is a NaN.
+
+Why it is safe. ``Carrier.require`` refuses a format that the carrier does not hold exactly, with its range.
+
+    before   0x7f800000, 0x7fffff, 23, 127 in each function
+    after    CARRIERS["f32"].infinity, .trailing, .bias
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.scalar import WIDTH, Expr, Type, bits, const, from_bits, select
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The type that holds the values of narrower formats: its own format, and where its fields lie."""
+
+    type: Type
+    code: Type
+    format: Format
+
+    @property
+    def trailing(self) -> int:
+        """Bits of the trailing significand: precision - 1."""
+        return self.format.precision - 1
+
+    @property
+    def bias(self) -> int:
+        """The exponent's bias."""
+        return 1 - self.format.emin
+
+    @property
+    def infinity(self) -> int:
+        """The ordinal of infinity: every larger ordinal is a NaN."""
+        return ((1 << (WIDTH[self.code] - 1)) - 1) >> self.trailing << self.trailing
+
+    @property
+    def nan(self) -> int:
+        """The encoding of the one NaN that fxround returns: quiet, positive, no payload."""
+        return self.infinity | 1 << (self.trailing - 1)
+
+    def ordinal(self, value: float) -> int:
+        """The encoding of a non-negative value of the carrier."""
+        return int.from_bytes(struct.pack("<f" if self.type == "f32" else "<d", value), "little")
+
+    def require(self, fmt: Format) -> None:
+        """Raise ValueError unless every value of ``fmt`` can be held, and rounded to, in this carrier."""
+        mine = self.format
+        if fmt.precision > mine.precision:
+            raise ValueError(
+                f"{fmt} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
+                f"to be rounded; use a tensor of a wider dtype"
+            )
+        # One binade below emin the carrier's subnormals still form one grid; further down they do not.
+        lowest = mine.emin - 1 if fmt.precision == 1 or fmt.subnormals else mine.emin
+        if fmt.emin < lowest or fmt.maximum > mine.maximum:
+            raise ValueError(
+                f"{fmt} has the range 2^{fmt.emin} to {fmt.maximum:g}, more than {mine} holds; "
+                f"use a tensor of a wider dtype"
+            )
+
+
+CARRIERS: Final = MappingProxyType(
+    {
+        "f32": Carrier("f32", "u32", FORMATS["binary32"]),
+        "f64": Carrier("f64", "u64", FORMATS["binary64"]),
+    }
+)
+
+
+def ordinal_of(code: Expr, carrier: Carrier) -> Expr:
+    """The encoding without its sign."""
+    return code & ((1 << (WIDTH[carrier.code] - 1)) - 1)
+
+
+def is_nan_code(code: Expr, carrier: Carrier) -> Expr:
+    """By integers: to an optimizer all NaNs are alike, so a float comparison may be dropped as pointless."""
+    return const(carrier.code, carrier.infinity) < ordinal_of(code, carrier)
+
+
+def one_nan(x: Expr) -> Expr:
+    """x, with every NaN replaced by the carrier's one NaN: hardware disagrees on signs and payloads."""
+    carrier = CARRIERS[x.type]
+    return from_bits(select(is_nan_code(bits(x), carrier), carrier.nan, bits(x)))
