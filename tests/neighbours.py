@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Mode, Rounding
-from fxround.numerics.rounding import CARRIERS
 
 Array = npt.NDArray[Any]
 

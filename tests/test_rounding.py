@@ -26,10 +26,11 @@ from neighbours import (
     random_words,
 )
 
+from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.rounding import CARRIERS, round_expr, rounding_function
+from fxround.numerics.rounding import round_expr, rounding_function
 from fxround.numerics.scalar import param
 
 PATTERNS = np.arange(2**16, dtype=np.uint16)

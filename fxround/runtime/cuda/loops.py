@@ -1,0 +1,304 @@
+"""The loop nests of kernels as CUDA C++ text: one emitter a shape.
+
+What is true here. Every kernel is one ``__global__`` function over raw pointers. A Map gives a thread the four elements
+that share a Philox block; a Reduce, Scan or Contract gives a thread one output element, whose chains, stream
+and order are its own. Sizes and steps are arguments, so a text serves every shape.
+
+    map       (layout, out, x0, x1, ..., key)                    layout: sizes of the result, steps of each operand
+    reduce    (results, length, inner, out, x, key)              x: (outer, length, inner), row-major
+    scan      (lines, length, inner, out, x, key)                the same, out like x
+    contract  (shape, out, a, b, key)                            out: (batch, rows, columns), row-major; see ``SHAPE``
+
+Why it is safe. No thread reads what another writes, and no number depends on the grid: any grid of any block size walks
+all elements, one after the other. Indices have 64 bits.
+
+    before   atomicAdd(&out[i], x[k]);                           // an order of the hardware's choosing
+    after    for (k = 0; k < length; ++k) acc = step(acc, x[k], draw(state));
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+from fxround.kernel import Contract, Kernel, Map, Reduce, Scan
+from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, stream_functions
+from fxround.numerics.scalar import Function, param
+from fxround.numerics.storage import Storage
+from fxround.runtime.cuda.source import TYPES, device_function
+
+MEMORY: Final = MappingProxyType({"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short"})
+MAX_DIMS: Final = 8
+
+SHAPE: Final = (
+    "batch",
+    "rows",
+    "length",
+    "columns",
+    "groups",  # 0: a has one matrix a batch; else batch i takes a's matrix i mod groups
+    "a_batch",
+    "a_row",
+    "a_length",
+    "b_batch",
+    "b_length",
+    "b_column",
+)
+"""The fields of a contraction's shape, 64-bit integers in this order: sizes, then steps in elements."""
+
+_HEAD: Final = f"""\
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct Key {{ u32 seed_low, seed_high, sample, node; }};
+struct Shape {{ i64 {", ".join(SHAPE)}; }};
+template <int N> struct Layout {{ u64 count; u64 dims; u64 sizes[{MAX_DIMS}]; i64 steps[N][{MAX_DIMS}]; }};
+__device__ __forceinline__ u64 first_item() {{ return (u64)blockIdx.x * blockDim.x + threadIdx.x; }}
+__device__ __forceinline__ u64 item_step() {{ return (u64)gridDim.x * blockDim.x; }}
+"""
+
+
+@cache
+def preamble() -> str:
+    """What every kernel's text relies on, once a translation unit: types, and the streams of ``randomness``."""
+    return _HEAD + "".join(device_function(f) for f in stream_functions()) + _DRAW
+
+
+_DRAW: Final = """\
+__device__ __forceinline__ u32 draw(u64& state) {
+  u32 bits;
+  u64 next;
+  advance_stream(state, bits, next);
+  state = next;
+  return bits;
+}
+"""
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """The ``__global__`` function's name: the shape and the digest, unique in any translation unit."""
+    return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}"
+
+
+def kernel_text(kernel: Kernel) -> str:
+    """The kernel and the device functions that are its own; ``preamble()`` comes before it."""
+    match kernel:
+        case Map():
+            return _map(kernel)
+        case Reduce():
+            return _reduce(kernel)
+        case Scan():
+            return _scan(kernel)
+        case Contract():
+            return _contract(kernel)
+
+
+def kernel_source(kernels: Iterable[Kernel]) -> str:
+    """A translation unit of some kernels, each once."""
+    distinct = {kernel_name(k): k for k in kernels}
+    return preamble() + "".join(kernel_text(k) for k in distinct.values())
+
+
+def _global(name: str, parameters: Iterable[str], body: str) -> str:
+    return f'extern "C" __global__ void {name}({", ".join(parameters)}) {{\n{body}}}\n'
+
+
+def _pointer(storage: Storage, name: str, readonly: bool = True) -> str:
+    return f"{'const ' if readonly else ''}{MEMORY[storage]}* __restrict__ {name}"
+
+
+def _element(storage: Storage, place: str) -> str:
+    """A stored element as a scalar body takes it: a 16-bit code as a u32."""
+    return f"(u32){place}" if MEMORY[storage] == "unsigned short" else place
+
+
+def _stored(storage: Storage, value: str) -> str:
+    return f"(unsigned short){value}" if MEMORY[storage] == "unsigned short" else value
+
+
+# ---- map ----
+
+
+def _words(name: str, draw: int) -> Function:
+    counter, key = param("counter", "u64"), Key.params()
+    return Function(name, (counter, *key.exprs), block_words(counter, draw, key))
+
+
+_MAP: Final = """\
+  const u64 quads = (layout.count + {last}) / {block} * {stride};
+  for (u64 q = first_item(); q < quads; q += item_step()) {{
+{draws}    for (u64 word = 0; word < 4; ++word) {{
+      const u64 i = q / {stride} * {block} + word * {stride} + q % {stride};
+      if (i >= layout.count) break;
+      i64 {offsets};
+      u64 rest = i;
+      for (u64 d = layout.dims; d-- > 0;) {{
+        const i64 at = (i64)(rest % layout.sizes[d]);
+        rest /= layout.sizes[d];
+{walk}      }}
+      out[i] = {value};
+    }}
+  }}
+"""
+
+
+def _map(kernel: Map) -> str:
+    name, operands = kernel_name(kernel), range(len(kernel.loads))
+    words = [_words(f"{name}_words{d}", d) for d in kernel.draws]
+    key = "key.seed_low, key.seed_high, key.sample, key.node"
+    draws = "".join(
+        f"    u32 r{d}[4];\n    {w.name}(q, {key}, r{d}[0], r{d}[1], r{d}[2], r{d}[3]);\n"
+        for d, w in zip(kernel.draws, words, strict=True)
+    )
+    elements = [_element(s, f"x{n}[o{n}]") for n, s in enumerate(kernel.loads)]
+    call = f"{name}_body({', '.join([*elements, *(f'r{d}[word]' for d in kernel.draws)])})"
+    body = _MAP.format(
+        last=BLOCK - 1,
+        block=BLOCK,
+        stride=STRIDE,
+        draws=draws,
+        offsets=", ".join(f"o{n} = 0" for n in operands),
+        walk="".join(f"        o{n} += at * layout.steps[{n}][d];\n" for n in operands),
+        value=_stored(kernel.result, call),
+    )
+    parameters = [
+        f"const Layout<{len(kernel.loads)}> layout",
+        _pointer(kernel.result, "out", readonly=False),
+        *(_pointer(s, f"x{n}") for n, s in enumerate(kernel.loads)),
+        "const Key key",
+    ]
+    functions = "".join(map(device_function, words)) + device_function(kernel.body, f"{name}_body")
+    return functions + _global(name, parameters, body)
+
+
+# ---- one thread, one output element ----
+
+
+def _bodies(kernel: Reduce | Scan | Contract) -> str:
+    functions = {"step": kernel.step, "finish": kernel.finish}
+    if isinstance(kernel, Reduce):
+        functions["combine"] = kernel.combine
+    if isinstance(kernel, Contract):
+        functions["lift_a"], functions["lift_b"] = kernel.lifts
+    return "".join(device_function(f, f"{kernel_name(kernel)}_{role}") for role, f in functions.items())
+
+
+def _stream(kernel: Reduce | Scan | Contract, declaration: str, element: str) -> str:
+    """A stream's first state, where the kernel draws at all."""
+    if not (kernel.draws or kernel.finish_draws):
+        return ""
+    return f"{declaration} = start_stream({element}, key.seed_low, key.seed_high, key.sample, key.node);\n"
+
+
+def _bits(wanted: bool, state: str) -> str:
+    return f"draw({state})" if wanted else "0u"
+
+
+_REDUCE: Final = """\
+  for (u64 i = first_item(); i < results; i += item_step()) {{
+    const {memory}* line = x + i / inner * length * inner + i % inner;
+    {type} acc[{chains}];
+{states}#pragma unroll
+    for (u64 c = 0; c < {chains}; ++c) {{
+      acc[c] = 0;
+{start}    }}
+    for (u64 k = 0; k < length; k += {chains}) {{
+#pragma unroll
+      for (u64 c = 0; c < {chains}; ++c)
+        if (k + c < length) acc[c] = {name}_step(acc[c], {element}, {step_bits});
+    }}
+    const u64 used = length < {chains} ? length : {chains};
+#pragma unroll
+    for (u64 w = {chains} / 2; w > 0; w /= 2) {{
+#pragma unroll
+      for (u64 c = 0; c < w; ++c)
+        if (c + w < used) acc[c] = {name}_combine(acc[c], acc[c + w], {step_bits});
+    }}
+    out[i] = {value};
+  }}
+"""
+
+
+def _reduce(kernel: Reduce) -> str:
+    name, chains = kernel_name(kernel), kernel.order.chains
+    start = _stream(kernel, "      state[c]", f"i * {chains} + c")
+    finish = f"{name}_finish(acc[0], {_bits(kernel.finish_draws, 'state[0]')})"
+    body = _REDUCE.format(
+        name=name,
+        memory=MEMORY[kernel.loads[0]],
+        type=TYPES[kernel.accumulator],
+        chains=chains,
+        states=f"    u64 state[{chains}];\n" if start else "",
+        start=start,
+        element=_element(kernel.loads[0], "line[(k + c) * inner]"),
+        step_bits=_bits(kernel.draws, "state[c]"),
+        value=_stored(kernel.result, finish),
+    )
+    return _bodies(kernel) + _global(name, _line_parameters(kernel, "results"), body)
+
+
+def _line_parameters(kernel: Reduce | Scan, count: str) -> list[str]:
+    sizes = [f"const u64 {n}" for n in (count, "length", "inner")]
+    out, x = _pointer(kernel.result, "out", readonly=False), _pointer(kernel.loads[0], "x")
+    return [*sizes, out, x, "const Key key"]
+
+
+_SCAN: Final = """\
+  for (u64 i = first_item(); i < lines; i += item_step()) {{
+    const u64 base = i / inner * length * inner + i % inner;
+    {type} acc = 0;
+{start}    for (u64 k = 0; k < length; ++k) {{
+      acc = {name}_step(acc, {element}, {step_bits});
+      out[base + k * inner] = {value};
+    }}
+  }}
+"""
+
+
+def _scan(kernel: Scan) -> str:
+    name = kernel_name(kernel)
+    finish = f"{name}_finish(acc, {_bits(kernel.finish_draws, 'state')})"
+    body = _SCAN.format(
+        name=name,
+        type=TYPES[kernel.accumulator],
+        start=_stream(kernel, "    u64 state", "i"),
+        element=_element(kernel.loads[0], "x[base + k * inner]"),
+        step_bits=_bits(kernel.draws, "state"),
+        value=_stored(kernel.result, finish),
+    )
+    return _bodies(kernel) + _global(name, _line_parameters(kernel, "lines"), body)
+
+
+_CONTRACT: Final = """\
+  const u64 results = (u64)(shape.batch * shape.rows * shape.columns);
+  for (u64 i = first_item(); i < results; i += item_step()) {{
+    const i64 column = (i64)(i % shape.columns), row = (i64)(i / shape.columns % shape.rows);
+    const i64 batch = (i64)(i / shape.columns / shape.rows);
+    const {a}* left = a + (shape.groups ? batch % shape.groups : batch) * shape.a_batch + row * shape.a_row;
+    const {b}* right = b + batch * shape.b_batch + column * shape.b_column;
+    {type} acc = 0;
+{start}    for (i64 k = 0; k < shape.length; ++k)
+      acc = {name}_step({name}_lift_a({x}), {name}_lift_b({y}), acc, {step_bits});
+    out[i] = {value};
+  }}
+"""
+
+
+def _contract(kernel: Contract) -> str:
+    name = kernel_name(kernel)
+    finish = f"{name}_finish(acc, {_bits(kernel.finish_draws, 'state')})"
+    body = _CONTRACT.format(
+        name=name,
+        a=MEMORY[kernel.loads[0]],
+        b=MEMORY[kernel.loads[1]],
+        type=TYPES[kernel.accumulator],
+        start=_stream(kernel, "    u64 state", "i"),
+        x=_element(kernel.loads[0], "left[k * shape.a_length]"),
+        y=_element(kernel.loads[1], "right[k * shape.b_length]"),
+        step_bits=_bits(kernel.draws, "state"),
+        value=_stored(kernel.result, finish),
+    )
+    operands = [_pointer(kernel.loads[0], "a"), _pointer(kernel.loads[1], "b")]
+    parameters = ["const Shape shape", _pointer(kernel.result, "out", readonly=False), *operands, "const Key key"]
+    return _bodies(kernel) + _global(name, parameters, body)

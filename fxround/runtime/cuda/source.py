@@ -1,0 +1,144 @@
+"""The CUDA C++ table: every operator of the scalar IR as one expression of text.
+
+What is true here. ``device_function`` writes a function's schedule as straight-line C++, one ``const`` a node;
+it knows nothing about rounding. The text is CUDA C++ and, behind ``HOST_PRELUDE``, plain C++: the
+tests run what the GPU runs, on any machine.
+
+Why it is safe. Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which nvcc and
+NVRTC neither contract nor reassociate; ``DEVICE_FLAGS`` keeps subnormal numbers, and on a host
+``HOST_FLAGS`` forbids contraction. Integers are unsigned, so they wrap. Constants are written by
+their encoding.
+
+    before   y = a * b + c;                          // one rounding or two, as the compiler likes
+    after    const float v3 = __fmaf_rn(a, b, c);
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.scalar import Expr, Function
+
+TYPES: Final = MappingProxyType(
+    {"bool": "bool", "u32": "unsigned int", "u64": "unsigned long long", "f32": "float", "f64": "double"}
+)
+
+# {0}, {1}, {2} are the operands. A row of several spellings is keyed by the type of the first operand.
+TABLE: Final[Mapping[str, str | Mapping[str, str]]] = MappingProxyType(
+    {
+        "add": "{0} + {1}",
+        "sub": "{0} - {1}",
+        "mul": "{0} * {1}",
+        "and": "{0} & {1}",
+        "or": "{0} | {1}",
+        "xor": "{0} ^ {1}",
+        "shl": "{0} << {1}",
+        "shr": "{0} >> {1}",
+        "eq": "{0} == {1}",
+        "lt": "{0} < {1}",
+        "le": "{0} <= {1}",
+        "fadd": {"f32": "__fadd_rn({0}, {1})", "f64": "__dadd_rn({0}, {1})"},
+        "fsub": {"f32": "__fsub_rn({0}, {1})", "f64": "__dsub_rn({0}, {1})"},
+        "fmul": {"f32": "__fmul_rn({0}, {1})", "f64": "__dmul_rn({0}, {1})"},
+        "fdiv": {"f32": "__fdiv_rn({0}, {1})", "f64": "__ddiv_rn({0}, {1})"},
+        "sqrt": {"f32": "__fsqrt_rn({0})", "f64": "__dsqrt_rn({0})"},
+        "fma": {"f32": "__fmaf_rn({0}, {1}, {2})", "f64": "__fma_rn({0}, {1}, {2})"},
+        "feq": "{0} == {1}",
+        "flt": "{0} < {1}",
+        "fle": "{0} <= {1}",
+        "select": "{0} ? {1} : {2}",
+        "rarely": "{0} ? {1} : {2}",
+        "bits": {"f32": "__float_as_uint({0})", "f64": "(unsigned long long)__double_as_longlong({0})"},
+        "from_bits": {"u32": "__uint_as_float({0})", "u64": "__longlong_as_double((long long){0})"},
+        "widen": {"u32": "(unsigned long long){0}", "f32": "(double){0}"},
+        "narrow": {"u64": "(unsigned int){0}", "f64": "__double2float_rn({0})"},
+        "signed_to_f64": "__ll2double_rn((long long){0})",
+    }
+)
+
+# What a C++ compiler needs to know before it reads the text as a program of its own.
+HOST_PRELUDE: Final = """\
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __global__
+#define __restrict__
+#define __forceinline__ inline
+struct Dim3 { unsigned int x; };
+static thread_local Dim3 blockIdx = {0}, blockDim = {1}, threadIdx = {0}, gridDim = {1};
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dsub_rn(double a, double b) { return a - b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
+static inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+static inline double __ll2double_rn(long long a) { return (double)a; }
+static inline float __double2float_rn(double a) { return (float)a; }
+template <class To, class From> static inline To as_bits(From a) { To b; std::memcpy(&b, &a, sizeof b); return b; }
+static inline unsigned int __float_as_uint(float a) { return as_bits<unsigned int>(a); }
+static inline float __uint_as_float(unsigned int a) { return as_bits<float>(a); }
+static inline long long __double_as_longlong(double a) { return as_bits<long long>(a); }
+static inline double __longlong_as_double(long long a) { return as_bits<double>(a); }
+"""
+# The defaults, said aloud: -use_fast_math would flush subnormal operands of intrinsics and comparisons.
+DEVICE_FLAGS: Final = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false", "--std=c++17")
+# -ffp-contract=off: g++ contracts by default.
+HOST_FLAGS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared")
+
+
+def constant(node: Expr) -> str:
+    """A constant by its encoding."""
+    code = int(node.attr or 0)
+    spelling = {
+        "bool": "true" if code else "false",
+        "u32": f"0x{code:x}u",
+        "u64": f"0x{code:x}ull",
+        "f32": f"__uint_as_float(0x{code:x}u)",
+        "f64": f"__longlong_as_double((long long)0x{code:x}ull)",
+    }
+    return spelling[node.type]
+
+
+def expression(node: Expr, operands: list[str]) -> str:
+    """One operator applied to named operands."""
+    row = TABLE[node.op]
+    template = row if isinstance(row, str) else row[node.args[0].type]
+    return template.format(*operands)
+
+
+def signature(function: Function, name: str) -> str:
+    """``inline T name(T a, ...)``; several results are references after the parameters."""
+    params = [f"const {TYPES[p.type]} {p.attr}" for p in function.params]
+    results = [TYPES[r.type] for r in function.results]
+    if len(results) > 1:
+        params += [f"{type}& result{i}" for i, type in enumerate(results)]
+    returned = results[0] if len(results) == 1 else "void"
+    return f"__device__ __forceinline__ {returned} {name}({', '.join(params)})"
+
+
+def device_function(function: Function, name: str | None = None) -> str:
+    """The text of a function, under its own name or another."""
+    names: dict[Expr, str] = {p: str(p.attr) for p in function.params}
+    lines = [signature(function, name or function.name) + " {"]
+    for node in function.schedule:
+        if node in names:
+            continue
+        if node.op == "const":
+            names[node] = constant(node)
+            continue
+        names[node] = f"v{len(lines)}"
+        text = expression(node, [names[a] for a in node.args])
+        lines.append(f"  const {TYPES[node.type]} {names[node]} = {text};")
+    if len(function.results) == 1:
+        lines.append(f"  return {names[function.results[0]]};")
+    else:
+        lines += [f"  result{i} = {names[r]};" for i, r in enumerate(function.results)]
+    return "\n".join([*lines, "}", ""])
