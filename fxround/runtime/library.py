@@ -147,7 +147,7 @@ def _as_outer_length_inner(x: Tensor, reduced: list[int]) -> Tensor:
     if reduced and reduced == list(range(reduced[0], reduced[-1] + 1)):
         outer, inner = x.shape[: reduced[0]].numel(), x.shape[reduced[-1] + 1 :].numel()
         return x.reshape(outer, x.shape[reduced[0] : reduced[-1] + 1].numel(), inner)
-    moved = x.permute(*kept, *reduced)
+    moved = x.permute((*kept, *reduced))
     return moved.reshape(moved.shape[: len(kept)].numel(), moved.shape[len(kept) :].numel(), 1)
 
 

@@ -1,0 +1,144 @@
+"""The torch operators: opcheck, layouts of fake and real results, purity, export, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fxround  # noqa: F401  registers the operators
+from fxround.errors import FxroundError
+
+SR = "binary32/stochastic/inf"
+RNE = "binary32/nearest_even/inf"
+OPS = torch.ops.fxround
+
+
+def rng(seed: int = 3, sample: int = 0) -> torch.Tensor:
+    return torch.tensor([seed, sample])
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Each operator with arguments that are not contiguous, so that layouts are seen."""
+    turned = normal(5, 4).t()
+    image, kernel = normal(2, 6, 7, 4).transpose(1, 3), normal(6, 2, 3, 3)
+    plain = ([1, 2], [1, 1], [1, 1])
+    return {
+        "pointwise": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}", torch.float32, rng(), 1),
+        "matmul": (turned, turned.t(), SR, RNE, rng(), 2),
+        "convolution": (image, kernel, *plain, False, [0, 0], 2, SR, RNE, rng(), 3),
+        "sum": (normal(3, 4, 5).transpose(0, 2), [0, 2], False, "lanes:16", SR, RNE, rng(), 4),
+        "cumsum": (turned, 0, SR, RNE, rng(), 5),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(OPS, name).default, calls()[name])
+
+
+@pytest.mark.parametrize("name", calls())
+def test_real_and_fake_results_are_row_major_and_pure(name: str) -> None:
+    operator, args = getattr(OPS, name), calls()[name]
+    real = operator(*args)
+    assert real.is_contiguous() and torch.equal(real, operator(*args))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        faked = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+        fake = operator(*faked)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    other = [rng(4) if isinstance(a, torch.Tensor) and a.dtype == torch.int64 else a for a in args]
+    assert not torch.equal(real, operator(*other))
+
+
+@pytest.mark.parametrize("name", calls())
+def test_operators_survive_export(name: str, tmp_path: Any) -> None:
+    operator, args = getattr(OPS, name), calls()[name]
+
+    class Holder(torch.nn.Module):
+        def forward(self, x: Any) -> torch.Tensor:
+            return operator(x, *args[1:])  # type: ignore[no-any-return]
+
+    program = torch.export.export(Holder(), (args[0],))
+    torch.export.save(program, tmp_path / "op.pt2")
+    loaded = torch.export.load(tmp_path / "op.pt2").module()
+    assert torch.equal(loaded(args[0]), operator(*args))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution_of_integers_is_torchs(dims: int, transposed: bool, groups: int) -> None:
+    """Small integers: every sum is exact, so that any order and any library agree."""
+    sizes = [9, 8, 7][:dims]
+    x = torch.randint(-4, 5, (3, 4, *sizes), generator=torch.Generator().manual_seed(dims)).float()
+    shape = (4, 8 // groups) if transposed else (8, 4 // groups)
+    w = torch.randint(-4, 5, (*shape, *[3, 2, 3][:dims]), generator=torch.Generator().manual_seed(9)).float()
+    stride, padding, dilation = [2, 1, 3][:dims], [1, 2, 0][:dims], [1, 2, 1][:dims]
+    extra = [1, 0, 2][:dims] if transposed else [0] * dims
+    args = (x, w, stride, padding, dilation, transposed, extra, groups)
+    want = torch.ops.aten.convolution(x, w, None, *args[2:6], args[6], args[7])
+    assert torch.equal(OPS.convolution(*args, RNE, RNE, rng(), 0), want)
+
+
+def test_convolution_visits_taps_in_order() -> None:
+    """The first tap wins in an accumulator of one bit of precision beyond it: k is (channel, row, column)."""
+    w = torch.zeros(1, 2, 2, 2)
+    x = torch.ones(1, 2, 2, 2)
+    for first in range(8):
+        w.zero_().view(-1)[first:] = torch.tensor([2.0**8, *[1.0] * (7 - first)])
+        got = OPS.convolution(x, w, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, "bfloat16/toward_zero", RNE, rng(), 0)
+        assert got.item() == 2.0**8, "ones added to 256 are lost one by one; added to each other first they are not"
+
+
+@pytest.mark.parametrize("dims", [[0], [1], [2], [0, 1], [0, 2], [1, 2], [], [-1, 0]])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_sum_of_integers_is_torchs(dims: list[int], keepdim: bool) -> None:
+    x = torch.randint(-9, 10, (3, 70, 5), generator=torch.Generator().manual_seed(1)).float()
+    want = x.sum(dims or [0, 1, 2], keepdim=keepdim)
+    for order in ("sequential", "lanes:16"):
+        assert torch.equal(OPS.sum(x, dims, keepdim, order, RNE, RNE, rng(), 0), want)
+    assert torch.equal(OPS.cumsum(x, 1, RNE, RNE, rng(), 0), x.cumsum(1))
+
+
+def test_empty_contractions_and_sums_are_zero() -> None:
+    assert torch.equal(OPS.matmul(torch.ones(2, 0), torch.ones(0, 3), SR, RNE, rng(), 0), torch.zeros(2, 3))
+    assert OPS.matmul(torch.ones(0, 4), torch.ones(4, 3), SR, RNE, rng(), 0).shape == (0, 3)
+    assert torch.equal(OPS.sum(torch.ones(2, 0), [1], False, "lanes:16", SR, RNE, rng(), 0), torch.zeros(2))
+    assert OPS.sum(torch.tensor(3.0), [], False, "lanes:16", SR, RNE, rng(), 0).item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("matmul", {1: torch.ones(3, 3)}, ValueError, "inner sizes or batches differ"),
+        ("matmul", {1: torch.ones(5)}, ValueError, "two matrices"),
+        ("matmul", {1: torch.ones(5, 4, dtype=torch.float64)}, TypeError, "one dtype"),
+        ("matmul", {2: "binary33"}, ValueError, "no format is named"),
+        ("convolution", {1: torch.ones(6, 3, 3, 3)}, ValueError, "channels differ"),
+        ("convolution", {1: torch.ones(6, 2, 99, 3)}, ValueError, "the kernel exceeds the input"),
+        ("sum", {1: [7]}, IndexError, "out of range"),
+        ("sum", {1: [0, -3]}, ValueError, "twice"),
+        ("sum", {3: "pairwise"}, ValueError, "known: sequential, lanes"),
+        ("pointwise", {0: [torch.ones(3, dtype=torch.int64)]}, TypeError, "int64"),
+        ("pointwise", {1: "t0 = frobnicate(x0) @ binary32"}, ValueError, "no pointwise operator is named 'frobnicate'"),
+        ("pointwise", {1: "t0 = add(x0, x7) @ binary32"}, ValueError, "uses 8 operands, got 2"),
+        ("pointwise", {1: "nonsense"}, ValueError, "is no statement"),
+        ("pointwise", {3: torch.zeros(3)}, ValueError, "expected int64"),
+    ],
+)
+def test_bad_arguments_are_refused(name: str, change: dict[int, Any], error: type[Exception], message: str) -> None:
+    args = [change.get(i, a) for i, a in enumerate(calls()[name])]
+    with pytest.raises(error, match=message):
+        getattr(OPS, name)(*args)
+
+
+def test_other_devices_are_refused_by_name() -> None:
+    from fxround.runtime.library import _refuse_cuda
+
+    with pytest.raises(FxroundError, match="run on the CPU"):
+        _refuse_cuda()
