@@ -83,7 +83,7 @@ def test_the_gradient_passes_straight_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "rounding", "error", "message"),
+    "x, rounding, error, message",
     [
         (torch.zeros(3, dtype=torch.int32), "bfloat16", TypeError, r"got dtype torch\.int32; expected one of float32"),
         (torch.zeros(3, dtype=torch.complex64), "bfloat16", TypeError, "complex64"),

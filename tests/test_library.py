@@ -113,7 +113,7 @@ def test_empty_contractions_and_sums_are_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
+    "name, change, error, message",
     [
         ("matmul", {1: torch.ones(3, 3)}, ValueError, "inner sizes or batches differ"),
         ("matmul", {1: torch.ones(5)}, ValueError, "two matrices"),
