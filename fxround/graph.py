@@ -23,7 +23,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Literal
 from unittest import mock
 
@@ -38,11 +37,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxround.errors import CaptureError
+from fxround.refusals import explained, refuse_unsupported_tensors, require_tested_torch, source_line
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
 
-TESTED_TORCH: Final = ("2.13",)
 META: Final = "fxround"
 PORT: Final = "fxround_port"
 # Sizes of 0 and 1 are conditions where a model asks for them, not assumptions.
@@ -128,15 +127,6 @@ class _Traced:
     leaves: list[Any] = field(repr=False)
 
 
-def require_tested_torch(version: str = torch.__version__) -> None:
-    """Raise CaptureError outside the tested range: the private APIs of this file have no promise of stability."""
-    if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
-        raise CaptureError(
-            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
-            f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
-        )
-
-
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
     table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
@@ -192,24 +182,6 @@ def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:
     return {i: torch.export.Dim.AUTO for i, size in enumerate(dimensions) if not isinstance(size, int)}
 
 
-def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
-    leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.is_complex() or tensor.is_quantized:
-            kind = "complex" if tensor.is_complex() else "quantized"
-            raise CaptureError(
-                f"{name} is {kind} ({tensor.dtype}); fxround rounds real floating-point numbers. "
-                + ("Split it into real and imaginary parts." if tensor.is_complex() else "Pass the float model.")
-            )
-        if tensor.layout != torch.strided:
-            raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
-        if tensor.device.type != "cpu":
-            raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
-
-
 def float_value(node: fx.Node) -> torch.Tensor | None:
     """The (fake) tensor that the node yields, if it is one of floating point."""
     value = node.meta.get("val")
@@ -248,15 +220,6 @@ def operator_name(node: fx.Node) -> str:
         return node.op
     target: Any = node.target
     return str(target) if isinstance(target, torch._ops.OperatorBase) else getattr(target, "__name__", str(target))
-
-
-def source_line(stack_trace: str) -> tuple[str, str]:
-    """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
-    if not frames:
-        return "", ""
-    name, line, code = frames[-1]
-    return f"{PurePath(name).name}:{line}", code.strip()
 
 
 def settle(graph: fx.GraphModule) -> None:
@@ -330,7 +293,7 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
             joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=dict(decompositions))
         except Exception as e:  # whatever a model's own code raises, told with its line
-            raise _explain(model, e) from e
+            raise explained(model, e) from e
     _refuse_unsupported_nodes(joint.graph_module)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)))
 
@@ -346,11 +309,11 @@ def _describe(traced: _Traced) -> Captured:
     outputs = tuple(_port(desc) for desc in graph.graph.output_node().meta["desc"])
     values = {port.index: node.meta.get("val") for node, port in zip(placeholders, inputs, strict=True)}
     arguments = [values.get(i) for i in range(len(traced.leaves))]
-    return Captured(graph, inputs, outputs, traced.joint.out_spec, _sizes(arguments))
+    return Captured(_renamed(graph), inputs, outputs, traced.joint.out_spec, _sizes(arguments))
 
 
 def _drop_tokens(graph: fx.GraphModule) -> None:
-    """Call checks (of a linear algebra routine's success) directly: in a graph that runs in order they need no token."""
+    """Call checks (of a linear algebra routine's success) directly: a graph that runs in order needs no token."""
     nodes = graph.graph.nodes
     for node in [n for n in nodes if n.target is torch.ops.higher_order.with_effects]:
         with graph.graph.inserting_before(node):
@@ -375,6 +338,24 @@ def _describe_constants(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target)), torch.Tensor):
             node.meta["val"] = mode.from_tensor(constant, static_shapes=True)
+
+
+def _renamed(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, inputs named by what they are and operators numbered without gaps."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = _input_name(node.meta[PORT]) if node.op == "placeholder" else re.sub(r"_\d+$", "", node.name)
+        new = copy.create_node(node.op, node.target, args, kwargs, name)
+        new.target = new.name if node.op == "placeholder" else node.target
+        new.meta = dict(node.meta)
+        copies[node] = new
+    return fx.GraphModule(graph, copy)
+
+
+def _input_name(port: Port) -> str:
+    return port.name.replace(".", "_") if port.name else f"input_{port.index}"
 
 
 def _port(desc: Any) -> Port:
@@ -437,30 +418,6 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 def _module_path(path: str) -> str:
     """Dynamo spells a path ``L['self'].layer1.0``; users spell it ``layer1.0``."""
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).lstrip(".")
-
-
-_ADVICE: Final = (
-    ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
-    ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
-    ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
-    ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
-    ("not a known type", "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False)"),
-)
-
-
-def _explain(model: torch.nn.Module, error: Exception) -> CaptureError:
-    """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
-    text = str(error)
-    stack = list(getattr(error, "real_stack", None) or ())
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ": ".join(source_line(text))
-    hint = re.search(r"Hint: ([^\n]+)", text)
-    advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
-    explanation = re.search(r"Explanation: ([^\n]+)", text)
-    said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph.\n"
-        f"  at      {where}\n  reason  {said}\n  change  {advice}"
-    )
 
 
 def _refuse_unsupported_nodes(graph: fx.GraphModule) -> None:

@@ -160,7 +160,10 @@ def functions() -> dict[str, Layer]:
         "products": (lambda a: (a @ a.t(), a @ a[0], a[0] @ a[1], torch.outer(a[0], a[1])), (x,)),
         "addmm": (lambda a: torch.addmm(a @ a.t(), a, a.t(), beta=0.5, alpha=2), (x,)),
         "baddbmm": (lambda a: torch.baddbmm(a[0], a[0], a[0], beta=2), (image,)),
-        "addbmm": (lambda a: torch.addbmm(a[0, 0], a[0], a[0]) + torch.addmv(a[0, 0, 0], a[0, 0], a[0, 0, 1]), (image,)),
+        "addbmm": (
+            lambda a: torch.addbmm(a[0, 0], a[0], a[0]) + torch.addmv(a[0, 0, 0], a[0, 0], a[0, 0, 1]),
+            (image,),
+        ),
         "addr": (lambda a: torch.addr(a[:, :3], a[:, 0], a[:, 1], alpha=0.5), (x,)),
         "einsum": (lambda a: torch.einsum("bchw,bdhw->bcd", a, a), (image,)),
         "integers": (lambda t: (t.float() @ t.float().t()) + (t @ t.t()) * 2, (torch.randint(0, 5, (3, 3)),)),
@@ -168,7 +171,10 @@ def functions() -> dict[str, Layer]:
         "scatter_add": (lambda x: torch.zeros_like(x).scatter_add(1, (x > 0).long(), x), (x,)),
         "index_add": (lambda x: x.index_add(1, index, x[:, :3], alpha=0.5), (x,)),
         "index_put": (lambda x: torch.index_put(x, (index[1:],), x[:2], accumulate=True), (x,)),
-        "selects": (lambda x: torch.where(x > 0, x, -1.5).masked_fill(x > 1, 0.25).clamp(-1, 1).minimum(x.amax()), (x,)),
+        "selects": (
+            lambda x: torch.where(x > 0, x, -1.5).masked_fill(x > 1, 0.25).clamp(-1, 1).minimum(x.amax()),
+            (x,),
+        ),
         "masked_softmax": (lambda x: x.masked_fill(x > 0.5, float("-inf")).softmax(1), (x,)),
         "moves": (lambda x: torch.cat([x.triu(), x.roll(1, 0).flip(1), F.pad(x, (1, 2), value=0.5)[:, 3:]]), (x,)),
         "sorts": (lambda x: (x.topk(2), x.sort(1), x.kthvalue(2), x.median()), (x,)),

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import fxround
 from fxround.errors import CaptureError
 from fxround.formulas import decompositions
-from fxround.graph import Captured, Port, capture, located, require_tested_torch, source_line
+from fxround.graph import Captured, Port, capture, located
+from fxround.refusals import require_tested_torch, source_line
 
 aten = torch.ops.aten
 
@@ -76,7 +77,9 @@ def test_every_node_knows_its_module_and_line() -> None:
 
 
 def test_the_source_line_is_the_innermost_frame() -> None:
-    trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n  File "/a/util.py", line 9, in f\n    return x + 1\n'
+    trace = (
+        '  File "/a/model.py", line 3, in forward\n    y = f(x)\n  File "/a/util.py", line 9, in f\n    return x + 1\n'
+    )
     assert source_line(trace) == ("util.py:9", "return x + 1")
     assert source_line("") == ("", "")
 

@@ -23,6 +23,7 @@ RANKS = {
     "ops": 2,
     "policy": 2,
     "graph": 2,
+    "refusals": 2,
     "formulas": 2,
     "table": 2,
     "drawing": 2,

@@ -84,7 +84,7 @@ def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[A
 def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any) -> fx.Node:
     """A new node (of data movement, or exact) before ``near``, with its origin and a fake value, and no number."""
     with graph.graph.inserting_before(near):
-        new = graph.graph.call_function(target, tuple(args), kwargs)
+        new = graph.graph.create_node("call_function", target, tuple(args), kwargs, target.overloadpacket.__name__)
     kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten")
     new.meta = {key: near.meta[key] for key in kept if key in near.meta}
     place = site(near)

@@ -1,0 +1,85 @@
+"""Refusals: what fxround does not capture, told so that the reader knows what to change.
+
+What is true here. A message says what came (a dtype, a version, a line of the model), what was expected, what to do.
+PyTorch's own explanation is kept as the cause of the exception.
+
+    before   Unsupported: Data-dependent branching (and forty lines)
+    after    Net cannot be captured as one graph.
+               at      net.py:12: if x.sum() > 0:
+               reason  Data-dependent branching
+               change  choose with torch.where, or pass the decision as a Python argument
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+
+from fxround.errors import CaptureError
+
+TESTED_TORCH: Final = ("2.13",)
+
+
+def require_tested_torch(version: str = torch.__version__) -> None:
+    """Raise CaptureError outside the tested range: the private APIs of this file have no promise of stability."""
+    if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
+        raise CaptureError(
+            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
+            f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
+        )
+
+
+def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
+    leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.is_complex() or tensor.is_quantized:
+            kind = "complex" if tensor.is_complex() else "quantized"
+            raise CaptureError(
+                f"{name} is {kind} ({tensor.dtype}); fxround rounds real floating-point numbers. "
+                + ("Split it into real and imaginary parts." if tensor.is_complex() else "Pass the float model.")
+            )
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
+        if tensor.device.type != "cpu":
+            raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
+
+
+def source_line(stack_trace: str) -> tuple[str, str]:
+    """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
+    if not frames:
+        return "", ""
+    name, line, code = frames[-1]
+    return f"{PurePath(name).name}:{line}", code.strip()
+
+
+_ADVICE: Final = (
+    ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
+    ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
+    ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
+    ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
+    ("not a known type", "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False)"),
+)
+
+
+def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
+    """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
+    text = str(error)
+    stack = list(getattr(error, "real_stack", None) or ())
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ": ".join(source_line(text))
+    hint = re.search(r"Hint: ([^\n]+)", text)
+    advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
+    explanation = re.search(r"Explanation: ([^\n]+)", text)
+    said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph.\n"
+        f"  at      {where}\n  reason  {said}\n  change  {advice}"
+    )

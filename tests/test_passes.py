@@ -1,0 +1,327 @@
+"""Each pass on tiny graphs, as text before and after; and what must hold of every lowered graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layers import Calls
+from torch import Tensor, fx, nn
+
+import fxround
+from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding, VerificationError
+from fxround.formulas import decompositions
+from fxround.graph import META, Site, capture, settle, site
+from fxround.passes import PIPELINE, Plan, lower
+from fxround.passes.verify import verify, verify_accounted
+from fxround.policy import Policy, Rule
+
+SR = "binary32/stochastic/inf"
+RNE = "binary32/nearest_even/inf"
+
+
+def graph_of(model: nn.Module | Callable[..., Any], *args: Any) -> fx.GraphModule:
+    module = model if isinstance(model, nn.Module) else Calls(model)
+    with torch.no_grad():
+        return capture(module, args, {}, decompositions()).graph
+
+
+def lowered(model: nn.Module | Callable[..., Any], *args: Any, policy: Any = "stochastic", strict: bool = False) -> Any:
+    return lower(graph_of(model, *args), Plan(Policy.parse(policy), strict))
+
+
+def text(graph: fx.GraphModule) -> list[str]:
+    """One line an operator: ``name = operator(arguments)``."""
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    return [f"{n.name} = {n.target!s}({', '.join(map(str, n.args))})".replace(".default", "") for n in nodes]
+
+
+def sites(graph: fx.GraphModule) -> dict[str, Site]:
+    return {node.name: place for node in graph.graph.nodes if (place := site(node)) is not None}
+
+
+def after(graph: fx.GraphModule, last: str, policy: Any = "stochastic") -> fx.GraphModule:
+    """The graph after the passes up to ``last``."""
+    settle(graph)
+    for step in PIPELINE:
+        step(graph, Plan(Policy.parse(policy), False))
+        verify(graph, step.__name__)
+        if step.__name__ == last:
+            return graph
+    raise AssertionError(f"no pass is named {last}")
+
+
+# ---- one pass at a time ----
+
+
+def test_normalize_frees_views_of_strides() -> None:
+    graph = after(graph_of(lambda x: x.view(2, 6) * 2, torch.zeros(3, 4)), "normalize")
+    assert text(graph) == ["view = aten.reshape(input_0, [2, 6])", "mul = aten.mul.Tensor(view, 2)"]
+
+
+def test_normalize_shows_implicit_conversions() -> None:
+    graph = after(graph_of(lambda x: x * (x > 0), torch.zeros(3, 4)), "normalize")
+    assert text(graph) == [
+        "gt = aten.gt.Scalar(input_0, 0)",
+        "_to_copy = aten._to_copy(gt)",
+        "mul = aten.mul.Tensor(input_0, _to_copy)",
+    ]
+
+
+def test_normalize_restores_the_strides_that_as_strided_reads() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+
+    def diagonal(x: Tensor) -> Tensor:
+        return (x.t() * 2).as_strided((3,), (5,))
+
+    graph = after(graph_of(diagonal, x), "normalize")
+    assert [line.partition(" = ")[2].partition("(")[0] for line in text(graph)][2:] == [
+        "aten.permute",
+        "aten.clone",
+        "aten.permute",
+        "aten.as_strided",
+    ]
+    for policy in ("identity", "reproducible"):
+        assert torch.equal(fxround.compile(Calls(diagonal), policy)(x), diagonal(x))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(x)).relu()
+
+
+def test_classify_names_kind_role_and_origin() -> None:
+    found = sites(after(graph_of(Norm(), torch.zeros(2, 3)), "classify"))
+    described = {name: (s.path, s.operator, s.kind, s.role, s.status) for name, s in found.items()}
+    assert described == {
+        "fc_weight": ("fc", "placeholder", "placeholder", "weight", "movement"),
+        "fc_bias": ("fc", "placeholder", "placeholder", "weight", "movement"),
+        "norm_weight": ("norm", "placeholder", "placeholder", "weight", "movement"),
+        "norm_bias": ("norm", "placeholder", "placeholder", "weight", "movement"),
+        "input_0": ("", "placeholder", "placeholder", "input", "movement"),
+        "permute": ("fc", "aten.permute.default", "movement", "weight", "movement"),
+        "mm": ("fc", "aten.mm.default", "contraction", "activation", "native"),
+        "add": ("fc", "aten.add.Tensor", "pointwise", "activation", "native"),
+        "sum_1": ("norm", "aten.sum.dim_IntList", "reduction", "statistic", "native"),
+        "div": ("norm", "aten.div.Tensor", "pointwise", "statistic", "native"),
+        "sub": ("norm", "aten.sub.Tensor", "pointwise", "activation", "native"),
+        "mul": ("norm", "aten.mul.Tensor", "pointwise", "activation", "native"),
+        "sum_2": ("norm", "aten.sum.dim_IntList", "reduction", "statistic", "native"),
+        "div_1": ("norm", "aten.div.Tensor", "pointwise", "statistic", "native"),
+        "add_1": ("norm", "aten.add.Tensor", "pointwise", "statistic", "native"),
+        "rsqrt": ("norm", "aten.rsqrt.default", "elementary", "statistic", "native"),
+        "mul_1": ("norm", "aten.mul.Tensor", "pointwise", "activation", "native"),
+        "mul_2": ("norm", "aten.mul.Tensor", "pointwise", "activation", "native"),
+        "add_2": ("norm", "aten.add.Tensor", "pointwise", "activation", "native"),
+        "relu": ("", "aten.relu.default", "exact", "activation", "exact"),
+    }
+    assert found["mm"].module_type == "Linear" and found["relu"].source.startswith("test_passes.py:")
+
+
+def test_numbers_do_not_depend_on_the_policy() -> None:
+    graph = graph_of(Norm(), torch.zeros(2, 3))
+    numbers = []
+    for policy in ("identity", "stochastic", "bfloat16", "e4m3fn/stochastic"):
+        found = sites(lower(graph, Plan(Policy.parse(policy), False)))
+        numbers.append({name: place.number for name, place in found.items() if not name.endswith("_rounded")})
+    assert all(n == numbers[0] for n in numbers)
+    assert len(set(numbers[0].values())) == len(numbers[0])
+
+
+def test_assign_attaches_what_the_policy_says() -> None:
+    rules = (Rule(rounding="bfloat16"), Rule(operator="contraction", accumulate="dtype/toward_zero"))
+    found = sites(after(graph_of(nn.Linear(3, 2), torch.zeros(2, 3)), "assign", Policy("p", rules)))
+    assert found["permute"].assignment is None and found["weight"].assignment is None
+    mm, add = found["mm"].assignment, found["add"].assignment
+    assert mm is not None and str(mm.rounding) == "bfloat16/nearest_even/inf"
+    assert str(mm.accumulate) == "binary32/toward_zero/inf" and mm.rule == str(rules[0])
+    assert add is not None and str(add.accumulate) == RNE
+
+
+def test_a_rule_that_matches_nothing_is_an_error() -> None:
+    policy = Policy("p", (Rule("fc2", rounding="bfloat16"),))
+    with pytest.raises(PolicyError, match=r"fc2 -> .*matches no operation"):
+        lowered(Norm(), torch.zeros(2, 3), policy=policy)
+
+
+def test_contractions_carry_their_roundings_as_text() -> None:
+    policy = Policy("p", (Rule(rounding="bfloat16", accumulate="dtype/stochastic"),))
+    result = lowered(nn.Conv1d(4, 2, 3, padding=1, groups=2), torch.zeros(2, 4, 5), policy=policy)
+    assert text(result)[:1] == [
+        "convolution = fxround.convolution(input_0, weight, [1], [1], [1], False, [0], 2, "
+        f"{SR}, bfloat16/nearest_even/inf, rng, 6)"
+    ]
+
+
+def test_reductions_carry_their_order() -> None:
+    policy = Policy("p", (Rule(rounding="dtype/stochastic", order="sequential"),))
+    result = lowered(lambda x: (x.sum(), x.sum((0, -1), keepdim=True), x.cumsum(1)), torch.zeros(3, 4), policy=policy)
+    assert text(result) == [
+        f"sum_1 = fxround.sum(input_0, [0, 1], False, sequential, {RNE}, {SR}, rng, 2)",
+        f"sum_2 = fxround.sum(input_0, [0, -1], True, sequential, {RNE}, {SR}, rng, 4)",
+        f"cumsum = fxround.cumsum(input_0, 1, {RNE}, {SR}, rng, 6)",
+    ]
+
+
+def test_pointwise_operations_become_programs() -> None:
+    result = lowered(lambda x, y: (x * x, 1 - x, x / y, (x + 0.1).exp(), x**3), torch.ones(2), torch.ones(2))
+    programs = [line.partition("], ")[2].partition(f" @ {SR}, torch.float32, rng, ")[0::2] for line in text(result)]
+    operands = [line.partition("([")[2].partition("]")[0] for line in text(result)]
+    assert list(zip(operands, programs, strict=True)) == [
+        ("input_0", ("t0 = mul(x0, x0)", "4)")),
+        ("input_0", ("t0 = sub(0x1.0000000000000p+0, x0)", "6)")),
+        ("input_0, input_1", ("t0 = div(x0, x1)", "8)")),
+        ("input_0", ("t0 = add(x0, 0x1.99999a0000000p-4)", "10)")),
+        ("add", ("t0 = exp(x0)", "12)")),
+        ("input_0", ("t0 = pow(x0, 0x1.8000000000000p+1)", "14)")),
+    ]
+
+
+def test_a_size_becomes_an_operand() -> None:
+    result = lowered(lambda x: x / x.shape[0], torch.ones(2, 3))
+    assert text(result) == [
+        "sym_size_int = aten.sym_size.int(input_0, 0)",
+        "scalar_tensor = aten.scalar_tensor(sym_size_int)",
+        f"div = fxround.pointwise([input_0, scalar_tensor], t0 = div(x0, x1) @ {SR}, torch.float32, rng, 2)",
+    ]
+
+
+def test_casts_round_where_they_lose_something() -> None:
+    result = lowered(
+        lambda x, n: (x.double(), x.half(), x > 0, n.float(), n.bool().float()),
+        torch.ones(2),
+        torch.ones(2, dtype=torch.int64),
+    )
+    statuses = {name: (place.operator, place.status) for name, place in sites(result).items() if "input" not in name}
+    assert statuses == {
+        "_to_copy": ("aten._to_copy.default", "exact"),
+        "_to_copy_1": ("aten._to_copy.default", "rounded"),
+        "gt": ("aten.gt.Scalar", "integer"),
+        "_to_copy_5": ("aten._to_copy.default", "movement"),
+        "_to_copy_2": ("aten._to_copy.default", "rounded"),
+        "_to_copy_3": ("aten._to_copy.default", "integer"),
+        "_to_copy_4": ("aten._to_copy.default", "exact"),
+    }
+    assert "t0 = identity(x0) @ binary16/stochastic/inf, torch.float16" in text(result)[1]
+
+
+def test_what_enters_is_rounded_where_the_policy_names_it() -> None:
+    rules = (Rule(rounding="bfloat16"), Rule(role="weight", rounding="e4m3fn"), Rule(role="input", rounding="e5m2"))
+    result = lowered(nn.Linear(3, 2, bias=False), torch.zeros(2, 3), policy=Policy("p", rules))
+    assert text(result) == [
+        "weight_rounded = fxround.pointwise([weight], t0 = identity(x0) @ e4m3fn/nearest_even/nan, torch.float32, rng, 0)",
+        "input_0_rounded = fxround.pointwise([input_0], t0 = identity(x0) @ e5m2/nearest_even/inf, torch.float32, rng, 2)",
+        "permute = aten.permute(weight_rounded, [1, 0])",
+        f"mm = fxround.matmul(input_0_rounded, permute, {RNE}, bfloat16/nearest_even/inf, rng, 6)",
+    ]
+
+
+def test_constants_of_the_program_text_enter_too() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return x + torch.tensor([0.1, 0.2]) + torch.full((2,), 0.3)
+
+    assert len(text(lowered(shifted, torch.ones(3, 2)))) == len(text(graph_of(shifted, torch.ones(3, 2))))
+    x = torch.zeros(3, 2)
+    expected = fxround.round(
+        fxround.round(torch.tensor([0.1, 0.2]), "e5m2") + fxround.round(torch.full((2,), 0.3), "e5m2"), "e5m2"
+    )
+    assert torch.equal(fxround.compile(Calls(shifted), "e5m2")(x), expected.expand(3, 2))
+
+
+def test_a_selection_is_rounded_only_where_its_operands_may_lie_outside() -> None:
+    def select(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (x * 2).relu(), x.relu(), (x * 2).clamp(max=0.3)
+
+    only_results = Policy("p", (Rule(rounding="e5m2"),))
+    result = sites(lowered(select, torch.ones(3), policy=only_results))
+    assert result["relu"].status == "exact" and "relu_rounded" not in result
+    assert "relu_1_rounded" in result and "clamp_rounded" in result
+    assert [n for n in sites(lowered(select, torch.ones(3))) if "rounded" in n] == []
+    assert [n for n in sites(lowered(select, torch.ones(3), policy="up_down")) if "rounded" in n] == []
+
+
+def test_native_accumulation_rounds_the_stock_result_once() -> None:
+    policy = Policy("p", (Rule(operator="mm", rounding="e5m2", accumulate="native"),))
+    x, model = torch.randn(4, 8), nn.Linear(8, 3, bias=False)
+    result = lowered(model, x, policy=policy, strict=True)
+    assert sites(result)["mm"].reason == "the policy keeps the stock kernel; its result is rounded once"
+    with torch.no_grad():
+        assert torch.equal(fxround.compile(model, policy)(x), fxround.round(model(x), "e5m2"))
+
+
+def test_an_operator_without_a_kernel_says_so_and_raises_under_strict() -> None:
+    result = sites(lowered(lambda x: torch.erfinv(x) + 1, torch.zeros(3)))
+    assert (result["erfinv"].status, result["erfinv_rounded"].status) == ("native", "rounded")
+    assert result["erfinv"].reason == "no kernel has this function yet; its result is rounded once"
+    with pytest.raises(UnsupportedOperator, match=r"aten\.erfinv\.default in the root module at test_passes\.py:\d+"):
+        lowered(lambda x: torch.erfinv(x) + 1, torch.zeros(3), strict=True)
+
+
+def test_several_results_are_each_rounded() -> None:
+    result = sites(lowered(lambda x: torch.linalg.qr(x), torch.eye(3)))
+    assert result["linalg_qr"].status == "native"
+    assert [n for n in result if n.endswith("_rounded")] == ["getitem_rounded", "getitem_1_rounded"]
+
+
+def test_an_operator_that_the_table_lacks_is_reported() -> None:
+    result = sites(lowered(lambda x: torch._standard_gamma(x), torch.ones(3)))
+    assert result["_standard_gamma"].kind == "unknown"
+    assert result["_standard_gamma"].reason.startswith("fxround has no rule for aten._standard_gamma.default")
+    with pytest.raises(UnsupportedOperator, match="has no rule for aten._standard_gamma"):
+        lowered(lambda x: torch._standard_gamma(x), torch.ones(3), strict=True)
+
+
+def test_what_numerics_cannot_round_is_told_with_the_line() -> None:
+    with pytest.raises(
+        UnsupportedRounding, match=r"aten\.add\.Tensor in the root module at test_passes\.py:\d+.*float64"
+    ):
+        lowered(lambda x: x + 0.1, torch.ones(3, dtype=torch.float64))
+
+
+# ---- every graph ----
+
+
+def test_the_pipeline_leaves_the_captured_graph_alone() -> None:
+    graph = graph_of(Norm(), torch.zeros(2, 3))
+    before = text(graph)
+    lower(graph, Plan(Policy.parse("bfloat16"), False))
+    assert text(graph) == before
+
+
+def test_identity_changes_layout_only() -> None:
+    graph = graph_of(Norm(), torch.zeros(2, 3))
+    result = lower(graph, Plan(Policy.parse("identity"), True))
+    assert text(result) == [line.replace("aten.view(", "aten.reshape(") for line in text(graph)]
+    native = [place for place in sites(result).values() if place.status == "native"]
+    assert native and all(place.reason == "the policy leaves it alone" for place in native)
+
+
+def test_verify_catches_a_changed_dtype_and_a_malformed_graph() -> None:
+    graph = after(graph_of(lambda x: x * 2 + 1, torch.ones(3)), "classify")
+    mul = next(node for node in graph.graph.nodes if node.name == "mul")
+    mul.target, mul.args = torch.ops.aten.gt.Scalar, (mul.args[0], 2)
+    with pytest.raises(VerificationError, match="after broken: mul was torch.float32"):
+        verify(graph, "broken")
+    other = graph_of(lambda x: x * 2, torch.ones(3))
+    mul.args = (next(iter(other.graph.nodes)), 2)
+    with pytest.raises(VerificationError, match="after broken: the graph is malformed"):
+        verify(graph, "broken")
+
+
+def test_verify_catches_what_is_not_accounted_for() -> None:
+    graph = lowered(lambda x: x * 2, torch.ones(3))
+    mul = next(node for node in graph.graph.nodes if node.name == "mul")
+    place = mul.meta.pop(META)
+    with pytest.raises(VerificationError, match="mul .* has no Site"):
+        verify_accounted(graph)
+    mul.meta[META] = place
+    verify_accounted(graph)
+    mul.target = torch.ops.aten.mul.Tensor
+    with pytest.raises(VerificationError, match="claims to be rounded"):
+        verify_accounted(graph)
