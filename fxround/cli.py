@@ -4,7 +4,7 @@ What is true here. Commands parse, call the library and print; what they print i
 the caller ends with its message on standard error and exit status 2, without a traceback.
 
     $ fxround demo --policy up_down --samples 20
-    $ fxround inspect torchvision.models:resnet18 --shape 1,3,224,224 --policy bfloat16
+    $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
 """
 
 from __future__ import annotations
