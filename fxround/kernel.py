@@ -258,7 +258,7 @@ def _finish(accumulate: Rounding, rounding: Rounding, accumulator: Type, result:
     carrier = CARRIER_OF[result]
     value = one_nan(acc)
     if not _store_is_identity(accumulate, rounding):
-        value = apply("identity", (acc,), rounding, carrier if carrier == accumulator else accumulator, random)
+        value = apply("identity", (acc,), rounding, carrier, random)
     if value.type != carrier:
         value = narrow(value) if carrier == "f32" else apply("identity", (value,), None, "f64")
     return Function("finish", (acc, random), (store(value, result),))

@@ -16,6 +16,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -183,6 +184,12 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
     return result
 
 
+@lru_cache(maxsize=256)
+def offsets(count: int, stride: int) -> Tensor:
+    """0, stride, 2 * stride, ...: int64."""
+    return torch.arange(count) * stride
+
+
 @dataclass(frozen=True)
 class Right:
     """The second operand of a contraction: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n]."""
@@ -197,7 +204,7 @@ class Right:
     def matrices(b: Tensor) -> Right:
         """(batch, length, columns) of any strides."""
         step, k, n = b.stride()
-        return Right(b, b.shape[0], step, torch.arange(b.shape[1]) * k, torch.arange(b.shape[2]) * n)
+        return Right(b, b.shape[0], step, offsets(b.shape[1], k), offsets(b.shape[2], n))
 
 
 def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
@@ -216,7 +223,8 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     variant = tile_for(kernel, current_machine())
     run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
     panels = -(-columns // variant.width)
-    chunk = min(rows, _CHUNK if batch * panels >= 2 * torch.get_num_threads() else max(14, -(-rows // 4)))
+    chunks = -(-rows // (_CHUNK if batch * panels >= 2 * torch.get_num_threads() else _CHUNK // 4))
+    chunk = -(-rows // chunks)
     items = batch * panels * -(-rows // chunk)
     block = min(max(length, 1), _BLOCK)
     sizes = (rows, columns, length, panels, chunk, block, groups, *a.stride(), right.step)

@@ -35,6 +35,7 @@ from fxround.runtime.llvm.loops import (
     load_vector,
     scratch,
     store_vector,
+    transpose,
 )
 from fxround.runtime.llvm.render import bytes_of, emit, literal, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
@@ -62,6 +63,11 @@ class ContractVariant:
     def streams(self) -> bool:
         """Whether accumulators have a random stream beside them."""
         return self.kernel.draws or self.kernel.finish_draws
+
+    @property
+    def stores_from_registers(self) -> bool:
+        """Whether the store's rounding is short enough to stand beside every tile."""
+        return len(self.kernel.finish.schedule) < 16 and not self.kernel.finish_draws
 
     @property
     def digest(self) -> str:
@@ -96,22 +102,36 @@ def build_contract(variant: ContractVariant) -> str:
     args = [*((n, I64) for n in SIZES + STRIDES), *((n, PTR) for n in POINTERS)]
     b, a = define(module, "contract", args)
     work = _Panel(b, a, variant)
+    # A sum of no products still has one block, of no steps: it stores +0.
+    some = b.icmp_signed(">", a["length"], I64(0))
+    length = b.select(some, a["length"], I64(1))
     with count(b, a["begin"], a["end"]) as item:
         work.enter(item)
-        work.each_row(work.clear)
-        with count(b, I64(0), a["length"], a["block"]) as k:
+        with count(b, I64(0), length, a["block"]) as k:
             left = b.sub(a["length"], k)
-            steps = b.select(b.icmp_signed("<", left, a["block"]), left, a["block"])
+            last = b.icmp_signed("<=", left, a["block"])
+            steps = b.select(last, left, a["block"])
             work.pack(k, steps)
             row = work.first_row
             for rows in variant.rows:
-                last = b.add(row, b.mul(b.sdiv(b.sub(work.last_row, row), I64(rows)), I64(rows)))
-                with count(b, row, last, rows) as r:
-                    work.multiply(r, rows, k, steps)
-                row = last
-        work.each_row(work.finish)
+                end = b.add(row, b.mul(b.sdiv(b.sub(work.last_row, row), I64(rows)), I64(rows)))
+                with count(b, row, end, rows) as r:
+                    work.multiply(r, rows, _Block(k, steps, b.icmp_signed("==", k, I64(0)), last))
+                row = end
+        if not variant.stores_from_registers:
+            work.each_row(work.finish_parked)
     b.ret_void()
     return str(module)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Steps k ... k + steps, and whether they are an accumulator's first or last ones."""
+
+    k: Any
+    steps: Any
+    first: Any
+    last: Any
 
 
 class _Panel:
@@ -121,6 +141,7 @@ class _Panel:
         self.b, self.a, self.variant, self.kernel = b, a, variant, variant.kernel
         self.lanes = variant.lanes
         self.value = llvm_type(self.kernel.accumulator, 1)
+        self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
         self.key = load_key(b, a["key"])
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         panel = b.mul(a["block"], I64(variant.width))
@@ -149,15 +170,6 @@ class _Panel:
             for vector in range(self.variant.vectors):
                 act(row, vector)
 
-    def clear(self, row: Any, vector: int) -> None:
-        """acc = +0, and the streams' first states."""
-        b = self.b
-        acc, state = self._slots(row, vector)
-        b.store(literal(self.kernel.accumulator, 0, self.lanes), acc, align=4)
-        if self.variant.streams:
-            elements = b.add(splat(b, self._index(row, vector)[0], self.lanes), iota(self.lanes))
-            b.store(start(b, elements, self.key, self.lanes, True), state, align=8)
-
     def pack(self, k: Any, steps: Any) -> None:
         """Rows k ... k + steps of the second operand, lifted, at the start of the scratch."""
         b, a, variant = self.b, self.a, self.variant
@@ -171,15 +183,41 @@ class _Panel:
             ends = b.select(whole, b.add(column, I64(self.lanes - 1)), I64(0))
             near, far = (b.load(at(b, a["b_n"], i, I64), typ=I64) for i in (here, ends))
             adjacent = b.and_(whole, b.icmp_signed("==", b.sub(far, near), I64(self.lanes - 1)))
-            with b.if_else(adjacent) as (vectors, scalars):
+            with b.if_else(adjacent) as (vectors, others):
                 with vectors, count(b, I64(0), steps) as i:
                     value = load_vector(b, self._right(b.add(k, i), near, memory), storage, self.lanes)
                     (lifted,) = emit(self.kernel.lifts[1], b, [value], self.lanes)
                     b.store(lifted, self._packed(i, vector), align=4)
-                with scalars:
-                    self._pack_scalars(k, steps, vector, column, left)
+                with others, b.if_else(b.and_(whole, self._runs_along_k(k, steps))) as (turned, scalars):
+                    with turned:
+                        self._pack_turned(k, steps, vector, column)
+                    with scalars:
+                        self._pack_scalars(k, I64(0), steps, vector, column, left)
 
-    def _pack_scalars(self, k: Any, steps: Any, vector: int, column: Any, left: Any) -> None:
+    def _runs_along_k(self, k: Any, steps: Any) -> Any:
+        """Offsets grow with k: they are consecutive if the last is steps - 1 above the first."""
+        b, a = self.b, self.a
+        some = b.icmp_signed(">", steps, I64(0))
+        ends = b.select(some, b.add(k, b.sub(steps, I64(1))), I64(0))
+        near, far = (b.load(at(b, a["b_k"], i, I64), typ=I64) for i in (b.select(some, k, I64(0)), ends))
+        return b.and_(some, b.icmp_signed("==", b.sub(far, near), b.sub(steps, I64(1))))
+
+    def _pack_turned(self, k: Any, steps: Any, vector: int, column: Any) -> None:
+        """Square blocks of a transposed matrix, turned in registers; what is left of k one by one."""
+        b, a, lanes = self.b, self.a, self.lanes
+        storage = self.kernel.loads[1]
+        whole = b.and_(steps, I64(-lanes))
+        offsets = [b.load(at(b, a["b_n"], b.add(column, I64(n)), I64), typ=I64) for n in range(lanes)]
+        with count(b, I64(0), whole, lanes) as i:
+            rows = [
+                load_vector(b, self._right(b.add(k, i), offset, MEMORY[storage]), storage, lanes) for offset in offsets
+            ]
+            for step, value in enumerate(transpose(b, rows)):
+                (lifted,) = emit(self.kernel.lifts[1], b, [value], lanes)
+                b.store(lifted, self._packed(b.add(i, I64(step)), vector), align=4)
+        self._pack_scalars(k, whole, steps, vector, column, I64(lanes))
+
+    def _pack_scalars(self, k: Any, first: Any, steps: Any, vector: int, column: Any, left: Any) -> None:
         b, a = self.b, self.a
         storage = self.kernel.loads[1]
         with b.if_then(b.icmp_signed("<", left, I64(self.lanes))), count(b, I64(0), steps) as i:
@@ -187,7 +225,7 @@ class _Panel:
         valid = b.select(b.icmp_signed("<", left, I64(self.lanes)), left, I64(self.lanes))
         with count(b, I64(0), valid) as n:
             offset = b.load(at(b, a["b_n"], b.add(column, n), I64), typ=I64)
-            with count(b, I64(0), steps) as i:
+            with count(b, first, steps) as i:
                 value = load_vector(b, self._right(b.add(k, i), offset, MEMORY[storage]), storage, 1)
                 (lifted,) = emit(self.kernel.lifts[1], b, [value], 1)
                 b.store(lifted, at(b, self._packed(i, vector), n, self.value), align=4)
@@ -202,34 +240,73 @@ class _Panel:
         index = b.add(b.mul(step, I64(self.variant.width)), I64(vector * self.lanes))
         return at(b, self.panel, index, self.value)
 
-    def multiply(self, row: Any, rows: int, k: Any, steps: Any) -> None:
+    def multiply(self, row: Any, rows: int, block: _Block) -> None:
         """The block's steps for ``rows`` rows."""
-        b, kernel, lanes = self.b, self.kernel, self.lanes
-        places = [(r, v) for r in range(rows) for v in range(self.variant.vectors)]
-        slots = [self._slots(b.add(row, I64(r)), v) for r, v in places]
-        lanes_of = llvm_type(kernel.accumulator, lanes)
-        accs = [b.load(acc, typ=lanes_of, align=4) for acc, _ in slots]
-        states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if kernel.draws else []
-        lines = [self._left(b.add(row, I64(r)), k) for r in range(rows)]
-        carried = Carried(b, accs + states)
-        with count(b, I64(0), steps) as i:
+        b, kernel, lanes, vectors = self.b, self.kernel, self.lanes, self.variant.vectors
+        places = [(b.add(row, I64(r)), v) for r in range(rows) for v in range(vectors)]
+        lines = [self._left(b.add(row, I64(r)), block.k) for r in range(rows)]
+        carried = self._begin(places, block)
+        with count(b, I64(0), block.steps) as i:
             values = carried.load()
             accs, states = values[: len(places)], values[len(places) :]
-            right = [b.load(self._packed(i, v), typ=lanes_of, align=4) for v in range(self.variant.vectors)]
+            right = [b.load(self._packed(i, v), typ=self.vector, align=4) for v in range(vectors)]
             for r, line in enumerate(lines):
                 left = self._lift_left(line, i)
-                for v in range(self.variant.vectors):
-                    place = r * self.variant.vectors + v
+                for v in range(vectors):
+                    place = r * vectors + v
                     bits: Any = literal("u32", 0, lanes)
                     if kernel.draws:
                         bits, states[place] = advance(b, states[place], lanes, True)
                     (accs[place],) = emit(kernel.step, b, [left, right[v], accs[place], bits], lanes)
             carried.store(accs + states)
-        values = carried.load()
-        for (acc, state), place in zip(slots, range(len(places)), strict=True):
-            b.store(values[place], acc, align=4)
-            if kernel.draws:
-                b.store(values[len(places) + place], state, align=8)
+        if not self.variant.stores_from_registers:
+            self._park(places, carried.load())
+            return
+        with b.if_else(block.last) as (done, more):
+            with done:
+                self._finish(places, carried.load())
+            with more:
+                self._park(places, carried.load())
+
+    def _begin(self, places: list[tuple[Any, int]], block: _Block) -> Carried:
+        """acc = +0 and the streams' first states, or what the block before has parked."""
+        b, lanes, streams = self.b, self.lanes, self.variant.streams
+        zero, idle = literal(self.kernel.accumulator, 0, lanes), literal("u64", 0, lanes)
+        carried = Carried(b, [zero] * len(places) + [idle] * (len(places) if streams else 0))
+        slots = [self._slots(row, v) for row, v in places]
+        with b.if_else(block.first) as (first, later):
+            with first:
+                if streams:
+                    indices = [splat(b, self._index(row, v)[0], lanes) for row, v in places]
+                    states = [start(b, b.add(n, iota(lanes)), self.key, lanes, True) for n in indices]
+                    carried.store([zero] * len(places) + states)
+            with later:
+                accs = [b.load(acc, typ=self.vector, align=4) for acc, _ in slots]
+                states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
+                carried.store(accs + states)
+        return carried
+
+    def _park(self, places: list[tuple[Any, int]], values: list[Any]) -> None:
+        for i, (row, v) in enumerate(places):
+            acc, state = self._slots(row, v)
+            self.b.store(values[i], acc, align=4)
+            if self.variant.streams:
+                self.b.store(values[len(places) + i], state, align=8)
+
+    def _finish(self, places: list[tuple[Any, int]], values: list[Any]) -> None:
+        idle = literal("u64", 0, self.lanes)
+        for i, (row, v) in enumerate(places):
+            state = values[len(places) + i] if self.variant.streams else idle
+            self._store(row, v, values[i], state)
+
+    def finish_parked(self, row: Any, vector: int) -> None:
+        """The store of one parked vector."""
+        b = self.b
+        acc, state = self._slots(row, vector)
+        parked: Any = literal("u64", 0, self.lanes)
+        if self.variant.streams:
+            parked = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
+        self._store(row, vector, b.load(acc, typ=self.vector, align=4), parked)
 
     def _left(self, row: Any, k: Any) -> Any:
         b, a = self.b, self.a
@@ -244,15 +321,10 @@ class _Panel:
         )
         return lifted
 
-    def finish(self, row: Any, vector: int) -> None:
-        """The store's rounding and the store."""
+    def _store(self, row: Any, vector: int, value: Any, state: Any) -> None:
+        """The store's rounding, and the store."""
         b, kernel, result = self.b, self.kernel, self.kernel.result
-        acc, state = self._slots(row, vector)
-        value = b.load(acc, typ=llvm_type(kernel.accumulator, self.lanes), align=4)
-        bits: Any = literal("u32", 0, self.lanes)
-        if kernel.finish_draws:
-            states = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
-            bits, _ = advance(b, states, self.lanes, True)
+        bits, _ = advance(b, state, self.lanes, kernel.finish_draws)
         (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
         index, column = self._index(row, vector)
         here = at(b, self.a["out"], index, MEMORY[result])

@@ -36,6 +36,7 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
+@cache
 def instruction_sets() -> tuple[str, ...]:
     """``host`` and the named sets that this host can run, widest first."""
     _initialize()
@@ -53,6 +54,7 @@ class Machine:
     registers: int
 
 
+@cache
 def machine_of(isa: str) -> Machine:
     """The registers of a named instruction set; of the widest one for ``host``."""
     name = next((n for n in instruction_sets() if n != "host"), "sse2") if isa == "host" else isa

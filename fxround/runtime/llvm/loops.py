@@ -118,3 +118,18 @@ def copy_elements(b: ir.IRBuilder, target: Any, source: Any, number: Any, type_:
 def iota(lanes: int, type_: Any = I64) -> ir.Constant:
     """0, 1, 2, ... over the lanes."""
     return type_(0) if lanes == 1 else ir.Constant(ir.VectorType(type_, lanes), [type_(i) for i in range(lanes)])
+
+
+def transpose(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+    """The columns of a square matrix given by its rows (a power of two of them): log2(n) rounds of interleaving.
+
+    Interleaving row i with row i + n/2 moves the highest bit of the row number to the lowest of the column
+    number; n rounds of one bit each exchange the two numbers.
+    """
+    n = len(rows)
+    low = ir.Constant(ir.VectorType(I32, n), [I32(i // 2 + n * (i % 2)) for i in range(n)])
+    high = ir.Constant(ir.VectorType(I32, n), [I32((n + i) // 2 + n * (i % 2)) for i in range(n)])
+    for _ in range(n.bit_length() - 1):
+        pairs = [(rows[i], rows[i + n // 2]) for i in range(n // 2)]
+        rows = [b.shuffle_vector(x, y, mask) for x, y in pairs for mask in (low, high)]
+    return rows
