@@ -1,22 +1,21 @@
 """What a policy costs: time of a forward pass over stock eager PyTorch's, one thread each, in the same run.
 
-python benchmarks/cost.py            # prints the README's table
+python -m benchmarks.cost            # prints the README's table
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
 import fxround
+from benchmarks.harness import header, medians, table
 from fxround.demo import DigitsCNN
 
 POLICIES = ("identity", "reproducible", "bfloat16", "stochastic", "up_down")
-SECONDS = 3.0
 
 
 class Block(nn.Module):
@@ -47,27 +46,19 @@ def models() -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     yield "2 transformer layers, width 256, 8x128", nn.TransformerEncoder(layer, 2), torch.rand(8, 128, 256)
 
 
-def least(call: Callable[[], object]) -> float:
-    """The least seconds of a call, of as many as fit SECONDS, three at least: what disturbs a clock only adds."""
-    call()
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < SECONDS:
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    print(f"| model | stock | {' | '.join(POLICIES)} |\n|---|---|{'---|' * len(POLICIES)}")
+    rows = []
     with torch.no_grad():
         for name, model, x in models():
-            model.eval()
-            stock = least(partial(model, x))
-            ratios = [least(partial(fxround.compile(model, policy), x)) / stock for policy in POLICIES]
-            print(f"| {name} | {1e3 * stock:.1f} ms | {' | '.join(f'{ratio:.1f}x' for ratio in ratios)} |", flush=True)
+            calls = {"stock": partial(model.eval(), x)}
+            calls |= {policy: partial(fxround.compile(model, policy), x) for policy in POLICIES}
+            seconds = medians(calls)
+            ratios = (f"{seconds[policy] / seconds['stock']:.1f}x" for policy in POLICIES)
+            rows.append((name, f"{1e3 * seconds['stock']:.1f} ms", *ratios))
+    print(header(("torch",)))
+    print(table(("model", "stock", *POLICIES), rows))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_a_wrong_text_says_what_is_wrong(text: str, message: str) -> None:
 
 
 def test_a_wrong_type_says_what_is_expected() -> None:
-    with pytest.raises(TypeError, match="a rounding is a text like .*, got int"):
+    with pytest.raises(TypeError, match=r"a rounding is a text like .*, got int"):
         Rounding.parse(3)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Random bits: the published Philox vectors, a second Philox and MWC64X over Python integers, and the layout of words."""
+"""Random bits: the published Philox vectors, Philox and MWC64X over Python integers, and the layout of words."""
 
 from __future__ import annotations
 
