@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 
 from fxround.errors import CaptureError
 
+_TORCH: Final = str(PurePath(torch.__file__).parent)
 TESTED_TORCH: Final = ("2.13",)
 
 
@@ -73,8 +74,12 @@ _ADVICE: Final = (
 def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
     """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
     text = str(error)
-    stack = list(getattr(error, "real_stack", None) or ())
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ": ".join(source_line(text))
+    frames = list(getattr(error, "real_stack", None) or ())
+    outside = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    where = ": ".join(source_line(text))
+    if frames:
+        frame = (outside or frames)[-1]
+        where = f"{frame.filename}:{frame.lineno}: {frame.line}"
     hint = re.search(r"Hint: ([^\n]+)", text)
     advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
     explanation = re.search(r"Explanation: ([^\n]+)", text)

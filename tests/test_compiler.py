@@ -1,0 +1,295 @@
+"""The public module: shares the model, is a function of (seed, sample), copies, pickles, exports, refuses clearly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DigitsCNN
+from torch import Tensor, nn
+
+import fxround
+from fxround.errors import FxroundError, PolicyError
+from fxround.policy import Policy, Rule
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(3, 1, 10, 10, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return DigitsCNN().eval()
+
+
+@pytest.fixture(scope="module")
+def compiled(model: nn.Module) -> fxround.RoundedModule:
+    return fxround.compile(model, "stochastic", seed=7)
+
+
+# ---- it is the model ----
+
+
+def test_state_is_shared_under_the_same_names(model: nn.Module, compiled: fxround.RoundedModule) -> None:
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(compiled.parameters(), model.parameters(), strict=True))
+    assert [n for n, _ in compiled.named_modules()] == [n for n, _ in model.named_modules()]
+
+
+def test_changed_weights_are_seen(model: nn.Module, x: Tensor) -> None:
+    other = copy.deepcopy(model)
+    rounded = fxround.compile(other, "reproducible", example_inputs=x)
+    before = rounded(x)
+    with torch.no_grad():
+        other.fc.bias += 1
+    assert not torch.equal(rounded(x), before)
+    rounded.load_state_dict(model.state_dict())
+    assert torch.equal(rounded(x), before)
+
+
+def test_train_and_eval_are_those_of_the_model(x: Tensor) -> None:
+    source = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5))
+    rounded = fxround.compile(source, "identity")
+    assert rounded.eval() is rounded and not source.training and not source[1].training
+    source.train()
+    assert rounded.training
+    reference = copy.deepcopy(source)
+    torch.manual_seed(0)
+    ours = rounded(x)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = reference(x)
+    # A tolerance: the formula of batch norm orders its operations differently from the stock kernel.
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert int(source[1].num_batches_tracked) == 1
+    for mine, theirs in zip(source.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_modules_of_other_dtypes_are_captured_anew(model: nn.Module, x: Tensor) -> None:
+    rounded = fxround.compile(copy.deepcopy(model), "reproducible")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        rounded.to(dtype)
+        assert rounded(x.to(dtype)).dtype == dtype
+    assert len(rounded._entries) == 4
+
+
+def test_arguments_that_the_model_changes_are_changed() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return x * 2
+
+    value = torch.zeros(3)
+    assert torch.equal(fxround.compile(Adds(), "reproducible")(value), torch.full((3,), 2.0))
+    assert torch.equal(value, torch.ones(3))
+
+
+# ---- a function of (seed, sample) ----
+
+
+def test_the_same_call_twice_gives_the_same_bits(compiled: fxround.RoundedModule, x: Tensor) -> None:
+    first, text = compiled(x), compiled.graph_text()
+    assert torch.equal(compiled(x), first)
+    assert not torch.equal(compiled.reseed(7, sample=1)(x), first)
+    assert not torch.equal(compiled.reseed(8)(x), first)
+    assert torch.equal(compiled.reseed(7)(x), first)
+    assert compiled.graph_text() == text and len(compiled._entries) == 1
+
+
+def test_a_row_does_not_depend_on_the_batch_under_deterministic_modes(model: nn.Module, x: Tensor) -> None:
+    rounded = fxround.compile(model, "reproducible")
+    assert torch.equal(rounded(x)[1:2], rounded(x[1:2]))
+
+
+def test_neither_global_generator_nor_threads_matter(compiled: fxround.RoundedModule, x: Tensor) -> None:
+    first, threads = compiled(x), torch.get_num_threads()
+    try:
+        torch.manual_seed(99)
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(compiled(x), first)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "seed, sample, error, message",
+    [
+        (1.5, 0, TypeError, "seed is a float; expected an int"),
+        (-1, 0, ValueError, r"seed is -1; expected 0 to 2\^63 - 1"),
+        (0, 2**32, ValueError, r"sample is 4294967296; expected 0 to 2\^32 - 1"),
+    ],
+)
+def test_a_wrong_seed(compiled: fxround.RoundedModule, seed: Any, sample: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        compiled.reseed(seed, sample)
+
+
+# ---- copies and files ----
+
+
+def test_deepcopy_and_pickle_keep_the_bits(compiled: fxround.RoundedModule, x: Tensor) -> None:
+    first = compiled(x)
+    copied = copy.deepcopy(compiled)
+    assert torch.equal(copied(x), first)
+    assert next(copied.parameters()) is not next(compiled.parameters())
+    assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), first)
+
+
+@pytest.fixture(scope="module")
+def exported(compiled: fxround.RoundedModule, x: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled.export(tmp_path_factory.mktemp("export") / "model.pt2", x[:1])
+
+
+def test_an_exported_file_gives_the_same_bits(compiled: fxround.RoundedModule, exported: Path, x: Tensor) -> None:
+    loaded, stock = fxround.load(exported), torch.export.load(exported).module()
+    for batch in (x, x[:1], torch.cat([x, x])):
+        assert torch.equal(loaded(batch), compiled(batch))
+        assert torch.equal(stock(batch), compiled(batch))
+    other = compiled.reseed(11, sample=5)(x)
+    compiled.reseed(7)
+    assert torch.equal(loaded.reseed(11, sample=5)(x), other)
+
+
+def test_loading_in_a_fresh_process(compiled: fxround.RoundedModule, exported: Path, x: Tensor, tmp_path: Path) -> None:
+    torch.save(x, tmp_path / "x.pt")
+    body = f"""
+        import torch, sys
+        if len(sys.argv) > 1: import fxround
+        x = torch.load({str(tmp_path / "x.pt")!r})
+        torch.save(torch.export.load({str(exported)!r}).module()(x).detach(), {str(tmp_path / "y.pt")!r})
+    """
+    script = "\n".join(line.strip() for line in body.splitlines())
+    without = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert without.returncode != 0
+    assert "torch.ops.fxround." in without.stderr and "import the custom op" in without.stderr
+    subprocess.run([sys.executable, "-c", script, "import"], check=True, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "y.pt"), compiled(x))
+
+
+def test_loading_another_program_is_refused(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "other.pt2")
+    with pytest.raises(ValueError, match="holds no program of fxround"):
+        fxround.load(tmp_path / "other.pt2")
+
+
+# ---- gradients ----
+
+
+def test_gradients_are_refused_when_they_are_asked_for(compiled: fxround.RoundedModule, x: Tensor) -> None:
+    result = compiled(x)
+    assert result.requires_grad
+    with pytest.raises(FxroundError, match="compiles inference in this version"):
+        result.sum().backward()
+    with torch.no_grad():
+        assert not compiled(x).requires_grad
+
+
+def test_a_model_without_gradients_returns_plain_tensors(x: Tensor) -> None:
+    assert not fxround.compile(nn.ReLU(), "identity")(x).requires_grad
+    assert fxround.compile(nn.ReLU(), "identity")(x.clone().requires_grad_()).requires_grad
+
+
+# ---- policies and strictness ----
+
+
+def test_policies_in_every_form(model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    policy = Policy("mine", (Rule(rounding="bfloat16/stochastic", accumulate="binary32"),))
+    (tmp_path / "mine.toml").write_text(policy.to_toml())
+    forms: list[Any] = [policy, policy.to_dict(), str(tmp_path / "mine.toml"), tmp_path / "mine.toml"]
+    results = [fxround.compile(model, form)(x) for form in forms]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.equal(fxround.round(results[0], "bfloat16"), results[0])
+
+
+@pytest.mark.parametrize("policy", list(fxround.policies))
+def test_every_preset_runs(policy: str, model: nn.Module, x: Tensor) -> None:
+    rounded = fxround.compile(model, policy, example_inputs=x)
+    assert torch.isfinite(rounded(x)).all()
+    assert (rounded.coverage().unrounded == ()) == (policy != "identity")
+
+
+def test_strict_overrides_the_policy() -> None:
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.erfinv(x)
+
+    example = torch.zeros(2)
+    with pytest.raises(fxround.UnsupportedOperator, match="policy 'reproducible' is strict"):
+        fxround.compile(Inverse(), "reproducible", example_inputs=example)
+    assert fxround.compile(Inverse(), "reproducible", strict=False, example_inputs=example).coverage().unrounded
+    with pytest.raises(fxround.UnsupportedOperator):
+        fxround.compile(Inverse(), "stochastic", strict=True, example_inputs=example)
+
+
+def test_wrong_arguments_are_told(model: nn.Module, compiled: fxround.RoundedModule, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model is a function; expected a torch\.nn\.Module"):
+        fxround.compile(lambda x: x, "identity")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="RoundedModule already"):
+        fxround.compile(compiled, "identity")
+    with pytest.raises(TypeError, match="TorchScript"):
+        fxround.compile(torch.jit.trace(nn.ReLU(), torch.ones(1)), "identity")
+    with pytest.raises(TypeError, match="example_inputs is a int; expected a tensor"):
+        fxround.compile(model, "identity", example_inputs=3)
+    with pytest.raises(PolicyError, match="did you mean 'stochastic'"):
+        fxround.compile(model, "stochastik")
+    with pytest.raises(PolicyError, match="matches no operation"):
+        fxround.compile(
+            model, Policy("p", (Rule("conv9", rounding="bfloat16"),)), example_inputs=torch.ones(1, 1, 10, 10)
+        )
+
+
+def test_views_need_a_graph(model: nn.Module, compiled: fxround.RoundedModule, x: Tensor, tmp_path: Path) -> None:
+    fresh = fxround.compile(model, "stochastic")
+    for view in (fresh.graph_text, fresh.summary, fresh.coverage, fresh.to_networkx, lambda: fresh.captured):
+        with pytest.raises(ValueError, match="nothing is captured yet"):
+            view()
+    assert "not captured yet" in fresh._repr_html_()
+    assert fresh.prepare(x) is fresh and "fxround.convolution" in fresh.graph_text()
+    with pytest.raises(ValueError, match="no backward graph"):
+        fresh.graph_text(backward=True)
+    assert fresh.draw(tmp_path / "graph.svg").read_text().lstrip().startswith("<")
+    assert fresh.to_networkx().number_of_nodes() == len(fresh.graph.graph.nodes)
+    assert "<" in fresh._repr_html_() and len(str(fresh.summary())) > 100
+
+
+def test_results_keep_their_structure() -> None:
+    class Many(nn.Module):
+        def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], scale: float = 1.0) -> Any:
+            return {"a": x * scale, "b": [pair[0] + pair[1], None, 3], "x": x}
+
+    args = (torch.ones(2), (torch.ones(2), torch.ones(2)), 2.5)
+    result = fxround.compile(Many(), "stochastic", example_inputs=args)(*args)
+    assert torch.equal(result["a"], torch.full((2,), 2.5)) and result["b"][1:] == [None, 3]
+    assert torch.equal(result["x"], args[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 10, 10), (1, 1, 10, 10)])
+def test_empty_and_single_batches(shape: tuple[int, ...], model: nn.Module) -> None:
+    for policy in ("identity", "stochastic", "reproducible"):
+        assert fxround.compile(model, policy)(torch.randn(shape)).shape == (shape[0], 10)
+
+
+def test_non_contiguous_nan_and_infinite_inputs(model: nn.Module, x: Tensor) -> None:
+    rounded = fxround.compile(model, "reproducible")
+    turned = x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)
+    assert not turned.is_contiguous() and torch.equal(rounded(turned), rounded(x))
+    assert torch.equal(rounded(x.to(memory_format=torch.channels_last)), rounded(x))
+    bad = x.clone()
+    bad[0, 0, 0, 0], bad[1, 0, 5, 5] = float("nan"), float("inf")
+    result = rounded(bad)
+    assert result[0].isnan().all() and torch.equal(result[2], rounded(x)[2])
+
+
+def test_a_wrong_shape_is_told_with_the_line(model: nn.Module) -> None:
+    with pytest.raises(fxround.CaptureError, match=r"DigitsCNN cannot be captured as one graph(.|\n)*models\.py:\d+"):
+        fxround.compile(model, "identity")(torch.randn(2, 3, 10, 10))

@@ -1,0 +1,213 @@
+"""A formula is what its docstring says, it computes the operator it replaces, and the compiled graph computes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from layers import Calls
+from torch import Tensor
+from torch.nn import functional as F
+
+import fxround
+from fxround.formulas import FORMULAS
+
+aten = torch.ops.aten
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Array = npt.NDArray[np.float32]
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    return args, kwargs
+
+
+def samples() -> dict[Any, list[Call]]:
+    """Arguments for every formula, float64."""
+    generator = torch.Generator().manual_seed(3)
+
+    def t(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    x, y, image, volume, weight = t(3, 6), t(3, 6), t(2, 4, 7, 6), t(2, 4, 5, 6, 4), t(4)
+    stats = (t(4), t(4).abs() + 0.5)
+    unary = (
+        aten.silu.default,
+        aten.mish.default,
+        aten.hardsigmoid.default,
+        aten.hardswish.default,
+        aten.log_sigmoid_forward.default,
+        aten.softshrink.default,
+        aten.glu.default,
+        aten.leaky_relu.default,
+    )
+    moments = (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+    pools = [([2], [2], [0]), ([3], [2], [1], True), ([3], [2], [1], True, False)]
+    found = {op: [call(x * 2)] for op in unary}
+    found |= {op: [call(x), call(image, [0, 2], correction=0), call(x, [1], keepdim=True)] for op in moments}
+    found |= {op: [call(x, 1, False), call(x, 0, False)] for op in (aten._softmax.default, aten._log_softmax.default)}
+    return found | {
+        aten.mean.default: [call(x), call(x.float(), dtype=torch.float64)],
+        aten.mean.dim: [call(image, [1, -1], True), call(x, None)],
+        aten.linalg_vector_norm.default: [call(x, p, [1]) for p in (0, 1, 2, 3, math.inf, -math.inf)],
+        aten.logsumexp.default: [call(x, [1]), call(torch.full((2, 3), -math.inf, dtype=torch.float64), [1], True)],
+        aten._safe_softmax.default: [call(x, 1), call(x.masked_fill(x[:, :1] > 0, -math.inf), 1)],
+        aten.native_layer_norm.default: [call(x, [6], t(6), t(6), 1e-5), call(image, [7, 6], None, None, 1e-3)],
+        aten.native_group_norm.default: [call(image, weight, t(4), 2, 4, 42, 2, 1e-5)],
+        aten._native_batch_norm_legit_no_training.default: [call(image, weight, t(4), *stats, 0.1, 1e-5)],
+        aten._native_batch_norm_legit.no_stats: [call(image, weight, t(4), True, 0.1, 1e-5)],
+        aten._native_batch_norm_legit_functional.default: [call(image, weight, t(4), *stats, True, 0.1, 1e-5)],
+        aten._weight_norm_interface.default: [call(x, t(3, 1), 0), call(x, t(1, 6), 1)],
+        aten.addmm.default: [call(t(6), x.t(), y, beta=0.5, alpha=2), call(t(6, 6), x.t(), y, beta=0)],
+        aten.baddbmm.default: [call(t(2, 4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
+        aten.addbmm.default: [call(t(4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
+        aten.mv.default: [call(x, t(6))],
+        aten.addmv.default: [call(t(3), x, t(6), beta=2, alpha=0.5)],
+        aten.dot.default: [call(t(6), t(6))],
+        aten.vdot.default: [call(t(6), t(6))],
+        aten.addr.default: [call(t(3, 6), t(3), t(6), beta=2, alpha=0.5)],
+        aten.convolution.default: [call(image, t(6, 4, 3, 3), t(6), [2, 1], [1, 1], [1, 1], False, [0, 0], 1)],
+        aten._trilinear.default: [call(t(2, 3), t(5, 3, 4), t(2, 4), [1, 3], [0], [1, 2], [2, 3])],
+        aten._cdist_forward.default: [call(x, y, p, None) for p in (2.0, 1.0, 3.0)],
+        aten.avg_pool1d.default: [call(image[0], *pool) for pool in pools],
+        aten.avg_pool2d.default: [call(image, *pool) for pool in pools]
+        + [call(image, [2, 3], [], [1, 0], True, True, 5)],
+        aten.avg_pool3d.default: [call(volume, *pool) for pool in pools],
+        aten.adaptive_avg_pool1d.default: [call(image[0], [3]), call(image[0], [4])],
+        aten._adaptive_avg_pool2d.default: [call(image, size) for size in ([1, 1], [7, 3], [5, 4], [9, 11])],
+        aten._adaptive_avg_pool3d.default: [call(volume, [2, 3, 3])],
+        aten.add.Tensor: [call(x, y, alpha=0.3)],
+        aten.sub.Tensor: [call(x, y, alpha=0.3)],
+        aten.rsub.Tensor: [call(x, y, alpha=0.3)],
+        aten.rsub.Scalar: [call(x, 2.0, 0.3)],
+        aten.addcmul.default: [call(x, y, x, value=0.3)],
+        aten.addcdiv.default: [call(x, y, x, value=0.3)],
+        aten.lerp.Scalar: [call(x, y, 0.3), call(x, y, 0.7)],
+        aten.lerp.Tensor: [call(x, y, x)],
+        aten.pow.Tensor_Scalar: [call(x.abs(), e) for e in (1, 2, 0.5, -0.5, -1)],
+        aten.arange.start_step: [call(0, 3, 0.3, dtype=torch.float64), call(1.5, 9, 2, dtype=torch.float64)],
+        aten.gelu.default: [call(x), call(x, approximate="tanh")],
+        aten.softplus.default: [call(x, 2.0, 1.0), call(x, 1, 0.5)],
+        aten.elu.default: [call(x, 1.5, 0.5, 2.0), call(x)],
+        aten._prelu_kernel.default: [call(x, y)],
+        aten.native_dropout.default: [call(x, 0.3, False), call(x, 1.0, True), call(x, 0.0, True)],
+        aten.index_add.default: [call(x, 1, torch.tensor([0, 4, 4]), y[:, :3], alpha=0.5)],
+    }
+
+
+SAMPLES = samples()
+
+
+def test_every_formula_has_samples() -> None:
+    assert set(SAMPLES) == set(FORMULAS)
+
+
+@pytest.mark.parametrize("op", FORMULAS, ids=str)
+def test_a_formula_states_itself_in_one_line(op: Any) -> None:
+    doc = FORMULAS[op].__doc__ or ""
+    assert doc and "\n" not in doc and ("=" in doc or "as without" in doc)
+
+
+@pytest.mark.parametrize("op", FORMULAS, ids=str)
+def test_a_formula_computes_its_operator(op: Any) -> None:
+    """In binary64, where the two may differ by a few roundings in another order: hence the tolerance."""
+    for args, kwargs in SAMPLES[op]:
+        result = FORMULAS[op](*args, **kwargs)
+        assert result is not NotImplemented
+        expected = op(*args, **kwargs)
+        for ours, reference in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
+            # A second result of no elements is scratch that nothing reads.
+            if isinstance(ours, Tensor) and ours.numel():
+                torch.testing.assert_close(ours.reshape(reference.shape), reference, rtol=1e-11, atol=1e-12)
+
+
+def test_formulas_leave_integers_and_primitives_alone() -> None:
+    n, x = torch.arange(6).reshape(2, 3), torch.ones(2, 3)
+    assert FORMULAS[aten.addmm.default](n, n, n.t()) is NotImplemented
+    assert FORMULAS[aten.add.Tensor](x, x) is NotImplemented
+    assert FORMULAS[aten.pow.Tensor_Scalar](x, 3) is NotImplemented
+    assert FORMULAS[aten.arange.start_step](0, 5, 1, dtype=torch.float32) is NotImplemented
+
+
+# ---- the compiled graph against NumPy, bit for bit ----
+
+
+def lanes(x: Array) -> Array:
+    """The sum over the last dimension under lanes:16, as numerics/orders.py words it."""
+    acc = np.zeros((*x.shape[:-1], 16), np.float32)
+    for k in range(x.shape[-1]):
+        acc[..., k % 16] += x[..., k]
+    n = min(16, x.shape[-1])
+    w = 1 << (n - 1).bit_length()
+    while w > 1:
+        w //= 2
+        for i in range(w):
+            if i + w < n:
+                acc[..., i] += acc[..., i + w]
+    return acc[..., :1]
+
+
+def once(function: Callable[[Any], Any], x: Array) -> Array:
+    """An elementary function through binary64: correctly rounded but for arguments rarer than these tests meet."""
+    return np.asarray(function(x.astype(np.float64))).astype(np.float32)
+
+
+def softmax(x: Array) -> Array:
+    e = once(np.exp, x - x.max(-1, keepdims=True))
+    return e / lanes(e)
+
+
+def log_softmax(x: Array) -> Array:
+    s = x - x.max(-1, keepdims=True)
+    return s - once(np.log, lanes(once(np.exp, s)))
+
+
+def layer_norm(x: Array) -> Array:
+    n = np.float32(x.shape[-1])
+    d = x - lanes(x) / n
+    return d * once(lambda v: 1 / np.sqrt(v), lanes(d * d) / n + np.float32(1e-5))
+
+
+def silu(x: Array) -> Array:
+    return x * once(lambda v: 1 / (1 + np.exp(-v)), x)
+
+
+@pytest.mark.parametrize(
+    "ours, specified",
+    [
+        (lambda x: F.softmax(x, -1), softmax),
+        (lambda x: F.log_softmax(x, -1), log_softmax),
+        (lambda x: F.layer_norm(x, x.shape[-1:]), layer_norm),
+        (F.silu, silu),
+        (lambda x: x.mean(-1, keepdim=True), lambda x: lanes(x) / np.float32(x.shape[-1])),
+    ],
+    ids=["softmax", "log_softmax", "layer_norm", "silu", "mean"],
+)
+@pytest.mark.parametrize("length", [1, 5, 16, 37])
+def test_the_compiled_formula_is_the_specified_one(ours: Any, specified: Any, length: int) -> None:
+    x = torch.randn(6, length, generator=torch.Generator().manual_seed(length))
+    result = fxround.compile(Calls(ours), "reproducible")(x).numpy()
+    expected = specified(x.numpy())
+    assert result.dtype == expected.dtype and np.array_equal(result.view(np.uint32), expected.view(np.uint32))
+
+
+def test_average_pooling_sums_its_window_and_divides_once() -> None:
+    x = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    result = fxround.compile(Calls(lambda x: F.avg_pool2d(x, 3, 2, 1)), "reproducible")(x).numpy()
+    padded = np.pad(x.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    for i in range(3):
+        for j in range(3):
+            window = padded[:, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3].reshape(2, 1, 9)
+            assert np.array_equal(result[:, :, i, j], (lanes(window) / np.float32(9))[..., 0])
+
+
+def test_16_bit_operands_are_widened_and_rounded_once_at_the_end() -> None:
+    x = torch.randn(4, 9).bfloat16()
+    result = fxround.compile(Calls(lambda x: F.softmax(x, -1)), "reproducible")(x)
+    expected = torch.from_numpy(softmax(x.float().numpy())).bfloat16()
+    assert torch.equal(result, expected)

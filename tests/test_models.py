@@ -1,0 +1,73 @@
+"""Whole models: identity keeps the captured graph's bits; stochastic rounds everything, reproducibly, in a file too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from models import ZOO, Example, build
+from torch import Tensor
+
+import fxround
+from fxround.compiler import Entry
+
+
+class Case:
+    """One model of the zoo, compiled by two policies, captured once each."""
+
+    def __init__(self, name: str) -> None:
+        self.example: Example = build(name)
+        self.inputs = (self.example.args, self.example.kwargs)
+        self.stochastic = fxround.compile(self.example.model, "stochastic", example_inputs=self.inputs, seed=3)
+
+    def run(self, module: Any) -> Tensor:
+        with torch.no_grad():
+            return self.example.result(module(*self.example.args, **self.example.kwargs))
+
+
+@pytest.fixture(scope="module", params=list(ZOO))
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield Case(request.param)
+
+
+def test_identity_gives_the_bits_of_the_captured_graph(case: Case) -> None:
+    compiled = fxround.compile(case.example.model, "identity")
+    result = case.run(compiled)
+    entry = compiled._latest
+    assert isinstance(entry, Entry)
+    with torch.no_grad():
+        eager = entry.captured.graph(*entry._inputs(pytree.tree_leaves(case.inputs)))
+    kept = [value for value, port in zip(eager, entry.captured.outputs, strict=True) if not port.mutation]
+    assert torch.equal(result, case.example.result(pytree.tree_unflatten(kept, entry.captured.out_spec)))
+
+
+def test_the_captured_graph_computes_the_model(case: Case) -> None:
+    # A tolerance: formulas order their operations differently from the stock kernels.
+    torch.testing.assert_close(case.run(case.stochastic), case.run(case.example.model), rtol=1e-4, atol=1e-5)
+
+
+def test_no_float_operation_is_left_unrounded(case: Case) -> None:
+    assert case.stochastic.coverage().unrounded == ()
+
+
+def test_a_second_run_and_one_thread_give_the_same_bits(case: Case) -> None:
+    first = case.run(case.stochastic)
+    assert torch.equal(case.run(case.stochastic), first)
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        try:
+            torch.set_num_threads(count)
+            assert torch.equal(case.run(case.stochastic), first)
+        finally:
+            torch.set_num_threads(threads)
+    assert not torch.equal(case.run(case.stochastic.reseed(3, sample=1)), first)
+    assert torch.equal(case.run(case.stochastic.reseed(3)), first)
+
+
+def test_an_exported_file_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
+    path = case.stochastic.export(tmp_path / "model.pt2", case.inputs)
+    assert torch.equal(case.run(fxround.load(path)), case.run(case.stochastic))
