@@ -69,7 +69,7 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
     left = min(x.values(), default=0.0) - WIDTH / 2
     header = 64 + 22 * _legend_rows(legend)
     place = {node: (x[node] - left + MARGIN, row[node] * PITCH + header) for node in x}
-    width = max([640.0, *(px + WIDTH / 2 + MARGIN for px, _ in place.values())])
+    width = max([760.0, *(px + WIDTH / 2 + MARGIN for px, _ in place.values())])
     height = header + len(layers) * PITCH
     edges = "".join(_edge(place[a], place[b], isinstance(b, _Dummy)) for a, b in hops.edges)
     boxes = "".join(_box(place[node], graph.nodes[node]) for node in graph.nodes)
@@ -198,7 +198,7 @@ def _legend_rows(legend: Legend) -> int:
 def _legend(legend: Legend) -> str:
     marks = []
     for i, (label, fill, stroke) in enumerate(legend.entries):
-        x, y = MARGIN + 200 * (i % 3), 46 + 22 * (i // 3)
+        x, y = MARGIN + 236 * (i % 3), 46 + 22 * (i // 3)
         marks.append(
             f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>'
             f'<text class="l" x="{x + 21}" y="{y + 11}">{escape(label)}</text>'

@@ -52,17 +52,23 @@ class Table:
         """``to_dict`` as JSON; NaN and infinities, which JSON lacks, become null."""
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
 
+    @property
+    def _numeric(self) -> list[bool]:
+        """Which columns hold no text: they are set flush right."""
+        return [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+
     def __str__(self) -> str:
         shown = [[_shown(value) for value in row] for row in self.rows]
-        numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
         widths = [max(map(len, column)) for column in zip(self.columns, *shown, strict=True)]
-        lines = [_line(row, widths, numeric) for row in (self.columns, *shown)]
+        lines = [_line(row, widths, self._numeric) for row in (self.columns, *shown)]
         rule = "  ".join("─" * width for width in widths)
         return "\n".join(part for part in (self.title, lines[0], rule, *lines[1:], self.note) if part)
 
     def _repr_html_(self) -> str:
         table, head, cell = _CSS
-        heads = "".join(f'<th style="{head}">{html.escape(column)}</th>' for column in self.columns)
+        heads = "".join(
+            _head(column, head, numeric) for column, numeric in zip(self.columns, self._numeric, strict=True)
+        )
         rows = "".join(f"<tr>{''.join(_cell(value, cell) for value in row)}</tr>" for row in self.rows)
         title, note = (f"<p>{html.escape(text)}</p>" if text else "" for text in (self.title, self.note))
         return f'{title}<table style="{table}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{note}'
@@ -79,6 +85,10 @@ def _shown(value: Value) -> str:
 def _line(row: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
     cells = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
     return "  ".join(cells).rstrip()
+
+
+def _head(column: str, style: str, numeric: bool) -> str:
+    return f'<th style="{style}{";text-align:right" if numeric else ""}">{html.escape(column)}</th>'
 
 
 def _cell(value: Value, style: str) -> str:
