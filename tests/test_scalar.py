@@ -182,11 +182,14 @@ def test_fma_of_special_values(type: Type, a: float, b: float, c: float, result:
     assert got.hex() == result.hex()
 
 
-def test_fma_where_two_roundings_would_differ() -> None:
-    a, b, c = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60
-    got = float(run(fma(param("a", "f32"), param("b", "f32"), param("c", "f32")), a=a, b=b, c=c))
-    assert got == 1 + 2.0**-11 + 2.0**-23  # the tie is broken upwards by c
-    assert float(np.float32(np.float64(a) * b + c)) == 1 + 2.0**-11
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("nudge", [2.0**-60, -(2.0**-60), 2.0**-100, -(2.0**-100)])
+def test_fma_where_two_roundings_would_differ(sign: float, nudge: float) -> None:
+    """(1 + 2^-12)^2 is a tie between binary32 numbers; an addend that binary64 loses decides it."""
+    a, b = sign * (1 + 2.0**-12), 1 + 2.0**-12
+    got = float(run(fma(param("a", "f32"), param("b", "f32"), param("c", "f32")), a=a, b=b, c=sign * nudge))
+    assert got == sign * (1 + 2.0**-11 + (2.0**-23 if nudge > 0 else 0))
+    assert float(np.float32(np.float64(a) * b + sign * nudge)) == sign * (1 + 2.0**-11)
 
 
 @pytest.mark.parametrize("type", FLOATS)
