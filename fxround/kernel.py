@@ -27,6 +27,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
@@ -166,12 +167,15 @@ class Scan:
 class Contract:
     """step(lift(a), lift(b), acc, random) from acc = +0, k ascending; finish(acc, random).
 
-    lifts: a stored element of each operand to the accumulator's type, exactly.
+    lifts: a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
+    after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random).
     """
 
     lifts: tuple[Function, Function]
     step: Function
     finish: Function
+    chunk: int
+    combine: Function | None
     loads: tuple[Storage, Storage]
     result: Storage
     accumulator: Type
@@ -181,9 +185,8 @@ class Contract:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest(
-            "contract", *self.lifts, self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws
-        )
+        functions = (*self.lifts, self.step, self.finish, self.combine or "")
+        return _digest("contract", *functions, self.chunk, self.loads, self.result, self.draws, self.finish_draws)
 
 
 Kernel = Map | Reduce | Scan | Contract
@@ -319,24 +322,41 @@ def _lift(stored: Storage, accumulator: Type) -> Function:
 
 @lru_cache(maxsize=1024)
 def contract_kernel(
-    accumulate: Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+    accumulate: Accumulation | Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
 ) -> Contract:
-    """Sums of products: acc = R_acc(a * b + acc), one rounding a step."""
+    """Sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
+    how = Accumulation.parse(accumulate)
     carriers = tuple(CARRIER_OF[s] for s in loads)
-    accumulator = _accumulator(accumulate, carriers)
-    accumulate = chain_rounding(accumulate, accumulator, carriers)
-    a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
-    random = param("random", "u32")
-    # Binary32 factors held in binary64 have an exact product.
-    operator = "fma_exact" if accumulator == "f64" and "f64" not in carriers else "fma"
-    value = apply(operator, (a, b, acc), accumulate, accumulator, random, any_nan="f64" not in carriers)
+    roundings = [r for r in (how.step, how.product, how.combine) if r is not None]
+    accumulator: Type = "f32" if all(_accumulator(r, carriers) == "f32" for r in roundings) else "f64"
+    step = chain_rounding(how.step, accumulator, carriers)
+    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers)
+    last = combine or step
     return Contract(
         lifts=(_lift(loads[0], accumulator), _lift(loads[1], accumulator)),
-        step=Function("step", (a, b, acc, random), (value,)),
-        finish=_finish(accumulate, rounding, accumulator, result),
+        step=_contract_step(how, step, accumulator, carriers),
+        finish=_finish(last, rounding, accumulator, result),
+        chunk=how.chunk or 0,
+        combine=None if combine is None else _add_step("combine", combine, accumulator, None),
         loads=loads,
         result=result,
         accumulator=accumulator,
-        draws=accumulate.mode.random_bits > 0,
-        finish_draws=_finish_draws(accumulate, rounding),
+        draws=how.random,
+        finish_draws=_finish_draws(last, rounding),
     )
+
+
+def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
+    a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
+    random = param("random", "u32")
+    narrow_factors = "f64" not in carriers
+    if how.product is not None:
+        # Two roundings a step share its 32 bits: the product draws the low half, the sum the high one.
+        operator = "mul_exact" if accumulator == "f64" and narrow_factors else "mul"
+        product = apply(operator, (a, b), how.product, accumulator, random << 16)
+        value = apply("add", (product, acc), step, accumulator, random, any_nan=narrow_factors)
+    else:
+        # Binary32 factors held in binary64 have an exact product.
+        operator = "fma_exact" if accumulator == "f64" and narrow_factors else "fma"
+        value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
+    return Function("step", (a, b, acc, random), (value,))

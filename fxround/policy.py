@@ -16,6 +16,7 @@ A rule that matches no operation of a model is an error too, never a silent noth
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -26,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import LANES, Order
@@ -44,12 +46,12 @@ ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error")
 class Assignment:
     """What a policy says of one operation. ``rounding`` None: leave it alone, accumulator included.
 
-    ``accumulate`` is the rounding of each step of a contraction or a reduction, or ``"native"``: the stock
+    ``accumulate`` is how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock
     kernel computes and its result is rounded once. ``rule`` is the text of the rule that chose ``rounding``.
     """
 
     rounding: Rounding | None
-    accumulate: Rounding | Literal["native"] | None
+    accumulate: Accumulation | Literal["native"] | None
     order: Order
     rule: str
 
@@ -154,8 +156,10 @@ class Policy:
                 f"rule {str(chosen)!r} rounds {operator} at {path or 'the root module'} to {rounding.format}, but the"
                 f" result is kept in {dtype}, which lacks some of its values: choose a narrower format or a wider dtype"
             )
-        step: Rounding | Literal["native"] = NATIVE if accumulate == NATIVE else _resolve(accumulate, dtype)
-        return Assignment(rounding, step, Order.parse(last.get("order", LANES)), str(chosen))
+        how: Accumulation | Literal["native"] = NATIVE
+        if accumulate != NATIVE:
+            how = Accumulation.parse(_with_dtype(accumulate, dtype))
+        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen))
 
     def require_matched(self, matched: Collection[int], paths: Iterable[str] = ()) -> None:
         """Raises PolicyError if a rule that is not optional has its position outside ``matched``.
@@ -253,15 +257,30 @@ def _resolve(text: str, dtype: str) -> Rounding:
     return Rounding.parse(f"{dtype}{slash}{rest}" if head == DTYPE else text)
 
 
+def _with_dtype(text: str, dtype: str) -> str:
+    """The text of an accumulation, with the format ``dtype`` named."""
+    return re.sub(rf"\b{DTYPE}\b", dtype, text)
+
+
 def _canonical(text: object, field: str, kept: str) -> str | None:
     """A rounding's text with all its parts, so that equal rules are equal; ``kept`` stays as it is."""
     if text is None or text == kept:
         return text if text is None else kept
-    if not isinstance(text, str | Rounding):
+    if not isinstance(text, str | Rounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {text!r}")
-    parsed = _said(lambda t: _resolve(t, "binary32"), str(text), field)
-    own = str(text).partition("/")[0] == DTYPE
-    return f"{DTYPE}/{parsed.mode}/{parsed.overflow}" if own else str(parsed)
+    if field == "rounding":
+        full: str = _said(_full_rounding, str(text), field)
+        return full
+    _said(lambda t: Accumulation.parse(_with_dtype(t, "binary32")), str(text), field)
+    step, *options = str(text).split()
+    words = (word.partition("=") for word in options)
+    spelt = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
+    return " ".join([_full_rounding(step), *spelt])
+
+
+def _full_rounding(text: str) -> str:
+    parsed = _resolve(text, "binary32")
+    return f"{DTYPE}/{parsed.mode}/{parsed.overflow}" if text.partition("/")[0] == DTYPE else str(parsed)
 
 
 def _said(parse: Any, text: str, field: str) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxround.errors import PolicyError
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
@@ -122,7 +123,7 @@ def test_every_format_is_a_policy(name: str) -> None:
         said = assigned(policy, role=role, dtype="binary64")
         assert said is not None
         assert said.rounding == Rounding.parse(name)
-        assert said.accumulate == Rounding.parse("binary32") or role in ENTERING
+        assert said.accumulate == Accumulation.parse("binary32") or role in ENTERING
     assert Policy.parse(Rounding.parse(name)).rules == policy.rules
 
 
@@ -231,3 +232,16 @@ def test_dict_and_toml_lose_nothing(policy: Policy) -> None:
 @pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
 def test_presets_survive_dict_and_toml(policy: Policy) -> None:
     assert Policy.from_toml(policy.to_toml()) == Policy.from_dict(policy.to_dict()) == policy
+
+
+def test_an_accumulation_keeps_its_options() -> None:
+    rule = Rule(accumulate="bfloat16 chunk=128 combine=dtype product=dtype/toward_zero")
+    assert rule.accumulate == (
+        "bfloat16/nearest_even/inf chunk=128 combine=dtype/nearest_even/inf product=dtype/toward_zero/inf"
+    )
+    said = assigned(Policy("chunked", (Rule(rounding="dtype"), rule))).accumulate
+    assert said == Accumulation.parse("bfloat16 product=binary32/toward_zero chunk=128 combine=binary32")
+    with pytest.raises(PolicyError, match="needs both or neither"):
+        Rule(accumulate="bfloat16 chunk=128")
+    with pytest.raises(PolicyError, match="options are product=, chunk=, combine="):
+        Rule(accumulate="bfloat16 chunks=128")

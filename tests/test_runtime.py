@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernel import Program, contract_kernel, cumsum_kernel, map_kernel, sum_kernel
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
@@ -35,6 +36,12 @@ ACCUMULATORS = [
     "e5m2/up_down",
     "e4m3fn/nearest_even/saturate",
     "tf32/to_odd",
+    "bfloat16 chunk=8 combine=binary32",
+    "ieee(8,14)/toward_zero chunk=5 combine=binary32/stochastic",
+    "binary32 chunk=16 combine=binary32",
+    "binary32/stochastic product=binary32/stochastic",
+    "binary32 product=bfloat16",
+    "binary32 product=binary32 chunk=1 combine=binary16",
 ]
 SPECIALS = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-126), 3.4e38, -65504.0, 1e-8]
 
@@ -150,7 +157,7 @@ def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
     for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):
         a = values((batch, rows, length), 1, special=length == 23)
         b = values((batch, length, columns), 2, special=length == 23)
-        kernel = contract_kernel(Rounding.parse(accumulate), BINARY32, ("f32", "f32"), "f32")
+        kernel = contract_kernel(Accumulation.parse(accumulate), BINARY32, ("f32", "f32"), "f32")
         same(run_contract(kernel, a, Right.matrices(b), 0, DRAW), reference.contract(kernel, stored(a), stored(b), KEY))
 
 
@@ -169,7 +176,7 @@ def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("order", ["sequential", "lanes:2", "lanes:16", "lanes:64"])
 @pytest.mark.parametrize("accumulate", ACCUMULATORS)
 def test_reduce_equals_the_reference_along_and_across(order: str, accumulate: str) -> None:
-    kernel = sum_kernel(Order.parse(order), Rounding.parse(accumulate), BINARY32, "f32", "f32")
+    kernel = sum_kernel(Order.parse(order), Accumulation.parse(accumulate).step, BINARY32, "f32", "f32")
     for length in (0, 1, 5, 17, 100):
         x = values((6, length), 3, special=length == 17)
         want = reference.reduce(kernel, stored(x), KEY)

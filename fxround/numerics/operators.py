@@ -145,7 +145,8 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     ),
     Operator("sqrt", 1, _root, sqrt, residual=True),
     Operator("fma", 3, _fused, fma, residual=True),
-    # The product of binary32 values held in binary64.
+    # For binary32 values held in binary64.
+    Operator("mul_exact", 2, lambda a, b: Wide(a * b), lambda a, b: a * b),
     Operator("fma_exact", 3, lambda a, b, c: two_sum(a * b, c), fma),
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxround.kernel import contract_kernel
-from fxround.numerics.modes import Rounding
+from fxround.numerics.accumulation import Accumulation
 from fxround.ops import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites
 
@@ -23,7 +23,7 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace mm, bmm and convolution by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, rule = decided(place), rule_of(node) if place.kind == "contraction" else None
-        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Rounding):
+        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
         if node.meta["val"].dtype in STORAGES:
             assignment, rounding = wanted

@@ -18,6 +18,7 @@ from torch import fx
 
 from fxround.graph import META, Site
 from fxround.kernel import cumsum_kernel, sum_kernel
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.ops import rule_of
 from fxround.passes.rewrite import (
@@ -41,10 +42,16 @@ def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace sums, cumulative sums and accumulating scatters by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, rule = decided(place), rule_of(node) if place.kind == "reduction" else None
-        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Rounding):
+        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
         if node.meta["val"].dtype in STORAGES:
             _LOWERINGS[rule.lower](graph, node, place, wanted[0], wanted[1])
+
+
+def _step(assignment: Assignment) -> Rounding:
+    """The rounding of one addition; products and chunks are a contraction's."""
+    assert isinstance(assignment.accumulate, Accumulation)
+    return assignment.accumulate.step
 
 
 def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
@@ -54,8 +61,7 @@ def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignme
     if source.meta["val"].dim() == 0:
         source, dims, keepdim = insert(graph, node, aten.reshape.default, (source, [1])), [0], False
     dims = dims or list(range(source.meta["val"].dim()))
-    storage, accumulate, order = STORAGES[node.meta["val"].dtype], assignment.accumulate, assignment.order
-    assert isinstance(accumulate, Rounding)
+    storage, accumulate, order = STORAGES[node.meta["val"].dtype], _step(assignment), assignment.order
     with locating(place):
         sum_kernel(order, accumulate, rounding, storage, storage)
     texts = (str(order), str(accumulate), str(rounding))
@@ -64,8 +70,8 @@ def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignme
 
 def _cumsum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
     source, dim = node.args[:2]
-    storage, accumulate = STORAGES[node.meta["val"].dtype], assignment.accumulate
-    assert isinstance(accumulate, Rounding) and isinstance(source, fx.Node)
+    storage, accumulate = STORAGES[node.meta["val"].dtype], _step(assignment)
+    assert isinstance(source, fx.Node)
     with locating(place):
         cumsum_kernel(accumulate, rounding, storage, storage)
     tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
@@ -84,8 +90,7 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
     rule = rule_of(node)
     assert rule is not None
     operands = node.args[:4] if rule.lower == "scatter_add" else node.args[:3]
-    accumulate = assignment.accumulate
-    assert isinstance(accumulate, Rounding)
+    accumulate = _step(assignment)
     become(graph, node, rule.lower, (*operands, str(accumulate), rng_of(graph), place.number))
     if not keeps(rounding, accumulate.format):
         round_after(graph, node, rounding, place.number + 1)

@@ -226,7 +226,7 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     chunks = -(-rows // (_CHUNK if batch * panels >= 2 * torch.get_num_threads() else _CHUNK // 4))
     chunk = -(-rows // chunks)
     items = batch * panels * -(-rows // chunk)
-    block = min(max(length, 1), _BLOCK)
+    block = kernel.chunk or min(max(length, 1), _BLOCK)
     sizes = (rows, columns, length, panels, chunk, block, groups, *a.stride(), right.step)
     tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
     pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in tensors)

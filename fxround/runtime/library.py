@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.kernel import Program, contract_kernel, cumsum_kernel, sum_kernel
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.runtime.convolution import output_size, transposed_as_plain, windows_of
@@ -33,6 +34,7 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
 
 _parse_program = lru_cache(maxsize=4096)(Program.parse)
 _parse_rounding = lru_cache(maxsize=1024)(Rounding.parse)
+_parse_accumulation = lru_cache(maxsize=1024)(Accumulation.parse)
 _parse_order = lru_cache(maxsize=64)(Order.parse)
 
 
@@ -53,7 +55,7 @@ def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, no
     _check_matmul(a, b)
     draw = Draw.of(rng, node)
     loads = (storage_of(a, "matmul's first operand"), storage_of(b, "matmul's second operand"))
-    kernel = contract_kernel(_parse_rounding(accumulate), _parse_rounding(rounding), loads, loads[0])
+    kernel = contract_kernel(_parse_accumulation(accumulate), _parse_rounding(rounding), loads, loads[0])
     if a.dim() == 3:
         return run_contract(kernel, a.detach(), Right.matrices(b.detach()), 0, draw)
     return run_contract(kernel, a.detach()[None], Right.matrices(b.detach()[None]), 1, draw)[0]
@@ -91,7 +93,7 @@ def convolution(
     if x.dtype != w.dtype:
         raise TypeError(f"convolution of {x.dtype} with {w.dtype} weights: expected one dtype")
     loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-    kernel = contract_kernel(_parse_rounding(accumulate), _parse_rounding(rounding), loads, loads[1])
+    kernel = contract_kernel(_parse_accumulation(accumulate), _parse_rounding(rounding), loads, loads[1])
     x, w = x.detach(), w.detach()
     if transposed:
         x, w, stride, padding = transposed_as_plain(x, w, stride, padding, dilation, output_padding, groups)

@@ -90,8 +90,13 @@ def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
     elements = np.arange(int(np.prod(shape))).reshape(shape)
     streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
     acc = np.zeros(shape, np.float32 if kernel.accumulator == "f32" else np.float64)
-    for k in range(a.shape[2]):
+    total, length = acc, a.shape[2]
+    for k in range(length):
         left = kernel.lifts[0].evaluate(a[:, :, k, None])[0]
         right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
         acc = kernel.step.evaluate(left, right, acc, streams.draw(..., kernel.draws))[0]
+        if kernel.combine is not None and ((k + 1) % kernel.chunk == 0 or k + 1 == length):
+            total = kernel.combine.evaluate(total, acc, streams.draw(..., kernel.draws))[0]
+            acc = np.zeros_like(acc)
+    acc = acc if kernel.combine is None else total
     return kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0]

@@ -181,6 +181,8 @@ def _bodies(kernel: Reduce | Scan | Contract) -> str:
         functions["combine"] = kernel.combine
     if isinstance(kernel, Contract):
         functions["lift_a"], functions["lift_b"] = kernel.lifts
+        if kernel.combine is not None:
+            functions["combine"] = kernel.combine
     return "".join(device_function(f, f"{kernel_name(kernel)}_{role}") for role, f in functions.items())
 
 
@@ -278,16 +280,24 @@ _CONTRACT: Final = """\
     const {a}* left = a + (shape.groups ? batch % shape.groups : batch) * shape.a_batch + row * shape.a_row;
     const {b}* right = b + batch * shape.b_batch + column * shape.b_column;
     {type} acc = 0;
-{start}    for (i64 k = 0; k < shape.length; ++k)
+{start}{total}    for (i64 k = 0; k < shape.length; ++k) {{
       acc = {name}_step({name}_lift_a({x}), {name}_lift_b({y}), acc, {step_bits});
+{combine}    }}
     out[i] = {value};
   }}
 """
 
+_COMBINE: Final = """      if ((k + 1) % {chunk} == 0 || k + 1 == shape.length) {{
+        total = {name}_combine(total, acc, {step_bits});
+        acc = 0;
+      }}
+"""
+
 
 def _contract(kernel: Contract) -> str:
-    name = kernel_name(kernel)
-    finish = f"{name}_finish(acc, {_bits(kernel.finish_draws, 'state')})"
+    name, chunked = kernel_name(kernel), kernel.combine is not None
+    finish = f"{name}_finish({'total' if chunked else 'acc'}, {_bits(kernel.finish_draws, 'state')})"
+    step_bits = _bits(kernel.draws, "state")
     body = _CONTRACT.format(
         name=name,
         a=MEMORY[kernel.loads[0]],
@@ -296,7 +306,9 @@ def _contract(kernel: Contract) -> str:
         start=_stream(kernel, "    u64 state", "i"),
         x=_element(kernel.loads[0], "left[k * shape.a_length]"),
         y=_element(kernel.loads[1], "right[k * shape.b_length]"),
-        step_bits=_bits(kernel.draws, "state"),
+        step_bits=step_bits,
+        total=f"    {TYPES[kernel.accumulator]} total = 0;\n" if chunked else "",
+        combine=_COMBINE.format(name=name, chunk=kernel.chunk, step_bits=step_bits) if chunked else "",
         value=_stored(kernel.result, finish),
     )
     operands = [_pointer(kernel.loads[0], "a"), _pointer(kernel.loads[1], "b")]

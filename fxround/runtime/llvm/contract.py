@@ -259,6 +259,9 @@ class _Panel:
                         bits, states[place] = advance(b, states[place], lanes, True)
                     (accs[place],) = emit(kernel.step, b, [left, right[v], accs[place], bits], lanes)
             carried.store(accs + states)
+        if kernel.combine is not None:
+            with b.if_then(b.icmp_signed(">", block.steps, I64(0))):
+                self._combine(places, carried, block)
         if not self.variant.stores_from_registers:
             self._park(places, carried.load())
             return
@@ -267,6 +270,21 @@ class _Panel:
                 self._finish(places, carried.load())
             with more:
                 self._park(places, carried.load())
+
+    def _combine(self, places: list[tuple[Any, int]], carried: Carried, block: _Block) -> None:
+        """total = combine(total, acc): the parked values are totals, and every block is a chunk."""
+        b, kernel = self.b, self.kernel
+        assert kernel.combine is not None
+        totals = Carried(b, [literal(kernel.accumulator, 0, self.lanes)] * len(places))
+        with b.if_then(b.not_(block.first)):
+            totals.store([b.load(self._slots(row, v)[0], typ=self.vector, align=4) for row, v in places])
+        values, combined = carried.load(), totals.load()
+        for i in range(len(places)):
+            bits: Any = literal("u32", 0, self.lanes)
+            if kernel.draws:
+                bits, values[len(places) + i] = advance(b, values[len(places) + i], self.lanes, True)
+            (values[i],) = emit(kernel.combine, b, [combined[i], values[i], bits], self.lanes)
+        carried.store(values)
 
     def _begin(self, places: list[tuple[Any, int]], block: _Block) -> Carried:
         """acc = +0 and the streams' first states, or what the block before has parked."""
@@ -282,6 +300,7 @@ class _Panel:
                     carried.store([zero] * len(places) + states)
             with later:
                 accs = [b.load(acc, typ=self.vector, align=4) for acc, _ in slots]
+                accs = accs if self.kernel.combine is None else [zero] * len(places)
                 states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
                 carried.store(accs + states)
         return carried

@@ -1,0 +1,73 @@
+"""How a contraction accumulates: the rounding of a step, and two optional departures from it.
+
+What is true here. For each output element, with a and b the operands along k:
+
+    R                            acc = +0; for k ascending: acc = R(a[k] * b[k] + acc), one rounding a step
+    R product=P                  acc = R(P(a[k] * b[k]) + acc), the product rounded on its own (unfused)
+    R chunk=n combine=C          total = +0; for each run of n products: acc as above from +0, then
+                                 total = C(acc + total); the last run may be shorter
+
+Why it is safe. It is data: one text, lossless, that a policy, a graph and a kernel carry. The chunked form
+is how FP8 tensor cores are modelled (partial sums of n products in one format, combined in another).
+
+    before   "FP8 with FP32 accumulation"          # fused? how many bits? after how many products?
+    after    Accumulation.parse("ieee(8,14)/toward_zero chunk=128 combine=binary32")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fxround.numerics.modes import Rounding
+
+_OPTIONS: Final = ("product", "chunk", "combine")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """``step`` rounds every multiply-add; ``product`` the products first; ``chunk`` and ``combine`` go together."""
+
+    step: Rounding
+    product: Rounding | None = None
+    chunk: int | None = None
+    combine: Rounding | None = None
+
+    def __post_init__(self) -> None:
+        if (self.chunk is None) != (self.combine is None):
+            raise ValueError(f"chunk={self.chunk} combine={self.combine}: an accumulation needs both or neither")
+        if self.chunk is not None and not 1 <= self.chunk <= 65536:
+            raise ValueError(f"chunk={self.chunk}: expected 1 to 65536 products in a partial sum")
+
+    def __str__(self) -> str:
+        said = [(name, getattr(self, name)) for name in _OPTIONS]
+        return " ".join([str(self.step), *(f"{name}={value}" for name, value in said if value is not None)])
+
+    @property
+    def random(self) -> bool:
+        """Whether any of its roundings draws random bits."""
+        return any(r is not None and r.mode.random_bits for r in (self.step, self.product, self.combine))
+
+    @staticmethod
+    def parse(text: str | Rounding | Accumulation) -> Accumulation:
+        """``rounding [product=rounding] [chunk=n combine=rounding]``; raises ValueError naming the wrong part."""
+        if isinstance(text, Accumulation):
+            return text
+        if isinstance(text, Rounding):
+            return Accumulation(text)
+        if not isinstance(text, str) or not text.split():
+            raise ValueError(f"{text!r} is no accumulation; expected: bfloat16 chunk=128 combine=binary32")
+        step, *rest = text.split()
+        options = dict(word.partition("=")[::2] for word in rest)
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown or len(options) != len(rest):
+            raise ValueError(f"{text!r}: options are {', '.join(f'{o}=' for o in _OPTIONS)}, each once; got {rest}")
+        chunk = options.get("chunk")
+        if chunk is not None and not chunk.isdecimal():
+            raise ValueError(f"{text!r}: chunk={chunk} is no number of products")
+        return Accumulation(
+            Rounding.parse(step),
+            Rounding.parse(options["product"]) if "product" in options else None,
+            int(chunk) if chunk is not None else None,
+            Rounding.parse(options["combine"]) if "combine" in options else None,
+        )
