@@ -17,6 +17,7 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
+from fxround.hashing import hash
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
@@ -38,6 +39,7 @@ __all__ = [
     "VerificationError",
     "compile",
     "formats",
+    "hash",
     "load",
     "modes",
     "policies",

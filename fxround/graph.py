@@ -29,23 +29,25 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxround.errors import CaptureError
-from fxround.refusals import explained, refuse_unsupported_tensors, require_tested_torch, source_line
+from fxround.refusals import (
+    EXPECTED,
+    explained,
+    refuse_unsupported_tensors,
+    refused_kind,
+    require_tested_torch,
+    source_line,
+)
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
 
 META: Final = "fxround"
 PORT: Final = "fxround_port"
-# Sizes of 0 and 1 are conditions where a model asks for them, not assumptions.
-_SHAPES: Final[Any] = importlib.import_module("torch.fx.experimental._config")
 _SETTLED: Final = "fxround_settled"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
@@ -129,6 +131,8 @@ class _Traced:
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    from torch._decomp import core_aten_decompositions, get_decompositions
+
     table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
     table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
     return table
@@ -172,7 +176,7 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with _SHAPES.patch(backed_size_oblivious=True):
+    with _asked_sizes():
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
@@ -272,11 +276,18 @@ def tracing_switches() -> Iterator[None]:
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
-        stack.enter_context(_SHAPES.patch(backed_size_oblivious=True))
+        stack.enter_context(_asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+def _asked_sizes() -> contextlib.AbstractContextManager[None]:
+    """Sizes of 0 and 1 become conditions where a model asks for them, not assumptions."""
+    config: Any = importlib.import_module("torch.fx.experimental._config")
+    patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
+    return patched
 
 
 def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -285,6 +296,10 @@ def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | No
 
 
 def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions) -> _Traced:
+    # Imported at the first capture: they cost as much time as the rest of torch.
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     args, kwargs = example
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
@@ -325,7 +340,8 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
     output = graph.graph.output_node()
     kept = [i for i, desc in enumerate(output.meta["desc"]) if "Token" not in type(desc).__name__]
-    output.args = (tuple(output.args[0][i] for i in kept),)
+    results: Any = output.args[0]
+    output.args = (tuple(results[i] for i in kept),)
     output.meta["desc"] = [output.meta["desc"][i] for i in kept]
     for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
         graph.graph.erase_node(node)
@@ -427,9 +443,6 @@ def _refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
                 f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "
                 "Keep it a tensor (x.sum() in place of x.sum().item())."
             )
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and (value.is_complex() or value.is_quantized):
-            kind = "complex" if value.is_complex() else "quantized"
-            raise CaptureError(
-                f"{located(node)} yields {kind} numbers ({value.dtype}); fxround rounds real floating-point numbers."
-            )
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)):
+                raise CaptureError(f"{located(node)} yields {kind} numbers ({value.dtype}); {EXPECTED}.")

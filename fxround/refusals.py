@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,28 @@ from fxround.errors import CaptureError
 
 _TORCH: Final = str(PurePath(torch.__file__).parent)
 TESTED_TORCH: Final = ("2.13",)
+
+
+# The format of every floating-point dtype that may occur in a model.
+FORMAT_OF: Final = MappingProxyType(
+    {
+        torch.float32: "binary32",
+        torch.float64: "binary64",
+        torch.float16: "binary16",
+        torch.bfloat16: "bfloat16",
+        torch.float8_e5m2: "e5m2",
+        torch.float8_e4m3fn: "e4m3fn",
+        torch.float8_e8m0fnu: "e8m0fnu",
+    }
+)
+EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
+
+
+def refused_kind(tensor: torch.Tensor) -> str:
+    """complex, quantized, unknown, or nothing for a tensor that fxround knows how to treat."""
+    if tensor.is_complex() or tensor.is_quantized:
+        return "complex" if tensor.is_complex() else "quantized"
+    return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
 
 
 def require_tested_torch(version: str = torch.__version__) -> None:
@@ -41,12 +64,10 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.is_complex() or tensor.is_quantized:
-            kind = "complex" if tensor.is_complex() else "quantized"
-            raise CaptureError(
-                f"{name} is {kind} ({tensor.dtype}); fxround rounds real floating-point numbers. "
-                + ("Split it into real and imaginary parts." if tensor.is_complex() else "Pass the float model.")
-            )
+        kind = refused_kind(tensor)
+        if kind:
+            advice = "Split it into real and imaginary parts" if kind == "complex" else "Pass the float model"
+            raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. {advice}.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
         if tensor.device.type != "cpu":

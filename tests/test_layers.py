@@ -24,6 +24,7 @@ RANKS = {
     "policy": 2,
     "graph": 2,
     "refusals": 2,
+    "hashing": 2,
     "formulas": 2,
     "table": 2,
     "drawing": 2,

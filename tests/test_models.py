@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=list(ZOO))
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    yield Case(request.param)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
 
 
 def test_identity_gives_the_bits_of_the_captured_graph(case: Case) -> None:

@@ -37,11 +37,12 @@ _embedding_bag _embedding_bag_backward scatter_reduce.two diagonal_scatter maske
 scatter.value grid_sampler_2d grid_sampler_2d_backward replication_pad1d_backward replication_pad2d_backward
 replication_pad3d_backward exponential rand rand_like randn_like rrelu_with_noise_backward rrelu_with_noise_functional
 asinh atan atan2 cosh digamma elu erfc erfinv exp2 expm1 hypot i0 lgamma log1p log2 polygamma pow.Scalar
-pow.Tensor_Tensor reciprocal sinh special_i1 sqrt tan add.Scalar leaky_relu remainder.Scalar sub.Scalar amax clamp.Tensor
-copysign.Tensor cummax floor hardtanh isnan kthvalue max.dim maximum round sign trunc _fft_c2c _fft_r2c _linalg_det
+pow.Tensor_Tensor reciprocal sinh special_i1 sqrt tan add.Scalar leaky_relu remainder.Scalar sub.Scalar amax
+clamp.Tensor copysign.Tensor cummax floor hardtanh isnan kthvalue max.dim maximum round sign trunc _fft_c2c
+_fft_r2c _linalg_det
 _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu_solve linalg_qr
 linalg_solve_triangular bitwise_or.Tensor ge.Tensor gt.Tensor logical_and lt.Tensor ne.Tensor _conj diagonal unfold
-""".split()
+"""
 
 
 def overload(name: str) -> Any:
@@ -50,7 +51,7 @@ def overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), kind)
 
 
-@pytest.mark.parametrize("name", COVERAGE)
+@pytest.mark.parametrize("name", COVERAGE.split())
 def test_every_operator_that_models_use_has_a_rule_or_a_formula(name: str) -> None:
     full = f"aten.{name if '.' in name else name + '.default'}"
     assert full in RULES or full in _REFINED or overload(full) in decompositions()
@@ -78,7 +79,7 @@ def test_bodies_name_arguments_of_the_operator() -> None:
 
 def test_opaque_and_random_rows_say_why() -> None:
     assert all(rule.reason for rule in RULES.values() if rule.kind in ("opaque", "random"))
-    assert CONSTANTS <= set(RULES)
+    assert set(RULES) >= CONSTANTS
 
 
 def test_index_put_is_classified_by_its_argument() -> None:

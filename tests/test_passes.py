@@ -214,9 +214,10 @@ def test_casts_round_where_they_lose_something() -> None:
 def test_what_enters_is_rounded_where_the_policy_names_it() -> None:
     rules = (Rule(rounding="bfloat16"), Rule(role="weight", rounding="e4m3fn"), Rule(role="input", rounding="e5m2"))
     result = lowered(nn.Linear(3, 2, bias=False), torch.zeros(2, 3), policy=Policy("p", rules))
+    identity = "t0 = identity(x0)"
     assert text(result) == [
-        "weight_rounded = fxround.pointwise([weight], t0 = identity(x0) @ e4m3fn/nearest_even/nan, torch.float32, rng, 0)",
-        "input_0_rounded = fxround.pointwise([input_0], t0 = identity(x0) @ e5m2/nearest_even/inf, torch.float32, rng, 2)",
+        f"weight_rounded = fxround.pointwise([weight], {identity} @ e4m3fn/nearest_even/nan, torch.float32, rng, 0)",
+        f"input_0_rounded = fxround.pointwise([input_0], {identity} @ e5m2/nearest_even/inf, torch.float32, rng, 2)",
         "permute = aten.permute(weight_rounded, [1, 0])",
         f"mm = fxround.matmul(input_0_rounded, permute, {RNE}, bfloat16/nearest_even/inf, rng, 6)",
     ]
@@ -273,7 +274,7 @@ def test_an_operator_that_the_table_lacks_is_reported() -> None:
     result = sites(lowered(lambda x: torch._standard_gamma(x), torch.ones(3)))
     assert result["_standard_gamma"].kind == "unknown"
     assert result["_standard_gamma"].reason.startswith("fxround has no rule for aten._standard_gamma.default")
-    with pytest.raises(UnsupportedOperator, match="has no rule for aten._standard_gamma"):
+    with pytest.raises(UnsupportedOperator, match=r"has no rule for aten._standard_gamma"):
         lowered(lambda x: torch._standard_gamma(x), torch.ones(3), strict=True)
 
 
@@ -306,7 +307,7 @@ def test_verify_catches_a_changed_dtype_and_a_malformed_graph() -> None:
     graph = after(graph_of(lambda x: x * 2 + 1, torch.ones(3)), "classify")
     mul = next(node for node in graph.graph.nodes if node.name == "mul")
     mul.target, mul.args = torch.ops.aten.gt.Scalar, (mul.args[0], 2)
-    with pytest.raises(VerificationError, match="after broken: mul was torch.float32"):
+    with pytest.raises(VerificationError, match=r"after broken: mul was torch.float32"):
         verify(graph, "broken")
     other = graph_of(lambda x: x * 2, torch.ones(3))
     mul.args = (next(iter(other.graph.nodes)), 2)
@@ -318,7 +319,7 @@ def test_verify_catches_what_is_not_accounted_for() -> None:
     graph = lowered(lambda x: x * 2, torch.ones(3))
     mul = next(node for node in graph.graph.nodes if node.name == "mul")
     place = mul.meta.pop(META)
-    with pytest.raises(VerificationError, match="mul .* has no Site"):
+    with pytest.raises(VerificationError, match=r"mul .* has no Site"):
         verify_accounted(graph)
     mul.meta[META] = place
     verify_accounted(graph)

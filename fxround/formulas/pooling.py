@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from itertools import groupby, pairwise
 
 import torch
@@ -32,7 +33,7 @@ def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
     if all(len(set(c)) == 1 for c in counts):
         return math.prod(c[0] for c in counts)
     tables = [_table(c).reshape([-1 if i == d else 1 for i in range(len(counts))]) for d, c in enumerate(counts)]
-    return math.prod(tables[1:], start=tables[0]).to(x.dtype)  # type: ignore[arg-type, attr-defined, no-any-return]
+    return reduce(torch.mul, tables).to(x.dtype)
 
 
 def _table(values: Sequence[int]) -> Tensor:

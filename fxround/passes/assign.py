@@ -17,8 +17,9 @@ from torch import fx
 
 from fxround.graph import META, float_values
 from fxround.ops import CONSTANTS
-from fxround.passes.rewrite import FORMATS, Plan, sites
+from fxround.passes.rewrite import Plan, sites
 from fxround.policy import ENTERING, Assignment
+from fxround.refusals import FORMAT_OF
 
 _ASKED: Final = frozenset(
     {"pointwise", "elementary", "contraction", "reduction", "exact", "random", "opaque", "unknown", "placeholder"}
@@ -38,7 +39,7 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         values = float_values(node)
         if not values or not (place.kind in _ASKED or (place.role in ENTERING and _enters(node))):
             continue
-        assignment = ask(place.path, place.operator, place.kind, place.role, FORMATS[values[0].dtype])
+        assignment = ask(place.path, place.operator, place.kind, place.role, FORMAT_OF[values[0].dtype])
         node.meta[META] = replace(place, assignment=assignment)
     plan.policy.require_matched(matched, [place.path for _, place in sites(graph)])
 

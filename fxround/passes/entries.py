@@ -14,8 +14,9 @@ from torch import fx
 
 from fxround.graph import PORT, Port, fake_mode
 from fxround.numerics.formats import Format
-from fxround.passes.rewrite import FORMATS, RNG, STORAGES, Plan, decided, keeps, round_after, sites
+from fxround.passes.rewrite import RNG, STORAGES, Plan, decided, keeps, round_after, sites
 from fxround.policy import ENTERING
+from fxround.refusals import FORMAT_OF
 
 
 def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
@@ -34,5 +35,5 @@ def round_entries(graph: fx.GraphModule, plan: Plan) -> None:
         wanted = decided(place)
         if place.role not in ENTERING or wanted is None or node.meta["val"].dtype not in STORAGES:
             continue
-        if not keeps(wanted[1], Format.parse(FORMATS[node.meta["val"].dtype])):
+        if not keeps(wanted[1], Format.parse(FORMAT_OF[node.meta["val"].dtype])):
             round_after(graph, node, wanted[1], place.number)

@@ -19,7 +19,8 @@ from fxround.graph import META, Site, float_value, float_values
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.passes.rewrite import FORMATS, STORAGES, Plan, decided, keeps, round_after, sites
+from fxround.passes.rewrite import STORAGES, Plan, decided, keeps, round_after, sites
+from fxround.refusals import FORMAT_OF
 
 LEFT_ALONE = "the policy leaves it alone"
 _ROUNDED = "; its result is rounded once"
@@ -69,7 +70,7 @@ def round_selections(graph: fx.GraphModule, plan: Plan) -> None:
     grids: dict[fx.Node, Format] = {}
     for node in list(graph.graph.nodes):
         values, place = float_values(node), node.meta.get(META)
-        if not values or values[0].dtype not in FORMATS:
+        if not values or values[0].dtype not in FORMAT_OF:
             continue
         grids[node] = _grid(node, place, grids)
         wanted = decided(place) if place is not None and place.kind == "exact" else None
@@ -86,7 +87,7 @@ def _unmoved(rounding: Rounding, grid: Format) -> bool:
 
 def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Format:
     """A format that holds every value of the node: what it was rounded to, or what its operands hold."""
-    own = Format.parse(FORMATS[float_values(node)[0].dtype])
+    own = Format.parse(FORMAT_OF[float_values(node)[0].dtype])
     if place is None or place.status == "native" or node.op != "call_function":
         return own
     wanted = decided(place)

@@ -26,20 +26,12 @@ from fxround.policy import Assignment, Policy
 
 RNG: Final = "rng"
 
-# The dtypes that kernels store, and the format of every dtype that a node may have.
+# The dtypes that kernels store.
 STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
-}
-FORMATS: Final = {
-    torch.float32: "binary32",
-    torch.float64: "binary64",
-    torch.float16: "binary16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e5m2: "e5m2",
-    torch.float8_e4m3fn: "e4m3fn",
 }
 
 
