@@ -73,7 +73,7 @@ def test_the_last_rule_wins_field_by_field() -> None:
     )
     assert assigned(policy) == Assignment(
         Rounding.parse("bfloat16"),
-        Rounding.parse("binary32/stochastic:8"),
+        Accumulation.parse("binary32/stochastic:8"),
         Order.parse("sequential"),
         str(policy.rules[0]),
     )
