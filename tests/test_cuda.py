@@ -32,6 +32,7 @@ from fxround.kernel import (
     map_kernel,
     sum_kernel,
 )
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
@@ -94,6 +95,8 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
     "binary32/to_odd": ("binary32/to_odd", "binary32", ("f32", "f32"), "f32"),
     "bfloat16": ("bfloat16", "bfloat16", ("f32", "f32"), "f32"),
     "e4m3fn": ("e4m3fn/up_down/saturate", "binary32", ("f32", "f32"), "f32"),
+    "chunks": ("ieee(8,14)/toward_zero chunk=5 combine=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
+    "products": ("binary32/stochastic product=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
     "mixed": ("binary32", "bfloat16/stochastic", ("bf16", "f16"), "bf16"),
     "binary64": ("binary64", "binary64", ("f64", "f64"), "f64"),
 }
@@ -134,7 +137,7 @@ def scan_of(accumulate: str) -> Scan:
 @cache
 def contraction(name: str) -> Contract:
     accumulate, rounding, loads, result = CONTRACT_KERNELS[name]
-    return contract_kernel(Rounding.parse(accumulate), Rounding.parse(rounding), loads, result)
+    return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(rounding), loads, result)
 
 
 @cache
