@@ -86,7 +86,7 @@ def test_what_no_rule_mentions_is_left_alone_and_what_is_unsaid_is_the_dtypes() 
     assert said is not None
     assert (str(said.rounding), str(said.accumulate)) == ("binary64/nearest_even/inf",) * 2
     assert assigned(Policy("rounding alone", (Rule(rounding="bfloat16"),))) == Assignment(
-        Rounding.parse("bfloat16"), Rounding.parse("binary32"), LANES, "* -> rounding=bfloat16/nearest_even/inf"
+        Rounding.parse("bfloat16"), Accumulation.parse("binary32"), LANES, "* -> rounding=bfloat16/nearest_even/inf"
     )
 
 
