@@ -44,7 +44,9 @@ def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
         wanted, rule = decided(place), rule_of(node) if place.kind == "reduction" else None
         if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
-        if node.meta["val"].dtype in STORAGES:
+        if not hasattr(torch.ops.fxround, rule.lower):
+            node.meta[META] = replace(place, reason=f"fxround has no kernel for {rule.lower} yet")
+        elif node.meta["val"].dtype in STORAGES:
             _LOWERINGS[rule.lower](graph, node, place, wanted[0], wanted[1])
 
 
