@@ -67,7 +67,8 @@ class Rule:
     operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
     role        one of ROLES; None: the result of any operation
     rounding    "format/mode/overflow", format "dtype" for the operation's own; "identity": leave alone
-    accumulate  the same for each step of an accumulator, or "native": the stock kernel, rounded once
+    accumulate  each step's rounding, maybe with "product=..." or "chunk=n combine=..." behind it (Accumulation), or
+                "native": the stock kernel, rounded once
     order       "sequential" or "lanes:n"
     optional    whether the rule may match nothing
 

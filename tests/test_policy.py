@@ -169,6 +169,8 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Rule(rounding="native"), "no format is named 'native'"),
         (lambda: Rule(accumulate="identity"), "no format is named 'identity'"),
         (lambda: Rule(order="random"), "order = 'random'"),
+        (lambda: Rule(accumulate="binary32 chunk=8"), "needs both or neither"),
+        (lambda: Rule(accumulate="binary32 chunks=8"), "options are product=, chunk=, combine="),
         (lambda: Rule("layer1"), "layer1 -> says nothing"),
         (lambda: Policy("p", ({"rounding": "bfloat16"},)), "a rule is a Rule, got dict"),  # type: ignore[arg-type]
         (lambda: Policy.from_dict({"rule": []}), r"no key 'rule'; did you mean 'rules'\? Allowed: name, strict, rules"),
@@ -208,13 +210,14 @@ roundings = st.builds(
     st.sampled_from(["dtype", *FORMATS, "ieee(5,7)"]),
     st.sampled_from([*MODES, "stochastic:3"]),
 )
+accumulations = roundings | st.builds("{} product={} chunk=8 combine={}".format, roundings, roundings, roundings)
 rules = st.builds(
     Rule,
     match=st.text(st.characters(exclude_categories=["Cs"])),
     operator=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     role=st.none() | st.sampled_from(ROLES),
     rounding=roundings | st.just("identity"),
-    accumulate=st.none() | roundings | st.just("native"),
+    accumulate=st.none() | accumulations | st.just("native"),
     order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4"]),
     optional=st.booleans(),
 )
