@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from fxround.numerics.beyond import MODES_BEYOND, round_beyond
 from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS
@@ -54,17 +55,20 @@ class Wide:
     """A binary64 value and the sign of what it lost: exact value = value + (something of error's sign).
 
     ``error`` None: nothing was lost, or (elementary functions) what was lost is bounded elsewhere.
+    ``size``: what was lost, to a few ulps; None where ``error`` is that itself.
     """
 
     value: Expr
     error: Expr | None = None
+    size: Expr | None = None
 
 
 @dataclass(frozen=True)
 class Operator:
     """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
     there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
-    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``).
+    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``) or by a rule
+    that is shown what binary64 loses (``rounded_by``).
     ``residual``: ``error`` is a fused residual of the first two operands, which can underflow."""
 
     name: str
@@ -73,6 +77,7 @@ class Operator:
     native: Callable[..., Expr] | None = None
     exact: bool = False
     sticky: Callable[..., Expr] | None = None
+    rounded_by: Callable[..., Expr] | None = None
     residual: bool = False
 
 
@@ -97,23 +102,24 @@ def _product(a: Expr, b: Expr) -> Wide:
 def _quotient(a: Expr, b: Expr) -> Wide:
     value = a / b
     remainder = fma(negate(value), b, a)
-    return Wide(value, from_bits(bits(remainder) ^ (bits(b) & (1 << 63))))
+    return Wide(value, from_bits(bits(remainder) ^ (bits(b) & (1 << 63))), remainder / b)
 
 
 def _root(x: Expr) -> Wide:
     value = sqrt(x)
-    return Wide(value, fma(negate(value), value, x))
+    remainder = fma(negate(value), value, x)
+    return Wide(value, remainder, remainder / (value + value))
 
 
 def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
     product = _product(a, b)
     if product.error is None:
         return two_sum(product.value, c)
-    # The two small parts, rounded to odd, keep the sign of all that is below the large one.
-    total = two_sum(product.value, c)
+    # The two small parts, rounded to odd, keep the sign of all that is below the large one; the large one and
+    # the nearest value differ by a few ulps, exactly.
+    value, total = fma(a, b, c), two_sum(product.value, c)
     assert total.error is not None
-    small = two_sum(total.error, product.error)
-    return two_sum(total.value, to_odd(small))
+    return Wide(value, (total.value - value) + to_odd(two_sum(total.error, product.error)))
 
 
 def to_odd(wide: Wide) -> Expr:
@@ -129,7 +135,9 @@ def to_odd(wide: Wide) -> Expr:
 
 def _elementary(name: str) -> Operator:
     row = ELEMENTARY[name]
-    return Operator(name, row.arity, lambda *args: Wide(row.build(*args)), sticky=row.build_sticky)
+    return Operator(
+        name, row.arity, lambda *args: Wide(row.build(*args)), sticky=row.build_sticky, rounded_by=row.build_rounded_by
+    )
 
 
 _ARITHMETIC: Final[tuple[Operator, ...]] = (
@@ -145,13 +153,18 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     ),
     Operator("sqrt", 1, _root, sqrt, residual=True),
     Operator("fma", 3, _fused, fma, residual=True),
-    # For binary32 values held in binary64.
-    Operator("mul_exact", 2, lambda a, b: Wide(a * b), lambda a, b: a * b),
-    Operator("fma_exact", 3, lambda a, b, c: two_sum(a * b, c), fma),
 )
 
 # Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
 OPERATORS: Final = MappingProxyType({n: _elementary(n) for n in ELEMENTARY} | {row.name: row for row in _ARITHMETIC})
+
+# What the steps of a contraction use on binary32 factors held in binary64, where a product is exact.
+_STEPS: Final = MappingProxyType(
+    {
+        "mul_exact": Operator("mul_exact", 2, lambda a, b: Wide(a * b), lambda a, b: a * b),
+        "fma_exact": Operator("fma_exact", 3, lambda a, b, c: two_sum(a * b, c), fma),
+    }
+)
 
 
 def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
@@ -159,12 +172,14 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
     if operator.exact or all(c == "f32" for c in carriers) or _is_native(operator, carriers, rounding):
         return
     own = rounding.format == _BINARY64
-    if own and (rounding.mode.jitter or (operator.sticky and rounding.mode.name == "nearest_even")):
+    if own and (
+        rounding.mode.name in ("up_down", *MODES_BEYOND) or (operator.sticky and rounding.mode.name == "nearest_even")
+    ):
         return
     if rounding.format.precision > 51:
         raise ValueError(
             f"{operator.name} on float64 operands cannot be rounded to {rounding}: it needs two bits more than "
-            f"binary64 has; use binary64/nearest_even, binary64/up_down, a precision up to 51, or a float32 model"
+            f"binary64 has; use binary64 with nearest_even or a mode that draws, a precision up to 51, or float32"
         )
     if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(
@@ -193,9 +208,9 @@ def apply(
     random: 32 random bits where the mode draws. any_nan: a NaN may come with any sign and payload, for
     a chain of steps whose last one gives the one NaN.
     """
-    if name not in OPERATORS:
+    operator = OPERATORS.get(name) or _STEPS.get(name)
+    if operator is None:
         raise ValueError(f"no pointwise operator is named {name!r}; known: {', '.join(OPERATORS)}")
-    operator = OPERATORS[name]
     if len(args) != operator.arity:
         raise ValueError(f"{name} takes {operator.arity} operands, got {len(args)}")
     carriers = tuple(a.type for a in args)
@@ -211,12 +226,23 @@ def apply(
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
     if operator.exact:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
+    if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
+        return _convert(_beyond(operator, tuple(map(widen_exactly, args)), rounding, random), out)
     if rounding.format == _BINARY64:
         # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(nearest, rounding, random), out)
     value = _before_rounding(operator, tuple(map(widen_exactly, args)), rounding)
     return _convert(round_expr(value, rounding, random, any_nan), out)
+
+
+def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:
+    """binary64 in a mode that draws: the nearest value, and what it lost."""
+    if operator.rounded_by:
+        return one_nan(operator.rounded_by(lambda t, e: round_beyond(t, e, rounding, random), *operands))
+    wide = operator.wide(*operands)
+    lost = wide.size or wide.error
+    return one_nan(wide.value) if lost is None else round_beyond(wide.value, lost, rounding, random)
 
 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:

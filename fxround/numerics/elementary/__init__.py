@@ -52,6 +52,10 @@ class Elementary:
         """f64 expressions in, the value in binary64 out, within ``error_bound`` ulps."""
         return self.define(*self._checked(args)).nearest()
 
+    def build_rounded_by(self, rule: Callable[[Expr, Expr], Expr], *args: Expr) -> Expr:
+        """The same value as ``rule`` rounds (nearest binary64 number, what it lost): the modes that draw."""
+        return self.define(*self._checked(args)).rounded_by(rule)
+
     def build_sticky(self, *args: Expr) -> Expr:
         """The same value rounded to odd: for a later rounding to at most 51 bits, directed modes included."""
         return self.define(*self._checked(args)).sticky()

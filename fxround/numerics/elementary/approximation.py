@@ -16,6 +16,7 @@ sticky underflow at the smallest: the next rounding decides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,6 +55,16 @@ class Approximation:
     def nearest(self) -> Expr:
         """The value rounded to binary64, to nearest even."""
         return _override(_scale(self.hi + self.lo, self.exponent), self.cases)
+
+    def rounded_by(self, rule: Callable[[Expr, Expr], Expr]) -> Expr:
+        """The value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
+        total = self.hi + self.lo
+        error = self.lo - (total - self.hi)
+        if self.noise:
+            error = select(absolute(error) > absolute(total) * self.noise, error, 0.0)
+        if self.exact is not None:
+            error = select(self.exact, 0.0, error)
+        return _override(_scale(rule(total, error), self.exponent), self.cases)
 
     def sticky(self) -> Expr:
         """The value rounded to odd; an inexact one is neither zero nor infinite."""
