@@ -160,6 +160,39 @@ def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
                 assert found == expected, f"{name}{o.args} {rounding}: {found.hex()}, expected {expected.hex()}"
 
 
+# The binary32 inputs whose value is nearest to a binary32 number or a midpoint (0.01 to 2 binary64 ulps), found by
+# tests/exhaustive_elementary.py.
+HARD = {
+    "acos": ("0x1.04c444p-12", "-0x1.80d99ap-7"), "acosh": ("0x1.b121a6p+75", "0x1.bacb4ap+24"),
+    "asin": ("0x1.107434p-1", "0x1.cbf43cp-4"), "asinh": ("0x1.b121a6p+75", "0x1.2fe614p+116"),
+    "atan": ("0x1.1ad646p-4", "0x1.ddf9f6p+0"), "atanh": ("0x1.e3cf42p-11", "0x1.713744p-12"),
+    "cos": ("0x1.f37c8ap+96", "0x1.47d0fep+35"), "cosh": ("0x1.deeeap-11", "0x1.c12a5p-5"),
+    "erf": ("0x1.81d5acp-13", "0x1.cb2452p-1"), "erfc": ("-0x1.d93ec4p-17", "0x1.d93ec4p-17"),
+    "erfinv": ("0x1.74c3fap-8", "0x1.51904ep-3"), "exp": ("0x1.fffffep-24", "0x1.fffffcp-23"),
+    "exp2": ("-0x1.e7526ep-6", "0x1.853a6ep-9"), "expm1": ("0x1.84a5bap-4", "0x1.4a9cf4p-11"),
+    "log": ("0x1.b121a6p+76", "0x1.bacb4ap+25"), "log10": ("0x1.84da26p-57", "0x1.ad74bcp+115"),
+    "log1p": ("0x1.b121a6p+76", "0x1.fb035ap-2"), "log2": ("0x1.40f572p+1", "0x1.229520p+100"),
+    "rsqrt": ("0x1.ab6f7ap+1", "0x1.ab6f7ap+101"), "sigmoid": ("0x1.22601ep-4", "-0x1.250c02p-10"),
+    "sin": ("0x1.f37c8ap+95", "0x1.47d0fep+34"), "sinh": ("0x1.250bfep-11", "0x1.ecfeb6p-4"),
+    "softplus": ("-0x1.eebbbp-4", "0x1.eebbbp-4"), "tan": ("0x1.ada6aap+27", "0x1.fa6748p+64"),
+    "tanh": ("0x1.b1c146p+1", "0x1.f51a66p-11"),
+}  # fmt: skip
+
+
+def misrounded(name: str, args: tuple[float, ...], sticky: float) -> list[str]:
+    """The directions in which R(sticky value) is not R(exact value)."""
+    want = exact(ELEMENTARY[name], args)
+    assert want is not None, (name, args)
+    truth, roundings = as_fraction(want), [Rounding.parse(f"binary32/{mode}") for mode in DIRECTED]
+    return [str(r) for r in roundings if round_float(sticky, r) != round_exact(truth, truth < 0, r)]
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_hardest_cases_round_correctly(name: str) -> None:
+    for x in map(float.fromhex, HARD[name]):
+        assert not misrounded(name, (x,), float(compiled(name, "f32").evaluate(x)[1])), x.hex()
+
+
 # ---- the edges ----
 
 SPECIAL = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from fxround.numerics.elementary.approximation import Approximation, Case, integer_to_f64
+from fxround.numerics.elementary.approximation import Approximation, Case, clamped, integer_to_f64, round_to_integer
 from fxround.numerics.elementary.exponential import LN2
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, polynomial, two_product, two_sum
 from fxround.numerics.elementary.tables import COEFFICIENTS
@@ -97,7 +97,17 @@ def log10(x: Expr) -> Approximation:
     product = two_product(fraction.hi, LOG10_E[0])
     hi, lo = fast_two_sum(parts.k * LOG10_2[0], product.hi)
     low = fma(fraction.hi, LOG10_E[1], fma(fraction.lo, LOG10_E[0], product.lo))
-    return Approximation(*fast_two_sum(hi, lo + fma(parts.k, LOG10_2[1], low)), cases=domain(x), noise=2.0**-55)
+    value = fast_two_sum(hi, lo + fma(parts.k, LOG10_2[1], low))
+    return Approximation(*value, cases=domain(x), exact=_is_power_of_ten(x, value.hi))
+
+
+def _is_power_of_ten(x: Expr, logarithm: Expr) -> Expr:
+    """bool: x = 10^n, n the integer next to the logarithm; 10^22 is the last that is a binary64 number."""
+    _, n = round_to_integer(clamped(logarithm, 0.0, 22.0))
+    power = f64(1.0)
+    for i in range(5):
+        power = power * select(((n >> i) & 1).equals(0), f64(1.0), f64(10.0**2**i))
+    return power.equals(x)
 
 
 def log1p(x: Expr) -> Approximation:
