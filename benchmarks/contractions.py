@@ -1,0 +1,162 @@
+"""How long contractions take under a rounded accumulator, as a multiple of stock PyTorch in the same run.
+
+python -m benchmarks.contractions [--threads N] [--quick]
+
+The first line is the machine's fused multiply-add peak, measured here by a loop that touches no memory; matrix
+products also show what part of it they reach. ``scratch`` is the memory that a call packs into, a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fxround  # noqa: F401  registers the operators
+from benchmarks.harness import header, medians, table
+from fxround.kernel import contract_kernel
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import Rounding
+from fxround.runtime.compiled import current_machine
+from fxround.runtime.llvm.contract import tile_for
+from fxround.runtime.llvm.engine import compile_module
+
+STORE = "binary32/nearest_even/inf"
+ACCUMULATORS = {
+    "nearest": STORE,
+    "SR": "binary32/stochastic",
+    "UD": "binary32/up_down",
+    "RZ": "binary32/toward_zero",
+    "bfloat16": "bfloat16/nearest_even",
+    "chunk=128": "bfloat16 chunk=128 combine=binary32",
+}
+Product = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A row: stock PyTorch's call, ours by accumulator, and how many multiply-adds they are."""
+
+    name: str
+    stock: Callable[[], Tensor]
+    ours: Product
+    steps: int
+
+
+def _matmul(a: Tensor, b: Tensor, accumulate: str) -> Tensor:
+    result: Tensor = torch.ops.fxround.matmul(a, b, accumulate, STORE, torch.zeros(2, dtype=torch.int64), 0)
+    return result
+
+
+def _product(name: str, a: Tensor, b: Tensor) -> Work:
+    return Work(name, lambda: a @ b, partial(_matmul, a, b), a.numel() * b.shape[-1])
+
+
+def _convolution(
+    name: str, batch: int, channels: int, size: int, out: int, taps: int, stride: int, groups: int
+) -> Work:
+    x, w = torch.randn(batch, channels, size, size), torch.randn(out, channels // groups, taps, taps)
+    pad = taps // 2 if name != "MNIST" else 0
+    rng = torch.zeros(2, dtype=torch.int64)
+
+    def ours(accumulate: str) -> Tensor:
+        place = ([stride] * 2, [pad] * 2, [1] * 2, False, [0] * 2, groups)
+        result: Tensor = torch.ops.fxround.convolution(x, w, *place, accumulate, STORE, rng, 0)
+        return result
+
+    stock = partial(torch.nn.functional.conv2d, x, w, None, stride, pad, 1, groups)
+    label = f"{name} {batch}x{channels}x{size}x{size}, {out} of {taps}x{taps}/{stride}"
+    return Work(label, stock, ours, stock().numel() * w[0].numel())
+
+
+def works(quick: bool) -> Iterator[Work]:
+    """The rows: products, ResNet-50's distinct 3x3 and stem shapes, an MNIST CNN's two, depthwise."""
+    for n in (512,) if quick else (512, 1024, 2048):
+        yield _product(f"mm {n}x{n}x{n}", torch.randn(n, n), torch.randn(n, n))
+    yield _product("bmm of 96, 128x64x128", torch.randn(96, 128, 64), torch.randn(96, 64, 128))
+    yield _product("linear 8x512x2048", torch.randn(8, 512), torch.randn(2048, 512).t())
+    yield _product("dot of 64", torch.randn(1, 64), torch.randn(64, 1))
+    shapes = [(64, 56, 64, 1, 1), (64, 56, 64, 3, 1), (128, 28, 128, 3, 1), (256, 14, 256, 3, 1), (512, 7, 512, 3, 1)]
+    for channels, size, out, taps, stride in shapes[:2] if quick else [(3, 224, 64, 7, 2), *shapes]:
+        yield _convolution("ResNet-50", 8, channels, size, out, taps, stride, 1)
+    yield _convolution("MNIST", 100, 1, 28, 32, 3, 1, 1)
+    yield _convolution("MNIST", 100, 32, 26, 64, 3, 1, 1)
+    yield _convolution("depthwise", 8, 128, 28, 128, 3, 1, 128)
+
+
+def fma_peak() -> float:
+    """10^9 binary32 multiply-adds a second on one thread: 24 independent chains of full vectors in registers."""
+    lanes, chains, rounds = current_machine().vector_bytes // 4, 24, 20_000
+    vector = f"<{lanes} x float>"
+    phis = "\n".join(f"  %a{i} = phi {vector} [ zeroinitializer, %entry ], [ %b{i}, %loop ]" for i in range(chains))
+    call = f"call {vector} @llvm.fma.v{lanes}f32({vector} %x, {vector} %x, {vector}"
+    steps = "\n".join(f"  %b{i} = {call} %a{i})" for i in range(chains))
+    stores = "\n".join(f"  store volatile {vector} %b{i}, ptr %p, align 4" for i in range(chains))
+    text = f"""
+declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
+define void @peak(i64 %n, ptr %p) {{
+entry:
+  %x = load {vector}, ptr %p, align 4
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %entry ], [ %j, %loop ]
+{phis}
+{steps}
+  %j = add i64 %i, 1
+  %more = icmp slt i64 %j, %n
+  br i1 %more, label %loop, label %done
+done:
+{stores}
+  ret void
+}}"""
+    run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(compile_module(text, ("peak",))["peak"])
+    memory = (ctypes.c_float * lanes)()
+    times = []
+    for _ in range(15):
+        began = time.perf_counter()
+        run(rounds, memory)
+        times.append(time.perf_counter() - began)
+    return lanes * chains * rounds / statistics.median(times) / 1e9
+
+
+def scratch_megabytes(accumulate: str) -> float:
+    """What one thread packs into for a long contraction."""
+    kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse(STORE), ("f32", "f32"), "f32")
+    return tile_for(kernel, current_machine()).scratch_bytes(448, kernel.chunk or 512) / 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(header(("torch", "numpy", "llvmlite", "fxround")))
+    peak = fma_peak()
+    print(f"fused multiply-add peak of one thread, measured: {peak:.0f} G/s\n")
+    rows = []
+    for work in works(options.quick):
+        calls: dict[str, Callable[[], object]] = {"stock": work.stock}
+        calls |= {name: partial(work.ours, text) for name, text in ACCUMULATORS.items()}
+        found = medians(calls)
+        ratios = [f"{found[name] / found['stock']:.2f}x" for name in ACCUMULATORS]
+        reached = work.steps / found["nearest"] / 1e9 / peak / options.threads
+        rows.append([work.name, f"{found['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"])
+        print(f"  {work.name}", flush=True)
+    print()
+    print(table(["work", "stock, ms", *ACCUMULATORS, "nearest / peak"], rows))
+    scratch = ", ".join(f"{name} {scratch_megabytes(text):.2f}" for name, text in ACCUMULATORS.items())
+    print(f"\nscratch, MB a thread: {scratch}; no whole operand is packed, but an image is padded")
+
+
+if __name__ == "__main__":
+    main()
