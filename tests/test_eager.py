@@ -131,3 +131,20 @@ def test_a_large_tensor_is_rounded_whole() -> None:
     assert (
         got.double().sum().item() == want.double().sum().item() * (n // 4096) + want[: n % 4096].double().sum().item()
     )
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush subnormals")
+def test_the_callers_floating_point_state_changes_nothing() -> None:
+    """Flushing subnormals is a thread's state: were it to reach a kernel, threads would disagree."""
+    x = torch.tensor([2.0**-140, 3 * 2.0**-149, 1.0]).repeat(50)
+    program = "t0 = mul(x0, x1) @ binary32/nearest_even/inf"
+    rng = torch.zeros(2, dtype=torch.int64)
+    want = torch.ops.fxround.pointwise([x, torch.ones(150)], program, torch.float32, rng, 0)
+    try:
+        torch.set_flush_denormal(True)
+        got = torch.ops.fxround.pointwise([x, torch.ones(150)], program, torch.float32, rng, 0)
+        flushed = (x * torch.ones(150))[0].view(torch.int32).item()
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed == 0, "the state was set, and reached torch's own kernel"
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32)) and want[0].item() == 2.0**-140

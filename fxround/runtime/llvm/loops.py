@@ -11,6 +11,7 @@ Why it is safe. Nothing here computes: every arithmetic operator of a kernel com
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -24,19 +25,47 @@ I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
+# All exceptions masked, round to nearest, subnormals kept: the state in which a process starts.
+_MXCSR: Final = 0x1F80
 MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16}
 
 
 def define(module: ir.Module, name: str, args: Sequence[tuple[str, Any]]) -> tuple[ir.IRBuilder, dict[str, Any]]:
-    """A void function of the module, its builder at the entry block, and its arguments by name."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [t for _, t in args]), name)
+    """A void function of the module, its builder at the entry block, and its arguments by name.
+
+    What is exported under ``name`` calls it with the floating-point environment that IEEE 754 starts with, and
+    gives the caller's back: neither a flush of subnormals nor a rounding direction set outside can reach it.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [t for _, t in args])
+    function = ir.Function(module, kind, f"{name}.body")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
     for argument, (label, type_) in zip(function.args, args, strict=True):
         argument.name = label
-        if isinstance(type_, ir.PointerType):
+        # ``out`` may be an operand: rounding in place is allowed.
+        if isinstance(type_, ir.PointerType) and label != "out":
             argument.add_attribute("noalias")
-    return ir.IRBuilder(function.append_basic_block("entry")), {
-        n: a for a, (n, _) in zip(function.args, args, strict=True)
-    }
+    _export(module, name, function)
+    labels = [label for label, _ in args]
+    return ir.IRBuilder(function.append_basic_block("entry")), dict(zip(labels, function.args, strict=True))
+
+
+def _export(module: ir.Module, name: str, function: ir.Function) -> None:
+    outer = ir.Function(module, function.function_type, name)
+    b = ir.IRBuilder(outer.append_basic_block("entry"))
+    if platform.machine() not in ("x86_64", "AMD64"):
+        b.call(function, outer.args)
+        b.ret_void()
+        return
+    kind = ir.FunctionType(ir.VoidType(), [PTR])
+    save, load = (ir.Function(module, kind, f"llvm.x86.sse.{n}mxcsr") for n in ("st", "ld"))
+    theirs, ours = scratch(b, I32, 1), scratch(b, I32, 1)
+    b.store(I32(_MXCSR), ours)
+    b.call(save, [theirs])
+    b.call(load, [ours])
+    b.call(function, outer.args)
+    b.call(load, [theirs])
+    b.ret_void()
 
 
 @contextmanager
