@@ -23,6 +23,17 @@ class Calls(nn.Module):
         return self.function(*args)
 
 
+class All(nn.Module):
+    """Several modules on the same arguments: one capture serves them all."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(modules)
+
+    def forward(self, *args: Any) -> list[Any]:
+        return [module(*args) for module in self.all]
+
+
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +52,9 @@ def activations() -> dict[str, Layer]:
     names = """ReLU ReLU6 ELU CELU SELU GELU SiLU Mish Hardswish Hardsigmoid Hardtanh Softplus Softsign Tanh Tanhshrink
         Softshrink Hardshrink LeakyReLU PReLU LogSigmoid Sigmoid GLU"""
     x = torch.randn(3, 6)
-    found: dict[str, Layer] = {name: (getattr(nn, name)(), (x,)) for name in names.split()}
-    found |= {name: (getattr(nn, name)(1), (x,)) for name in ("Softmin", "Softmax", "LogSoftmax")}
-    found["gelu_tanh"], found["softplus_beta"] = (nn.GELU("tanh"), (x,)), (nn.Softplus(2.0, 3.0), (x,))
-    return found
+    softmaxes = [getattr(nn, name)(1) for name in ("Softmin", "Softmax", "LogSoftmax")]
+    rest = [nn.GELU("tanh"), nn.Softplus(2.0, 3.0), *softmaxes]
+    return {"activations": (All(*(getattr(nn, name)() for name in names.split()), *rest), (x,))}
 
 
 def spatial() -> dict[str, Layer]:
@@ -142,11 +152,13 @@ def functions() -> dict[str, Layer]:
         atanh erf erfc sigmoid square abs neg sign floor ceil round trunc frac logit nan_to_num sgn"""
     binary = "add sub mul div pow atan2 hypot fmod remainder maximum minimum copysign"
     reduced = "sum mean std var amax amin logsumexp cumsum cummax"
-    found: dict[str, Layer] = {name: (Calls(getattr(torch, name)), (p,)) for name in unary.split()}
-    found |= {name: (Calls(getattr(torch, name)), (p, p.flip(0))) for name in binary.split()}
-    found |= {f"{name}_dim": (Calls(lambda x, n=name: getattr(x, n)(dim=1)), (x,)) for name in reduced.split()}
     powers = (3, 2, 1, 0.5, -0.5, -1, 2.5, -2)
-    found |= {f"pow_{e}": (Calls(lambda x, e=e: x**e), (p,)) for e in powers}
+    found: dict[str, Layer] = {
+        "unary": (Calls(lambda x: [getattr(torch, name)(x) for name in unary.split()]), (p,)),
+        "binary": (Calls(lambda x, y: [getattr(torch, name)(x, y) for name in binary.split()]), (p, p.flip(0))),
+        "reduced": (Calls(lambda x: [getattr(x, name)(dim=1) for name in reduced.split()]), (x,)),
+        "powers": (Calls(lambda x: [x**e for e in powers]), (p,)),
+    }
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "scalars": (lambda x: 3 - x * 2 + x / 7 - 1 / x + 2.0**x, (p,)),
         "alpha": (lambda a, b: torch.add(a, b, alpha=2) - torch.sub(a, b, alpha=0.3), (x, y)),
