@@ -8,6 +8,8 @@ applied; equal kernels have equal digests, and the digest is the key of all comp
     Reduce    acc = step(acc, x, random) in an Order; out = finish(acc, random)   one result per output element
     Scan      acc = step(acc, x[k], random); out[k] = finish(acc, random)         k ascending
     Contract  acc = +0; acc = step(a[k], b[k], acc, random), k ascending; out = finish(acc, random)
+    Scatter   acc = lift(self[i]); acc = step(acc, x, random) for each x that goes to i, ascending; out = finish(acc)
+    Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
 Random words of a Map: draw d of element i is ``randomness.random_bits(i, d, key)``. Random words of the
 others come from one MWC64X stream per output element (Reduce: per chain, stream number element * chains +
@@ -31,8 +33,8 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
-from fxround.numerics.orders import Order
-from fxround.numerics.scalar import Expr, Function, Type, const, narrow, param
+from fxround.numerics.orders import SEQUENTIAL, Order
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, narrow, param, substitute
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 EXACT = "exact"
@@ -126,6 +128,7 @@ class Reduce:
     """step(acc, x, random), combine(acc, acc, random), finish(acc, random); ``loads`` is one storage.
 
     ``draws`` says whether step and combine advance the stream; ``finish_draws`` whether finish does.
+    ``first`` is the value (0 or 1) that every chain starts from.
     """
 
     step: Function
@@ -137,17 +140,18 @@ class Reduce:
     accumulator: Type
     draws: bool
     finish_draws: bool
+    first: int = 0
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         parts = (self.step, self.combine, self.finish, self.order, self.loads, self.result)
-        return _digest("reduce", *parts, self.draws, self.finish_draws)
+        return _digest("reduce", *parts, self.draws, self.finish_draws, self.first)
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """step(acc, x, random) and finish(acc, random) for every prefix, k ascending from +0."""
+    """step(acc, x, random) and finish(acc, random) for every prefix, k ascending from ``first``."""
 
     step: Function
     finish: Function
@@ -156,11 +160,13 @@ class Scan:
     accumulator: Type
     draws: bool
     finish_draws: bool
+    first: int = 0
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("scan", self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws)
+        parts = (self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws, self.first)
+        return _digest("scan", *parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +195,46 @@ class Contract:
         return _digest("contract", *functions, self.chunk, self.loads, self.result, self.draws, self.finish_draws)
 
 
-Kernel = Map | Reduce | Scan | Contract
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """lift(self's element), step(acc, x, random), finish(acc, 0): one stream per destination element."""
+
+    lift: Function
+    step: Function
+    finish: Function
+    loads: tuple[Storage]
+    result: Storage
+    accumulator: Type
+    draws: bool
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        return _digest("scatter", self.lift, self.step, self.finish, self.loads, self.result, self.draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """finish(total, random, random): the exact sum, as a binary64 value that rounds as it does, rounded and stored.
+
+    read: a stored element as its carrier's encoding. to_odd: whether ``total`` is the sum rounded to odd in
+    binary64 (else to nearest even). draws: which of the two roundings draw, sum first, then store.
+    """
+
+    read: Function
+    finish: Function
+    to_odd: bool
+    loads: tuple[Storage]
+    result: Storage
+    draws: tuple[bool, bool]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        return _digest("exact", self.read, self.finish, self.to_odd, self.loads, self.result, self.draws)
+
+
+Kernel = Map | Reduce | Scan | Contract | Scatter | Exact
 
 
 def _fits(rounding: Rounding, result: Storage) -> None:
@@ -281,9 +326,50 @@ def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storag
     return Function(name, (acc, x, random), (total,))
 
 
+def sum_kernel(
+    order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage
+) -> Reduce | Exact:
+    """The sum of a length under an order, stored through ``rounding``.
+
+    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once.
+    """
+    if order.kind == "exact":
+        return exact_kernel(accumulate, rounding, load_as, result)
+    return chain_kernel(order, accumulate, rounding, load_as, result)
+
+
 @lru_cache(maxsize=1024)
-def sum_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
-    """The sum of a length under an order, each addition rounded by ``accumulate``, stored through ``rounding``."""
+def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Exact:
+    """The correctly rounded sum: one rounding of the exact sum by ``accumulate``, then the store's."""
+    element, total = param("element", ELEMENT_OF[load_as]), param("total", "f64")
+    first, second = param("random", "u32"), param("store_random", "u32")
+    # To odd, binary64 needs two bits more than the format; without them the format must be binary64 itself.
+    to_odd = accumulate.format.precision <= 51
+    is_nearest = accumulate.mode.name == "nearest_even" or accumulate.mode.jitter
+    if not to_odd and not (is_nearest and accumulate.format == FORMAT_OF["f64"]):
+        raise ValueError(
+            f"an exact sum cannot be rounded to {accumulate}: it needs two bits more than binary64 has; "
+            f"use binary64/nearest_even, binary64/up_down, or a precision up to 51"
+        )
+    store = _finish(accumulate, rounding, "f64", result)
+    rounded = apply("identity", (total,), accumulate, "f64", first)
+    return Exact(
+        read=Function("read", (element,), (bits(load(element, load_as)),)),
+        finish=Function(
+            "finish",
+            (total, first, second),
+            substitute(store.results, dict(zip(store.params, (rounded, second), strict=True))),
+        ),
+        to_odd=to_odd,
+        loads=(load_as,),
+        result=result,
+        draws=(accumulate.mode.random_bits > 0, _finish_draws(accumulate, rounding)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """The sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Reduce(
@@ -312,6 +398,67 @@ def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, re
         accumulator=accumulator,
         draws=accumulate.mode.random_bits > 0,
         finish_draws=_finish_draws(accumulate, rounding),
+    )
+
+
+def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
+    """(acc, x, random): R_acc(acc * x); the product of a short significand and a binary32 value is exact."""
+    acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
+    short = CARRIER_OF[loaded] == "f32" and accumulate.format.precision <= 29
+    product = apply("mul_exact" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
+    return Function("step", (acc, x, random), (product,))
+
+
+@lru_cache(maxsize=1024)
+def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """The product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=_multiply_step(accumulate, accumulator, load_as),
+        combine=_add_step("combine", accumulate, accumulator, None),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        order=SEQUENTIAL,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+        first=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Every prefix product, k ascending."""
+    whole = prod_kernel(accumulate, rounding, load_as, result)
+    return Scan(
+        step=whole.step,
+        finish=whole.finish,
+        loads=(load_as,),
+        result=result,
+        accumulator=whole.accumulator,
+        draws=whole.draws,
+        finish_draws=whole.finish_draws,
+        first=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
+    """Contributions added to a destination one after the other, each addition rounded by ``accumulate``.
+
+    The result is stored in the destination's own dtype, rounded to nearest even where that is needed.
+    """
+    accumulator = _accumulator(accumulate, (CARRIER_OF[storage],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
+    return Scatter(
+        lift=_lift(storage, accumulator),
+        step=_add_step("step", accumulate, accumulator, storage),
+        finish=_finish(accumulate, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
+        loads=(storage,),
+        result=storage,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
     )
 
 

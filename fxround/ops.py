@@ -226,6 +226,14 @@ def _integer_or_opaque(node: fx.Node) -> OpRule:
     return OpRule("opaque", reason="several roundings in one operator, without a formula yet") if floating else INTEGER
 
 
+def _product(node: fx.Node) -> OpRule:
+    """Exact on integers, a chain of rounded products on floating point."""
+    value = node.meta.get("val")
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    name = "cumprod" if "cumprod" in str(node.target) else "prod"
+    return OpRule("reduction", lower=name) if floating else INTEGER
+
+
 def _cast(node: fx.Node) -> OpRule:
     """A conversion rounds where the source has values that the result lacks."""
     source, value = node.args[0], node.meta.get("val")
@@ -243,15 +251,6 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     "aten._unsafe_index_put.default": _index_put,
     "aten.scatter_reduce.two": _scatter_reduce,
     "aten._to_copy.default": _cast,
-    **dict.fromkeys(
-        (
-            "aten.floor_divide.default",
-            "aten.div.Tensor_mode",
-            "aten.div.Scalar_mode",
-            "aten.prod.default",
-            "aten.prod.dim_int",
-            "aten.cumprod.default",
-        ),
-        _integer_or_opaque,
-    ),
+    **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _integer_or_opaque),
+    **dict.fromkeys(("aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"), _product),
 }

@@ -1,7 +1,7 @@
 """Reductions: sums run in a declared order, each addition rounded.
 
-What is true here. ``sum`` follows the policy's Order, ``cumsum`` and the accumulating scatters ascend. A scatter's
-result is what was accumulated; where the policy's result format is narrower, a rounding follows.
+What is true here. ``sum`` follows the policy's Order; products, prefixes and the accumulating scatters ascend. A
+scatter's result is what was accumulated; where the policy's result format is narrower, a rounding follows.
 
     before   %sum = aten.sum.dim_IntList(%x, [1], True)
     after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", ..., %rng, 4)
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxround.graph import META, Site
-from fxround.kernel import cumsum_kernel, sum_kernel
+from fxround.kernel import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.ops import rule_of
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
-    """Replace sums, cumulative sums and accumulating scatters by their fixed-order kernels."""
+    """Replace sums, products, their prefixes and accumulating scatters by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, rule = decided(place), rule_of(node) if place.kind == "reduction" else None
         if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
@@ -70,18 +70,35 @@ def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignme
     become(graph, node, "sum", (source, dims, keepdim, *texts, rng_of(graph), place.number))
 
 
-def _cumsum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+def _prod(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    source: Any = node.args[0]
+    dims = [node.args[1]] if len(node.args) > 1 else []
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    if source.meta["val"].dim() == 0:
+        source, dims, keepdim = insert(graph, node, aten.reshape.default, (source, [1])), [0], False
+    dims = dims or list(range(source.meta["val"].dim()))
+    storage, accumulate = STORAGES[node.meta["val"].dtype], _step(assignment)
+    with locating(place):
+        prod_kernel(accumulate, rounding, storage, storage)
+    tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
+    become(graph, node, "prod", (source, dims, keepdim, *tail))
+
+
+def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    """cumsum and cumprod, by the kernel that the operator's rule names."""
+    rule = rule_of(node)
+    assert rule is not None
     source, dim = node.args[:2]
     storage, accumulate = STORAGES[node.meta["val"].dtype], _step(assignment)
     assert isinstance(source, fx.Node)
     with locating(place):
-        cumsum_kernel(accumulate, rounding, storage, storage)
+        (cumsum_kernel if rule.lower == "cumsum" else cumprod_kernel)(accumulate, rounding, storage, storage)
     tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
     if source.meta["val"].dim():
-        become(graph, node, "cumsum", (source, dim, *tail))
+        become(graph, node, rule.lower, (source, dim, *tail))
         return
     column = insert(graph, node, aten.reshape.default, (source, [1]))
-    scan = insert(graph, node, torch.ops.fxround.cumsum.default, (column, 0, *tail))
+    scan = insert(graph, node, getattr(torch.ops.fxround, rule.lower).default, (column, 0, *tail))
     scan.meta[META] = replace(place, status="rounded", reason="")
     node.replace_all_uses_with(insert(graph, node, aten.reshape.default, (scan, [])))
     graph.graph.erase_node(node)
@@ -100,7 +117,9 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
 
 _LOWERINGS: Final[dict[str, Callable[[fx.GraphModule, fx.Node, Site, Assignment, Rounding], None]]] = {
     "sum": _sum,
-    "cumsum": _cumsum,
+    "prod": _prod,
+    "cumsum": _scan,
+    "cumprod": _scan,
     "scatter_add": _scatter,
     "index_put": _scatter,
 }

@@ -153,7 +153,7 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw) -> Tensor:
     """x: (outer, length, inner). Returns (outer, inner)."""
     outer, length, inner = x.shape
     x = x.detach().contiguous()
-    result = torch.empty(outer, inner, dtype=_dtype(kernel.result))
+    result = torch.empty(outer, inner, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     if inner == 1 and kernel.order.kind == "sequential" and outer > 1:
@@ -173,7 +173,7 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
     """x: (outer, length, inner). Returns the same shape."""
     outer, length, inner = x.shape
     x = x.detach().contiguous()
-    result = torch.empty(outer, length, inner, dtype=_dtype(kernel.result))
+    result = torch.empty(outer, length, inner, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     run = native(f"{kernel.digest}:scan", build_scan, kernel, "reduce", _REDUCE)
@@ -217,7 +217,7 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if right.k_offsets.numel() != length or g != (groups or batch):
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    result = torch.empty(batch, rows, columns, dtype=_dtype(kernel.result))
+    result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     variant = tile_for(kernel, current_machine())
@@ -240,5 +240,6 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     return result
 
 
-def _dtype(storage: Storage) -> torch.dtype:
+def dtype_of(storage: Storage) -> torch.dtype:
+    """The inverse of ``STORAGES``."""
     return next(d for d, s in STORAGES.items() if s == storage)

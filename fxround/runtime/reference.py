@@ -12,12 +12,16 @@ layouts, tails, tiles or threads.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fxround.kernel import Contract, Map, Reduce, Scan
+from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.numerics.exact import round_exact
+from fxround.numerics.modes import Rounding
 from fxround.numerics.randomness import random_function, stream_functions
 
 Array = npt.NDArray[Any]
@@ -55,7 +59,7 @@ def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
     chains = kernel.order.chains
     elements = np.arange(results)[:, None] * chains + np.arange(chains)
     streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
-    acc = np.zeros((results, chains), np.float32 if kernel.accumulator == "f32" else np.float64)
+    acc = np.full((results, chains), kernel.first, np.float32 if kernel.accumulator == "f32" else np.float64)
     for k in range(length):
         chain = (slice(None), k % chains)
         acc[chain] = kernel.step.evaluate(acc[chain], x[:, k], streams.draw(chain, kernel.draws))[0]
@@ -76,12 +80,43 @@ def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
 def scan(kernel: Scan, x: Array, key: Key) -> Array:
     """x: (lines, length) stored elements. Returns the same shape."""
     streams = Streams(np.arange(x.shape[0]), key, kernel.draws or kernel.finish_draws)
-    acc = np.zeros(x.shape[0], np.float32 if kernel.accumulator == "f32" else np.float64)
+    acc = np.full(x.shape[0], kernel.first, np.float32 if kernel.accumulator == "f32" else np.float64)
     columns = []
     for k in range(x.shape[1]):
         acc = kernel.step.evaluate(acc, x[:, k], streams.draw(..., kernel.draws))[0]
         columns.append(kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0])
     return np.stack(columns, axis=1) if columns else np.zeros(x.shape)
+
+
+def scatter(kernel: Scatter, x: Array, places: Array, source: Array, key: Key) -> Array:
+    """x: (elements,) destinations; source[k] goes to x[places[k]], k ascending; all stored. Returns (elements,)."""
+    streams = Streams(np.arange(len(x)), key, kernel.draws)
+    acc = kernel.lift.evaluate(x)[0].copy()
+    for place, element in zip(places, source, strict=True):
+        acc[place] = kernel.step.evaluate(acc[place], element, streams.draw(place, kernel.draws))[0]
+    return kernel.finish.evaluate(acc, np.uint32(0))[0]
+
+
+def exact(kernel: Exact, x: Array, key: Key) -> Array:
+    """x: (results, length) stored elements. Returns (results,): rational arithmetic, a row at a time."""
+    streams = Streams(np.arange(x.shape[0]), key, any(kernel.draws))
+    bits = kernel.read.evaluate(x)[0]
+    rows = bits.view(np.float32 if bits.dtype == np.uint32 else np.float64).astype(np.float64)
+    rounding = _TO_ODD if kernel.to_odd else _NEAREST
+    totals = np.array([_exact_total(row.tolist(), rounding) for row in rows], dtype=np.float64)
+    first = streams.draw(..., kernel.draws[0])
+    return kernel.finish.evaluate(totals, first, streams.draw(..., kernel.draws[1]))[0]
+
+
+def _exact_total(row: list[float], rounding: Rounding) -> float:
+    special = [v for v in row if not math.isfinite(v)]
+    if special:
+        return sum(special)
+    total = sum(map(Fraction, row), Fraction(0))
+    return round_exact(total, total < 0, rounding)
+
+
+_TO_ODD, _NEAREST = Rounding.parse("binary64/to_odd"), Rounding.parse("binary64/nearest_even")
 
 
 def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:

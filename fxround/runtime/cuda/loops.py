@@ -23,7 +23,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-from fxround.kernel import Contract, Kernel, Map, Reduce, Scan
+from fxround.errors import UnsupportedOperator
+from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, stream_functions
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import Storage
@@ -92,6 +93,8 @@ def kernel_text(kernel: Kernel) -> str:
             return _scan(kernel)
         case Contract():
             return _contract(kernel)
+        case Scatter() | Exact():
+            raise UnsupportedOperator(f"a {type(kernel).__name__} kernel has no CUDA form; run it on the CPU")
 
 
 def kernel_source(kernels: Iterable[Kernel]) -> str:
@@ -203,7 +206,7 @@ _REDUCE: Final = """\
     {type} acc[{chains}];
 {states}#pragma unroll
     for (u64 c = 0; c < {chains}; ++c) {{
-      acc[c] = 0;
+      acc[c] = {first};
 {start}    }}
     for (u64 k = 0; k < length; k += {chains}) {{
 #pragma unroll
@@ -231,6 +234,7 @@ def _reduce(kernel: Reduce) -> str:
         memory=MEMORY[kernel.loads[0]],
         type=TYPES[kernel.accumulator],
         chains=chains,
+        first=kernel.first,
         states=f"    u64 state[{chains}];\n" if start else "",
         start=start,
         element=_element(kernel.loads[0], "line[(k + c) * inner]"),
@@ -249,7 +253,7 @@ def _line_parameters(kernel: Reduce | Scan, count: str) -> list[str]:
 _SCAN: Final = """\
   for (u64 i = first_item(); i < lines; i += item_step()) {{
     const u64 base = i / inner * length * inner + i % inner;
-    {type} acc = 0;
+    {type} acc = {first};
 {start}    for (u64 k = 0; k < length; ++k) {{
       acc = {name}_step(acc, {element}, {step_bits});
       out[base + k * inner] = {value};
@@ -264,6 +268,7 @@ def _scan(kernel: Scan) -> str:
     body = _SCAN.format(
         name=name,
         type=TYPES[kernel.accumulator],
+        first=kernel.first,
         start=_stream(kernel, "    u64 state", "i"),
         element=_element(kernel.loads[0], "x[base + k * inner]"),
         step_bits=_bits(kernel.draws, "state"),

@@ -20,6 +20,7 @@ from typing import Any
 from llvmlite import ir
 
 from fxround.kernel import Reduce, Scan
+from fxround.numerics.scalar import const
 from fxround.runtime.llvm.loops import (
     I64,
     MEMORY,
@@ -34,7 +35,7 @@ from fxround.runtime.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.llvm.render import emit, literal, llvm_type, splat
+from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
 
 ARGS = [("begin", I64), ("end", I64), ("length", I64), ("inner", I64), ("x", PTR), ("out", PTR), ("key", PTR)]
@@ -43,6 +44,10 @@ ARGS = [("begin", I64), ("end", I64), ("length", I64), ("inner", I64), ("x", PTR
 def across_lanes(kernel: Reduce | Scan) -> int:
     """One AVX-512 register of accumulators."""
     return 16 if kernel.accumulator == "f32" else 8
+
+
+def _first(kernel: Reduce | Scan, lanes: int) -> Any:
+    return constant(const(kernel.accumulator, kernel.first), lanes)
 
 
 def build_along(kernel: Reduce) -> str:
@@ -55,9 +60,7 @@ def build_along(kernel: Reduce) -> str:
     with count(b, a["begin"], a["end"]) as row:
         base = at(b, a["x"], b.mul(row, a["length"]), memory)
         elements = b.add(splat(b, b.mul(row, I64(n)), n), iota(n))
-        chains = Carried(
-            b, [literal(kernel.accumulator, 0, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)]
-        )
+        chains = Carried(b, [_first(kernel, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)])
         whole = b.and_(a["length"], I64(-n))
         with count(b, I64(0), whole, n) as k:
             x = load_vector(b, at(b, base, k, memory), storage, n)
@@ -131,7 +134,7 @@ def build_across(kernel: Reduce) -> str:
             put(
                 c,
                 [
-                    literal(kernel.accumulator, 0, lanes),
+                    _first(kernel, lanes),
                     start(b, elements, lines.key, lanes, kernel.draws or kernel.finish_draws),
                 ],
             )
@@ -166,7 +169,7 @@ def build_scan(kernel: Scan) -> str:
     lines = _Lines(b, a, kernel, lanes)
     with lines.each() as line:
         first = start(b, line.elements, lines.key, lanes, kernel.draws or kernel.finish_draws)
-        carried = Carried(b, [literal(kernel.accumulator, 0, lanes), first])
+        carried = Carried(b, [_first(kernel, lanes), first])
         with count(b, I64(0), a["length"]) as k:
             acc, state = _step(b, kernel, carried.load(), line.load(k), lanes)
             bits, state = advance(b, state, lanes, kernel.finish_draws)

@@ -1,0 +1,158 @@
+"""Where contributions go: scatter_add and accumulating index_put as one list of (destination row, source row).
+
+What is true here. Both operators add source rows to destination rows; a row is the longest run of trailing elements
+that move together. ``Contributions`` lists, for every destination row, the source rows that go there, in
+the order of the source: a stable sort by destination changes no order within one.
+
+Why it is safe. Every index is compared with the size of its dimension before any pointer is taken.
+
+    before   out[index[i][j]][j] += src[i][j]           # whoever comes first
+    after    run_scatter(kernel, x, scatter_rows(x, 0, index, src), draw)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxround.kernel import Scatter
+from fxround.runtime.compiled import native, signature
+from fxround.runtime.execute import Draw, storage_of
+from fxround.runtime.llvm.scatter import build_scatter, lanes_for
+from fxround.runtime.threads import split
+
+_SCATTER: Final = signature(3, 6)
+_ENOUGH: Final = 1 << 13
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """rows: int64 (n,), the destination row of source row k; source: (n, inner), row-major."""
+
+    rows: Tensor
+    source: Tensor
+
+
+def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
+    """The index, negative ones counted from the end; IndexError naming the first that is out of range."""
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{what}: got an index of dtype {index.dtype}; expected int64 or int32 (or a bool mask)")
+    index = index.detach().long()
+    wrong = (index < -size) | (index >= size)
+    if wrong.any():
+        first = index[wrong].flatten()[0].item()
+        raise IndexError(f"{what}: index {first} is out of range for dimension {dim} of size {size}")
+    return torch.where(index < 0, index + size, index)
+
+
+def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contributions:
+    """scatter_add: source[i, j, k] goes to x[index[i, j, k], j, k] for dim 0, and so on."""
+    # A 0-d tensor is one of a single element.
+    x, index, source = (t.reshape(1) if t.dim() == 0 else t for t in (x, index, source))
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"scatter_add: dim {dim} of a tensor with {x.dim()} dimensions: out of range")
+    dim %= x.dim()
+    _check_scatter(x, dim, index, source)
+    # Trailing dimensions along which the index is one number repeated move together.
+    depth = x.dim()
+    while depth > dim + 1 and index.stride(depth - 1) == 0 and index.shape[depth - 1] == x.shape[depth - 1]:
+        depth -= 1
+    inner = x.shape[depth:].numel()
+    source = source.detach()[tuple(slice(0, n) for n in index.shape)]
+    if index.numel() == 0:
+        return Contributions(torch.empty(0, dtype=torch.int64), source.new_empty(0, inner))
+    for _ in range(x.dim() - depth):
+        index = index.select(-1, 0)
+    rows = torch.zeros((), dtype=torch.int64)
+    for d in range(depth):
+        own = _in_range(index, x.shape[d], d, "scatter_add") if d == dim else _along(index.shape[d], d, depth)
+        rows = rows * x.shape[d] + own
+    return Contributions(rows.reshape(-1), source.contiguous().reshape(rows.numel(), inner))
+
+
+def _check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    shapes = f"self {tuple(x.shape)}, index {tuple(index.shape)}, src {tuple(source.shape)}"
+    if not index.dim() == source.dim() == x.dim():
+        raise ValueError(f"scatter_add: {shapes}: expected as many dimensions in each")
+    if source.dtype != x.dtype:
+        raise TypeError(f"scatter_add of {source.dtype} into {x.dtype}: expected one dtype (cast one of them first)")
+    sizes = zip(index.shape, source.shape, x.shape, strict=True)
+    if any(n > s or (d != dim and n > m) for d, (n, s, m) in enumerate(sizes)):
+        raise ValueError(f"scatter_add: {shapes}: the index exceeds src, or self outside of dim {dim}")
+
+
+def _along(size: int, dim: int, dims: int) -> Tensor:
+    """0, 1, 2, ... along one of some dimensions."""
+    return torch.arange(size).reshape([-1 if d == dim else 1 for d in range(dims)])
+
+
+def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Contributions:
+    """index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension."""
+    if values.dtype != x.dtype:
+        raise TypeError(f"index_put of {values.dtype} into {x.dtype}: expected one dtype (cast one of them first)")
+    places = _expanded(x, indices)
+    used = [d for d, i in enumerate(places) if i is not None]
+    if not used:
+        raise IndexError("index_put: expected at least one index tensor")
+    shape = torch.broadcast_shapes(*(i.shape for i in places if i is not None))
+    depth, front = used[-1] + 1, len(shape)
+    # As in indexing, the indexed dimensions stand where they stood if they are neighbours, else in front.
+    whole = [d for d in range(x.dim()) if d not in used]
+    position = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    kept = [x.shape[d] for d in whole]
+    full = values.detach().expand([*kept[:position], *shape, *kept[position:]])
+    order = [*range(position, position + front), *range(position), *range(position + front, full.dim())]
+    before = [d for d in whole if d < depth]
+    rows = torch.zeros((), dtype=torch.int64)
+    for d in range(depth):
+        place = places[d]
+        if place is None:
+            own = _along(x.shape[d], before.index(d), len(before))
+        else:
+            own = _in_range(place, x.shape[d], d, "index_put").expand(shape).reshape([*shape, *[1] * len(before)])
+        rows = rows * x.shape[d] + own
+    rows = rows.expand([*shape, *(x.shape[d] for d in before)])
+    inner = x.shape[depth:].numel()
+    return Contributions(rows.reshape(-1), full.permute(order).contiguous().reshape(rows.numel(), inner))
+
+
+def _expanded(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """One index a dimension of x; a mask becomes the indices of its true elements."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool:
+            places.append(index)
+            continue
+        at = len(places)
+        if index.shape != x.shape[at : at + index.dim()]:
+            raise IndexError(f"index_put: a mask of shape {tuple(index.shape)} at dimension {at} of {tuple(x.shape)}")
+        places.extend(index.nonzero(as_tuple=True))
+    if len(places) > x.dim():
+        raise IndexError(f"index_put: {len(places)} indices for a tensor with {x.dim()} dimensions")
+    return places + [None] * (x.dim() - len(places))
+
+
+def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
+    """x with the contributions added, row-major."""
+    storage_of(x, "the destination")
+    x = x.detach().contiguous()
+    result = torch.empty_like(x)
+    if result.numel() == 0:
+        return result
+    source = contributions.source
+    inner = source.shape[1]
+    rows = x.numel() // inner
+    order = contributions.rows.argsort(stable=True)
+    starts = torch.zeros(rows + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(contributions.rows, minlength=rows), 0, out=starts[1:])
+    lanes = lanes_for(kernel, inner)
+    run = native(f"{kernel.digest}:{lanes}", build_scatter, (kernel, lanes), "scatter", _SCATTER)
+    tensors = (starts, order, x, source, result)
+    pointers = (*(ctypes.c_void_p(t.data_ptr()) for t in tensors), draw.key())
+    split(lambda lo, hi: run(lo, hi, inner, *pointers), rows * -(-inner // lanes), _ENOUGH // lanes)
+    return result
