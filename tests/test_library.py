@@ -142,3 +142,31 @@ def test_other_devices_are_refused_by_name() -> None:
 
     with pytest.raises(FxroundError, match="run on the CPU"):
         _refuse_cuda()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution_gradients_of_integers_are_torchs(dims: int, transposed: bool, groups: int) -> None:
+    """Small integers again: sums are exact, so that autograd's gradients are the only right ones."""
+    generator = torch.Generator().manual_seed(dims)
+    x = torch.randint(-3, 4, (3, 4, *[9, 8, 7][:dims]), generator=generator).float().requires_grad_()
+    shape = (4, 6 // groups) if transposed else (6, 4 // groups)
+    w = torch.randint(-3, 4, (*shape, *[3, 2, 3][:dims]), generator=generator).float().requires_grad_()
+    extra = [1, 0, 2][:dims] if transposed else [0] * dims
+    geometry = ([2, 1, 3][:dims], [1, 2, 0][:dims], [1, 2, 1][:dims], transposed, extra, groups)
+    y = torch.ops.aten.convolution(x, w, None, *geometry)
+    grad = torch.randint(-3, 4, y.shape, generator=generator).float()
+    gx, gw = torch.autograd.grad(y, (x, w), grad)
+    tail = (RNE, RNE, rng(), 0)
+    assert torch.equal(OPS.convolution_input_gradient(grad, w, x.shape, *geometry, *tail), gx)
+    assert torch.equal(OPS.convolution_weight_gradient(grad, x, w.shape, *geometry, *tail), gw)
+
+
+def test_one_channel_may_have_any_stride() -> None:
+    """A channels-last image of one channel is contiguous, and its channel's stride is not what it seems."""
+    x = torch.randint(-4, 5, (3, 6, 5, 1), generator=torch.Generator().manual_seed(1)).float().permute(0, 3, 1, 2)
+    w = torch.randint(-4, 5, (2, 1, 3, 3), generator=torch.Generator().manual_seed(2)).float()
+    args = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert x.is_contiguous() and x.stride(1) != 30
+    assert torch.equal(OPS.convolution(x, w, *args, RNE, RNE, rng(), 0), torch.nn.functional.conv2d(x, w))

@@ -1,107 +1,228 @@
-"""Convolution as a contraction: which input elements meet which weights, and in what order.
+"""Convolution and its two gradients as contractions: which elements meet, and in what order.
 
-What is true here. For an output pixel, k runs over (input channel of the group, kernel position), row-major,
-ascending; padding contributes products with +0. A transposed convolution is the plain one over an input
-with stride - 1 zeros between its elements and the kernel turned around, its zeros contributing too.
+What is true here. With a stride s, a dilation d, a padding p and groups, over all spatial dimensions at once:
 
-Why it is safe. Shapes are checked here, so that no view below can reach outside the padded input.
+    y[n, o, i]    = sum over k = (c, t) of  w[o, c, t] * x[n, c, s*i + d*t - p]      c: input channel of o's group
+    gw[o, c, t]   = sum over k = (n, i) of  gy[n, o, i] * x[n, c, s*i + d*t - p]
+    gx            = the transposed convolution of gy with w
 
-    before   im2col by index arithmetic
+k is row-major and ascending; what lies in the padding is +0 and takes its step. A transposed convolution is the
+plain one over an input with s - 1 zeros between its elements, and the kernel turned around; those zeros
+take their steps too.
+
+Why it is safe. Shapes are checked first. Where an element lies is a sum of two offset tables, made of
+indices that stay inside the padded input.
+
+    before   im2col, then a product in whatever order
     after    windows_of: two tables of offsets, no copy but the padding's
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxround.runtime.execute import Right
+from fxround.kernel import contract_kernel
+from fxround.runtime import texts
+from fxround.runtime.execute import Draw, Right, offsets, run_contract, storage_of
 
 
-def output_size(
-    x: Tensor,
-    w: Tensor,
-    stride: Sequence[Any],
-    padding: Sequence[Any],
-    dilation: Sequence[Any],
-    transposed: bool,
-    output_padding: Sequence[Any],
-    groups: Any,
-) -> list[Any]:
-    """[batch, channels, *spatial] of the result; ValueError where operand and weight do not fit."""
-    dims = x.dim() - 2
-    if dims not in (1, 2, 3) or w.dim() != x.dim():
-        raise ValueError(f"convolution takes 1 to 3 spatial dimensions, got {tuple(x.shape)} with {tuple(w.shape)}")
-    lists = (stride, padding, dilation, *([output_padding] if transposed else []))
-    if any(len(v) != dims for v in lists):
-        raise ValueError(f"convolution in {dims} dimensions: stride, padding and dilation need {dims} values each")
-    expected = w.shape[0] if transposed else w.shape[1] * groups
-    if x.shape[1] != expected or w.shape[0] % groups:
-        raise ValueError(
-            f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: channels differ for {groups=}"
-        )
-    channels = w.shape[1] * groups if transposed else w.shape[0]
-    spatial = []
-    for d in range(dims):
-        reach = dilation[d] * (w.shape[d + 2] - 1)
-        if transposed:
-            spatial.append((x.shape[d + 2] - 1) * stride[d] - 2 * padding[d] + reach + output_padding[d] + 1)
-        else:
-            spatial.append((x.shape[d + 2] + 2 * padding[d] - reach - 1) // stride[d] + 1)
-    if any(isinstance(s, int) and s < 0 for s in spatial):
-        raise ValueError(f"convolution of {tuple(x.shape)} with weights {tuple(w.shape)}: the kernel exceeds the input")
-    return [x.shape[0], channels, *spatial]
+@dataclass(frozen=True)
+class Geometry:
+    """How windows lie on the input: one number a spatial dimension, and the number of channel groups."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def output_size(self, x: Tensor, w: Tensor) -> list[Any]:
+        """[batch, channels, *spatial] of the result; ValueError where operand and weight do not fit."""
+        dims = x.dim() - 2
+        if dims not in (1, 2, 3) or w.dim() != x.dim():
+            raise ValueError(f"convolution takes 1 to 3 spatial dimensions, got {tuple(x.shape)} with {tuple(w.shape)}")
+        if x.dtype != w.dtype:
+            raise TypeError(f"convolution of {x.dtype} with {w.dtype} weights: expected one dtype")
+        lists = (self.stride, self.padding, self.dilation, *([self.output_padding] if self.transposed else []))
+        if any(len(v) != dims for v in lists):
+            raise ValueError(f"convolution in {dims} dimensions: stride, padding and dilation need {dims} values each")
+        groups = self.groups
+        expected = w.shape[0] if self.transposed else w.shape[1] * groups
+        if x.shape[1] != expected or w.shape[0] % groups:
+            raise ValueError(f"convolution of {tuple(x.shape)} with {tuple(w.shape)}: channels differ for {groups=}")
+        spatial = [self._extent(x.shape[d + 2], w.shape[d + 2], d) for d in range(dims)]
+        if any(isinstance(s, int) and s < 0 for s in spatial):
+            raise ValueError(f"convolution of {tuple(x.shape)} with {tuple(w.shape)}: the kernel exceeds the input")
+        return [x.shape[0], w.shape[1] * groups if self.transposed else w.shape[0], *spatial]
+
+    def _extent(self, size: Any, taps: Any, d: int) -> Any:
+        reach = self.dilation[d] * (taps - 1)
+        if self.transposed:
+            return (size - 1) * self.stride[d] - 2 * self.padding[d] + reach + self.output_padding[d] + 1
+        return (size + 2 * self.padding[d] - reach - 1) // self.stride[d] + 1
+
+    def reversed_for(self, x_size: Sequence[int], w: Tensor) -> Geometry:
+        """The transposed convolution that leads from the result's size back to ``x_size``."""
+        plain = Geometry(self.stride, self.padding, self.dilation, True, [0] * len(self.stride), self.groups)
+        forward = [self._extent(size, w.shape[d + 2], d) for d, size in enumerate(x_size[2:])]
+        back = [plain._extent(size, w.shape[d + 2], d) for d, size in enumerate(forward)]
+        extra = [size - reached for size, reached in zip(x_size[2:], back, strict=True)]
+        return Geometry(self.stride, self.padding, self.dilation, True, extra, self.groups)
 
 
-def transposed_as_plain(
+def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Geometry]:
+    """Operand, weight and geometry of the plain convolution with the same result."""
+    dims, groups = x.dim() - 2, geometry.groups
+    spread = [(s - 1) * t + 1 if s else 0 for s, t in zip(x.shape[2:], geometry.stride, strict=True)]
+    spaced = x.new_zeros(*x.shape[:2], *spread)
+    every = [slice(None, None, t) for t in geometry.stride]
+    spaced[(slice(None), slice(None), *every)] = x
+    edges: list[int] = []
+    for d in reversed(range(dims)):
+        edge = geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d]
+        edges += [edge, edge + geometry.output_padding[d]]
+    turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
+    plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
+    ones, none = [1] * dims, [0] * dims
+    return torch.nn.functional.pad(spaced, edges), plain, Geometry(ones, none, geometry.dilation, False, none, groups)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The padded image, and the offsets of its images, channels of a group, kernel taps and output pixels."""
+
+    padded: Tensor
+    group_step: int
+    images: Tensor
+    channels: Tensor
+    taps: Tensor
+    pixels: Tensor
+
+
+def windows_of(x: Tensor, taps: Sequence[int], geometry: Geometry) -> Windows:
+    """Where the windows of a plain convolution lie."""
+    dims, padding = x.dim() - 2, geometry.padding
+    edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
+    padded = torch.nn.functional.pad(x, edges).contiguous() if any(edges) else x.contiguous()
+    steps = _row_major(padded.shape)
+    channels = x.shape[1] // geometry.groups
+    counts = [geometry._extent(x.shape[d + 2], taps[d], d) for d in range(dims)]
+    return Windows(
+        padded,
+        channels * steps[1],
+        offsets(x.shape[0], steps[0]),
+        offsets(channels, steps[1]),
+        _sums([offsets(taps[d], geometry.dilation[d] * steps[d + 2]) for d in range(dims)]),
+        _sums([offsets(counts[d], geometry.stride[d] * steps[d + 2]) for d in range(dims)]),
+    )
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    """The steps of a contiguous tensor; its strides say nothing about dimensions of size 1."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.insert(0, steps[0] * size)
+    return steps
+
+
+def _sums(tables: list[Tensor]) -> Tensor:
+    """Every sum of one offset from each table, row-major."""
+    total = tables[0]
+    for more in tables[1:]:
+        total = (total[:, None] + more).reshape(-1)
+    return total
+
+
+def convolution(
     x: Tensor,
     w: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """Operand, weight, stride and padding of the plain convolution with the same result."""
-    dims = x.dim() - 2
-    spread = [(s - 1) * t + 1 if s else 0 for s, t in zip(x.shape[2:], stride, strict=True)]
-    spaced = x.new_zeros(*x.shape[:2], *spread)
-    every = [slice(None, None, t) for t in stride]
-    spaced[(slice(None), slice(None), *every)] = x
-    edges: list[int] = []
-    for d in reversed(range(dims)):
-        edge = dilation[d] * (w.shape[d + 2] - 1) - padding[d]
-        edges += [edge, edge + output_padding[d]]
-    turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
-    plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
-    return torch.nn.functional.pad(spaced, edges), plain, [1] * dims, [0] * dims
+    accumulate: str,
+    rounding: str,
+    rng: Tensor,
+    node: int,
+) -> Tensor:
+    """Convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
+    geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
+    size = geometry.output_size(x, w)
+    loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
+    kernel = contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, loads[1])
+    x, w = x.detach(), w.detach()
+    if transposed:
+        x, w, geometry = transposed_as_plain(x, w, geometry)
+    if x.numel() == 0 and 0 in size:
+        return x.new_empty(size)
+    found = windows_of(x, w.shape[2:], geometry)
+    # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
+    right = Right(
+        found.padded, x.shape[0] * groups, found.group_step, _sums([found.channels, found.taps]), found.pixels
+    )
+    weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
+    return run_contract(kernel, weights, right, groups, Draw.of(rng, node)).reshape(size)
 
 
-def windows_of(
-    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> Right:
-    """The windows of the padded image as the second operand: k a tap of a group's channels, n an output pixel."""
-    dims = x.dim() - 2
-    edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
-    padded = torch.nn.functional.pad(x, edges).contiguous() if any(edges) else x.contiguous()
-    steps = padded.stride()
-    channels = x.shape[1] // groups
-    taps = [torch.arange(channels) * steps[1]]
-    taps += [torch.arange(w.shape[d + 2]) * (dilation[d] * steps[d + 2]) for d in range(dims)]
-    pixels = [
-        torch.arange((padded.shape[d + 2] - dilation[d] * (w.shape[d + 2] - 1) - 1) // stride[d] + 1)
-        * (stride[d] * steps[d + 2])
-        for d in range(dims)
-    ]
-    return Right(padded, x.shape[0] * groups, channels * steps[1], _sums(taps), _sums(pixels))
+def input_gradient(
+    grad: Tensor,
+    w: Tensor,
+    input_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    accumulate: str,
+    rounding: str,
+    rng: Tensor,
+    node: int,
+) -> Tensor:
+    """The gradient of a convolution's input: the transposed convolution of ``grad`` (the plain one, if transposed)."""
+    tail = (accumulate, rounding, rng, node)
+    none = [0] * len(stride)
+    if transposed:
+        return convolution(grad, w, stride, padding, dilation, False, none, groups, *tail)
+    back = Geometry(stride, padding, dilation, False, none, groups).reversed_for(input_size, w)
+    return convolution(grad, w, stride, padding, dilation, True, back.output_padding, groups, *tail)
 
 
-def _sums(offsets: list[Tensor]) -> Tensor:
-    """Every sum of one offset from each list, row-major."""
-    total = offsets[0]
-    for more in offsets[1:]:
-        total = (total[:, None] + more).reshape(-1)
-    return total
+def weight_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    accumulate: str,
+    rounding: str,
+    rng: Tensor,
+    node: int,
+) -> Tensor:
+    """The gradient of a convolution's weight: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
+    geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
+    expected = geometry.output_size(x, x.new_empty(weight_size, device="meta").to(x.dtype))
+    if list(grad.shape) != expected or grad.dtype != x.dtype:
+        raise ValueError(f"convolution's gradient is {grad.dtype} {tuple(grad.shape)}, expected {x.dtype} {expected}")
+    # Backwards, a transposed convolution is a plain one: input and gradient exchange their parts.
+    small, image = (x, grad) if transposed else (grad, x)
+    loads = (storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input"))
+    kernel = contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, loads[1])
+    found = windows_of(image.detach(), weight_size[2:], Geometry(stride, padding, dilation, False, [], groups))
+    pixels = small.shape[2:].numel()
+    k = _sums([found.images, found.pixels[:pixels]])
+    right = Right(found.padded, groups, found.group_step, k, _sums([found.channels, found.taps]))
+    left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
+    return run_contract(kernel, left, right, groups, Draw.of(rng, node)).reshape(list(weight_size))

@@ -1,0 +1,24 @@
+"""The texts of graph arguments as objects, parsed once each.
+
+What is true here. A graph carries its arithmetic as text; a call looks the parsed object up.
+
+Why it is safe. Every parsed object is frozen, so sharing it changes nothing.
+
+    before   Rounding.parse(text) in every call
+    after    rounding(text)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from fxround.kernel import Program
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import Rounding
+from fxround.numerics.orders import Order
+
+program: Final = lru_cache(maxsize=4096)(Program.parse)
+rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
+accumulation: Final = lru_cache(maxsize=1024)(Accumulation.parse)
+order: Final = lru_cache(maxsize=64)(Order.parse)
