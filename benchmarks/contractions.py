@@ -21,12 +21,12 @@ from torch import Tensor
 
 import fxround  # noqa: F401  registers the operators
 from benchmarks.harness import header, medians, table
-from fxround.kernel import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.runtime.compiled import current_machine
 from fxround.runtime.llvm.contract import tile_for
 from fxround.runtime.llvm.engine import compile_module
+from fxround.specialize import contract_kernel
 
 STORE = "binary32/nearest_even/inf"
 ACCUMULATORS = {

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fxround.kernel import Program, Statement
 from fxround.numerics.modes import Rounding
+from fxround.program import Program, Statement
 from fxround.runtime.execute import Draw, run_map, storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]

@@ -158,7 +158,8 @@ _INTEGER: Final = """
     bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims
     argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
     bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
-    randint randint.low randint_like multinomial is_nonzero equal unique_consecutive _unique2 unique_dim sym_size.int sym_numel sym_stride.int
+    randint randint.low randint_like multinomial is_nonzero equal unique_consecutive _unique2 unique_dim
+    sym_size.int sym_numel sym_stride.int
     sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
     sym_constrain_range_for_size _linalg_check_errors
 """

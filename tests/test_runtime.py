@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxround.kernel import Program, contract_kernel, cumsum_kernel, map_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
+from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.execute import STORAGES, Draw, Right, run_contract, run_map, run_reduce, run_scan
 from fxround.runtime.llvm.engine import instruction_sets
+from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, sum_kernel
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)

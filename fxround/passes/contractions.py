@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from fxround.kernel import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.ops import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites
+from fxround.specialize import contract_kernel
 
 
 def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:

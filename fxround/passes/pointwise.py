@@ -20,11 +20,12 @@ import torch
 from torch import fx
 
 from fxround.graph import META
-from fxround.kernel import Program, map_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.ops import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
+from fxround.program import Program
+from fxround.specialize import map_kernel
 
 aten = torch.ops.aten
 

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from fxround.graph import META, Site
-from fxround.kernel import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.ops import rule_of
@@ -34,6 +33,7 @@ from fxround.passes.rewrite import (
     sites,
 )
 from fxround.policy import Assignment
+from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 
 aten = torch.ops.aten
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxround.kernel import contract_kernel
 from fxround.runtime import texts
 from fxround.runtime.execute import Draw, Right, offsets, run_contract, storage_of
+from fxround.specialize import contract_kernel
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.kernel import Contract, Program, Reduce, Scan, map_kernel
+from fxround.kernel import Contract, Reduce, Scan
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
+from fxround.program import Program
 from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.llvm.contract import build_contract, tile_for
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan
 from fxround.runtime.threads import split
+from fxround.specialize import map_kernel
 
 STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float32: "f32",
@@ -160,10 +162,12 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw) -> Tensor:
         # One chain a row is a scalar loop; the same chains side by side fill the lanes.
         x, outer, inner = x.reshape(outer, length).t().contiguous(), 1, outer
     along = inner == 1
-    build, name = (build_along, "along") if along else (build_across, "across")
-    run = native(f"{kernel.digest}:{name}", build, kernel, "reduce", _REDUCE)
-    items = outer if along else outer * -(-inner // across_lanes(kernel))
-    work = max(1, length * (1 if along else across_lanes(kernel)))
+    lanes = 1 if along else across_lanes(kernel, inner)
+    if along:
+        run = native(f"{kernel.digest}:along", build_along, kernel, "reduce", _REDUCE)
+    else:
+        run = native(f"{kernel.digest}:across:{lanes}", build_across, (kernel, lanes), "reduce", _REDUCE)
+    items, work = outer * -(-inner // lanes), max(1, length * lanes)
     pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
     split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
     return result
@@ -176,9 +180,9 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
     result = torch.empty(outer, length, inner, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    run = native(f"{kernel.digest}:scan", build_scan, kernel, "reduce", _REDUCE)
-    items = outer * -(-inner // across_lanes(kernel))
-    work = length * across_lanes(kernel)
+    lanes = across_lanes(kernel, inner)
+    run = native(f"{kernel.digest}:scan:{lanes}", build_scan, (kernel, lanes), "reduce", _REDUCE)
+    items, work = outer * -(-inner // lanes), max(1, length * lanes)
     pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
     split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
     return result

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from fxround.errors import FxroundError
-from fxround.kernel import contract_kernel
 from fxround.runtime import reductions, texts
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
 from fxround.runtime.execute import Draw, Right, run_contract, run_map, storage_of
+from fxround.specialize import contract_kernel
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")

@@ -16,11 +16,12 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.kernel import Exact, cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
+from fxround.kernel import Exact
 from fxround.runtime import texts
 from fxround.runtime.exact import run_exact
 from fxround.runtime.execute import Draw, run_reduce, run_scan, storage_of
 from fxround.runtime.scatter import Contributions, put_rows, run_scatter, scatter_rows
+from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 
 
 def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from fxround.kernel import Program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.program import Program
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)

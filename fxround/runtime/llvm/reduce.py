@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from llvmlite import ir
 
@@ -38,12 +38,17 @@ from fxround.runtime.llvm.loops import (
 from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
 
+WIDE: Final = int(__import__("os").environ.get("W", "4"))
 ARGS = [("begin", I64), ("end", I64), ("length", I64), ("inner", I64), ("x", PTR), ("out", PTR), ("key", PTR)]
 
 
-def across_lanes(kernel: Reduce | Scan) -> int:
-    """One AVX-512 register of accumulators."""
-    return 16 if kernel.accumulator == "f32" else 8
+def across_lanes(kernel: Reduce | Scan, inner: int) -> int:
+    """Neighbouring results side by side: one AVX-512 register of accumulators, or several where there are many.
+
+    Several make the walk down the columns read whole runs of memory, and hide the latency of a step.
+    """
+    one = 16 if kernel.accumulator == "f32" else 8
+    return one * WIDE if inner >= one * WIDE else one
 
 
 def _first(kernel: Reduce | Scan, lanes: int) -> Any:
@@ -105,14 +110,15 @@ def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any)
     return chain
 
 
-def build_across(kernel: Reduce) -> str:
-    """``reduce(begin, end, length, inner, x, out, key)`` over vectors of results.
+def build_across(variant: tuple[Reduce, int]) -> str:
+    """``reduce(begin, end, length, inner, x, out, key)`` over vectors of so many results.
 
     Item i is vector i mod v of outer index i div v, v = ceil(inner / lanes).
     """
+    kernel, lanes = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
-    n, lanes = kernel.order.chains, across_lanes(kernel)
+    n = kernel.order.chains
     accs = scratch(b, llvm_type(kernel.accumulator, lanes), n)
     states = scratch(b, llvm_type("u64", lanes), n)
     lines = _Lines(b, a, kernel, lanes)
@@ -161,11 +167,11 @@ def build_across(kernel: Reduce) -> str:
     return str(module)
 
 
-def build_scan(kernel: Scan) -> str:
+def build_scan(variant: tuple[Scan, int]) -> str:
     """``reduce(begin, end, length, inner, x, out, key)``: every prefix, in the operand's layout."""
+    kernel, lanes = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
-    lanes = across_lanes(kernel)
     lines = _Lines(b, a, kernel, lanes)
     with lines.each() as line:
         first = start(b, line.elements, lines.key, lanes, kernel.draws or kernel.finish_draws)
@@ -198,9 +204,12 @@ class _Lines:
         with count(b, a["begin"], a["end"]) as item:
             self.outer = b.sdiv(item, vectors)
             self.first = b.mul(b.sub(item, b.mul(self.outer, vectors)), I64(lanes))
-            left = b.sub(a["inner"], self.first)
-            self.short = b.icmp_signed("<", left, I64(lanes))
-            self.number = b.select(self.short, left, I64(lanes))
+            # The last vector reaches back over its neighbour's results, and finds the same.
+            last = b.sub(a["inner"], I64(lanes))
+            self.short = b.icmp_signed("<", last, I64(0))
+            reach = b.select(b.icmp_signed("<", last, self.first), last, self.first)
+            self.first = b.select(self.short, self.first, reach)
+            self.number = b.select(self.short, a["inner"], I64(lanes))
             index = b.add(b.mul(self.outer, a["inner"]), self.first)
             self.elements = b.add(splat(b, index, lanes), iota(lanes))
             yield self

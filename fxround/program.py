@@ -1,0 +1,82 @@
+"""The program of a pointwise kernel as text: one statement per rounded operation.
+
+What is true here. A program is what a graph node carries: ``t0 = add(x0, x1) @ binary32/stochastic/inf``. x0, x1,
+... are the tensor operands, a number is a scalar of the result's dtype, and the last statement is the result.
+
+Why it is safe. ``Program.parse(str(p)) == p``: the text carries the arithmetic, whole.
+
+    before   torch.add(a, b); quantize(...)                     # two kernels, two roundings
+    after    Program.parse("t0 = add(x0, x1) @ binary32/stochastic/inf")
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fxround.numerics.modes import Rounding
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``target = operator(operands) @ rounding``: one operation, rounded once (or exact: None)."""
+
+    target: str
+    operator: str
+    operands: tuple[str | float, ...]
+    rounding: Rounding | None
+
+    def __str__(self) -> str:
+        operands = ", ".join(o if isinstance(o, str) else o.hex() for o in self.operands)
+        return f"{self.target} = {self.operator}({operands}) @ {self.rounding or EXACT}"
+
+    @staticmethod
+    def parse(text: str) -> Statement:
+        """Raises ValueError showing the statement and the form that was expected."""
+        found = re.fullmatch(r"\s*(t\d+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*", text)
+        if not found:
+            raise ValueError(f"{text!r} is no statement; expected: t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf")
+        target, operator, operands, rounding = found.groups()
+        values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
+        return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
+
+
+def _operand(text: str) -> str | float:
+    if re.fullmatch(r"[xt]\d+", text):
+        return text
+    try:
+        return float.fromhex(text) if "x" in text.lower() else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no operand: expected x0, t0 or a number") from None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Statements in order; the last one is the result. x0, x1, ... are the tensor operands."""
+
+    statements: tuple[Statement, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.statements))
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Raises ValueError for a malformed statement, or a name used before it is defined."""
+        statements = tuple(Statement.parse(s) for s in text.split(";") if s.strip())
+        if not statements:
+            raise ValueError("an empty program computes nothing; expected at least one statement")
+        defined: set[str] = set()
+        for s in statements:
+            for o in s.operands:
+                if isinstance(o, str) and o.startswith("t") and o not in defined:
+                    raise ValueError(f"{s}: {o} is used before it is defined")
+            defined.add(s.target)
+        return Program(statements)
+
+    @property
+    def arity(self) -> int:
+        """The number of tensor operands: one more than the highest x."""
+        used = [int(o[1:]) for s in self.statements for o in s.operands if isinstance(o, str) and o[0] == "x"]
+        return 1 + max(used, default=-1)

@@ -1,0 +1,297 @@
+"""Kernels from roundings: the scalar bodies that a program, an order or an accumulation stands for.
+
+What is true here. Each function takes roundings and storages and gives the kernel whose bodies are specialised for
+them: nothing is interpreted when it runs. Equal arguments give the same object.
+
+Why it is safe. What cannot be had (a format that the carrier lacks, a result that the dtype cannot store) is a
+ValueError here, before any code is compiled.
+
+    before   quantize(acc + a * b, exponent_bits, mantissa_bits, mode)     # decided at every step
+    after    contract_kernel(Accumulation.parse("bfloat16"), rounding, ("f32", "f32"), "f32")
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.carriers import one_nan
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import apply
+from fxround.numerics.orders import SEQUENTIAL, Order
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, narrow, param, substitute
+from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+from fxround.program import Program
+
+
+def _fits(rounding: Rounding, result: Storage) -> None:
+    if not rounding.format.within(FORMAT_OF[result]):
+        raise ValueError(f"{rounding} has values that a {FORMAT_OF[result]} tensor cannot store; use a wider dtype")
+
+
+@lru_cache(maxsize=4096)
+def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """The kernel of a program over operands of these storages.
+
+    Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding
+    that the result's dtype cannot store or the operands' carrier cannot be rounded to.
+    """
+    if program.arity > len(loads):
+        raise ValueError(f"{program} uses {program.arity} operands, got {len(loads)}")
+    elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
+    values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
+    carrier: Type = CARRIER_OF[result]
+    words: list[Expr] = []
+    draws: list[int] = []
+    for number, s in enumerate(program.statements):
+        random = None
+        if s.rounding is not None and s.rounding.mode.random_bits:
+            random = param(f"r{number}", "u32")
+            words.append(random)
+            draws.append(number)
+        operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
+        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
+    last = program.statements[-1]
+    if last.rounding is not None:
+        _fits(last.rounding, result)
+    elif any(not FORMAT_OF[s].within(FORMAT_OF[result]) for s in loads):
+        raise ValueError(f"{program}: an exact result of {', '.join(loads)} operands does not fit {result}")
+    body = Function("map", (*elements, *words), (store(values[last.target], result),))
+    return Map(body, loads, result, tuple(draws))
+
+
+def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
+    """binary32 accumulates natively in its own type; every other format in binary64, where it is exact."""
+    return "f32" if str(accumulate) == "binary32/nearest_even/inf" and set(carriers) == {"f32"} else "f64"
+
+
+def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
+    """The rounding of a step inside a chain.
+
+    Over binary32 operands, a format with binary32's exponents has binary64's inside a chain that runs
+    in binary64: no partial sum overflows or becomes subnormal there, and the store brings the result into
+    range. Formats with fewer exponents (binary16, e5m2, ...) keep their own range at every step.
+    """
+    fmt = accumulate.format
+    binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
+    like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True)
+    if accumulator != "f64" or "f64" in carriers or not like_binary32 or accumulate.overflow != "inf":
+        return accumulate
+    return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
+
+
+def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
+    """Whether the store's rounding keeps every value that the accumulator can hold."""
+    range_kept = rounding.overflow in ("inf", accumulate.overflow)
+    return accumulate.format.within(rounding.format) and range_kept and not rounding.mode.jitter
+
+
+def _finish(accumulate: Rounding, rounding: Rounding, accumulator: Type, result: Storage) -> Function:
+    """The store's rounding of an accumulator; none where it is proved to be the identity."""
+    _fits(rounding, result)
+    acc, random = param("acc", accumulator), param("random", "u32")
+    carrier = CARRIER_OF[result]
+    value = one_nan(acc)
+    if not _store_is_identity(accumulate, rounding):
+        value = apply("identity", (acc,), rounding, carrier, random)
+    if value.type != carrier:
+        value = narrow(value) if carrier == "f32" else apply("identity", (value,), None, "f64")
+    return Function("finish", (acc, random), (store(value, result),))
+
+
+def _finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
+    return rounding.mode.random_bits > 0 and not _store_is_identity(accumulate, rounding)
+
+
+def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None) -> Function:
+    """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator."""
+    acc, random = param("acc", accumulator), param("random", "u32")
+    x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
+    value = load(x, loaded) if loaded else x
+    # A NaN of a binary32 operand has zeros below binary32's bits; one of binary64 may have anything there.
+    total = apply("add", (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
+    return Function(name, (acc, x, random), (total,))
+
+
+def sum_kernel(
+    order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage
+) -> Reduce | Exact:
+    """The sum of a length under an order, stored through ``rounding``.
+
+    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once.
+    """
+    if order.kind == "exact":
+        return exact_kernel(accumulate, rounding, load_as, result)
+    return chain_kernel(order, accumulate, rounding, load_as, result)
+
+
+@lru_cache(maxsize=1024)
+def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Exact:
+    """The correctly rounded sum: one rounding of the exact sum by ``accumulate``, then the store's."""
+    element, total = param("element", ELEMENT_OF[load_as]), param("total", "f64")
+    first, second = param("random", "u32"), param("store_random", "u32")
+    # To odd, binary64 needs two bits more than the format; without them the format must be binary64 itself.
+    to_odd = accumulate.format.precision <= 51
+    is_nearest = accumulate.mode.name == "nearest_even" or accumulate.mode.jitter
+    if not to_odd and not (is_nearest and accumulate.format == FORMAT_OF["f64"]):
+        raise ValueError(
+            f"an exact sum cannot be rounded to {accumulate}: it needs two bits more than binary64 has; "
+            f"use binary64/nearest_even, binary64/up_down, or a precision up to 51"
+        )
+    store = _finish(accumulate, rounding, "f64", result)
+    rounded = apply("identity", (total,), accumulate, "f64", first)
+    return Exact(
+        read=Function("read", (element,), (bits(load(element, load_as)),)),
+        finish=Function(
+            "finish",
+            (total, first, second),
+            substitute(store.results, dict(zip(store.params, (rounded, second), strict=True))),
+        ),
+        to_odd=to_odd,
+        loads=(load_as,),
+        result=result,
+        draws=(accumulate.mode.random_bits > 0, _finish_draws(accumulate, rounding)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """The sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=_add_step("step", accumulate, accumulator, load_as),
+        combine=_add_step("combine", accumulate, accumulator, None),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        order=order,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+    )
+
+
+@lru_cache(maxsize=1024)
+def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Every prefix sum, k ascending."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+    return Scan(
+        step=_add_step("step", accumulate, accumulator, load_as),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+    )
+
+
+def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
+    """(acc, x, random): R_acc(acc * x); the product of a short significand and a binary32 value is exact."""
+    acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
+    short = CARRIER_OF[loaded] == "f32" and accumulate.format.precision <= 29
+    product = apply("mul_exact" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
+    return Function("step", (acc, x, random), (product,))
+
+
+@lru_cache(maxsize=1024)
+def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """The product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
+    accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=_multiply_step(accumulate, accumulator, load_as),
+        combine=_add_step("combine", accumulate, accumulator, None),
+        finish=_finish(accumulate, rounding, accumulator, result),
+        order=SEQUENTIAL,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=_finish_draws(accumulate, rounding),
+        first=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Every prefix product, k ascending."""
+    whole = prod_kernel(accumulate, rounding, load_as, result)
+    return Scan(
+        step=whole.step,
+        finish=whole.finish,
+        loads=(load_as,),
+        result=result,
+        accumulator=whole.accumulator,
+        draws=whole.draws,
+        finish_draws=whole.finish_draws,
+        first=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
+    """Contributions added to a destination one after the other, each addition rounded by ``accumulate``.
+
+    The result is stored in the destination's own dtype, rounded to nearest even where that is needed.
+    """
+    accumulator = _accumulator(accumulate, (CARRIER_OF[storage],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
+    return Scatter(
+        lift=_lift(storage, accumulator),
+        step=_add_step("step", accumulate, accumulator, storage),
+        finish=_finish(accumulate, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
+        loads=(storage,),
+        result=storage,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+    )
+
+
+def _lift(stored: Storage, accumulator: Type) -> Function:
+    element = param("element", ELEMENT_OF[stored])
+    return Function("lift", (element,), (apply("identity", (load(element, stored),), None, accumulator),))
+
+
+@lru_cache(maxsize=1024)
+def contract_kernel(
+    accumulate: Accumulation | Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+) -> Contract:
+    """Sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
+    how = Accumulation.parse(accumulate)
+    carriers = tuple(CARRIER_OF[s] for s in loads)
+    roundings = [r for r in (how.step, how.product, how.combine) if r is not None]
+    accumulator: Type = "f32" if all(_accumulator(r, carriers) == "f32" for r in roundings) else "f64"
+    step = chain_rounding(how.step, accumulator, carriers)
+    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers)
+    last = combine or step
+    return Contract(
+        lifts=(_lift(loads[0], accumulator), _lift(loads[1], accumulator)),
+        step=_contract_step(how, step, accumulator, carriers),
+        finish=_finish(last, rounding, accumulator, result),
+        chunk=how.chunk or 0,
+        combine=None if combine is None else _add_step("combine", combine, accumulator, None),
+        loads=loads,
+        result=result,
+        accumulator=accumulator,
+        draws=how.random,
+        finish_draws=_finish_draws(last, rounding),
+    )
+
+
+def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
+    a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
+    random = param("random", "u32")
+    narrow_factors = "f64" not in carriers
+    if how.product is not None:
+        # Two roundings a step share its 32 bits: the product draws the low half, the sum the high one.
+        operator = "mul_exact" if accumulator == "f64" and narrow_factors else "mul"
+        product = apply(operator, (a, b), how.product, accumulator, random << 16)
+        value = apply("add", (product, acc), step, accumulator, random, any_nan=narrow_factors)
+    else:
+        # Binary32 factors held in binary64 have an exact product.
+        operator = "fma_exact" if accumulator == "f64" and narrow_factors else "fma"
+        value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
+    return Function("step", (a, b, acc, random), (value,))
