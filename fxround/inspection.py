@@ -262,8 +262,11 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of the captured example (asking a symbolic size for its int would fix it)."""
-    return tuple(size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+    """The sizes of the captured example (asking a symbolic size for its int would fix it).
+
+    A size that depends on the data (x[x > 0]) has no example: it counts as 1.
+    """
+    return tuple((size.node.hint or 1) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
 
 
 def _type(node: fx.Node) -> str:
