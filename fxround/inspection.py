@@ -266,7 +266,12 @@ def _shape(value: torch.Tensor) -> tuple[int, ...]:
 
     A size that depends on the data (x[x > 0]) has no example: it counts as 1.
     """
-    return tuple((size.node.hint or 1) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+    return tuple(_example(size) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+
+
+def _example(size: torch.SymInt) -> int:
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
 
 
 def _type(node: fx.Node) -> str:
