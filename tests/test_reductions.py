@@ -134,6 +134,22 @@ def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
         same(run_scan(scan, x, DRAW).transpose(1, 2).reshape(-1, 37), reference.scan(scan, stored(rows), KEY))
 
 
+@pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down"])
+def test_many_rows_side_by_side_equal_the_reference(accumulate: str) -> None:
+    """Square blocks turned in registers, what is left of k one by one, the last group reaching back."""
+    for dtype in STORAGES:
+        storage, own = STORAGES[dtype], Rounding.parse(OWN[dtype])
+        if dtype == torch.float64 and accumulate == "binary32/stochastic":
+            own = Rounding.parse("binary32")
+        for rows, length in ((16, 16), (19, 37), (40, 3), (15, 20)):
+            x = values((rows, length), rows, dtype, special=True)
+            kernel = sum_kernel(Order.parse("sequential"), Rounding.parse(accumulate), own, storage, storage)
+            assert isinstance(kernel, Reduce)
+            same(run_reduce(kernel, x[:, :, None], DRAW)[:, 0], reference.reduce(kernel, stored(x), KEY))
+            scan = cumsum_kernel(Rounding.parse(accumulate), own, storage, storage)
+            same(run_scan(scan, x[:, :, None], DRAW)[:, :, 0], reference.scan(scan, stored(x), KEY))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 5000), st.sampled_from(["sequential", "lanes:2", "lanes:16", "lanes:64", "exact"]))
 def test_orders_agree_where_partial_sums_are_exact(length: int, order: str) -> None:

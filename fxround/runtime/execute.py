@@ -30,6 +30,7 @@ from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.llvm.contract import build_contract, tile_for
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan
+from fxround.runtime.llvm.rows import build_rows, row_lanes
 from fxround.runtime.threads import split
 from fxround.specialize import map_kernel
 
@@ -158,16 +159,18 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw) -> Tensor:
     result = torch.empty(outer, inner, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    if inner == 1 and kernel.order.kind == "sequential" and outer > 1:
-        # One chain a row is a scalar loop; the same chains side by side fill the lanes.
-        x, outer, inner = x.reshape(outer, length).t().contiguous(), 1, outer
-    along = inner == 1
-    lanes = 1 if along else across_lanes(kernel, inner)
-    if along:
+    rows = row_lanes(kernel)
+    if inner == 1 and kernel.order.kind == "sequential" and outer >= rows:
+        run = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE)
+        lanes, items, inner = rows, -(-outer // rows), outer
+    elif inner == 1:
         run = native(f"{kernel.digest}:along", build_along, kernel, "reduce", _REDUCE)
+        lanes, items = 1, outer
     else:
+        lanes = across_lanes(kernel, inner)
         run = native(f"{kernel.digest}:across:{lanes}", build_across, (kernel, lanes), "reduce", _REDUCE)
-    items, work = outer * -(-inner // lanes), max(1, length * lanes)
+        items = outer * -(-inner // lanes)
+    work = max(1, length * lanes)
     pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
     split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
     return result
@@ -180,9 +183,15 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
     result = torch.empty(outer, length, inner, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    lanes = across_lanes(kernel, inner)
-    run = native(f"{kernel.digest}:scan:{lanes}", build_scan, (kernel, lanes), "reduce", _REDUCE)
-    items, work = outer * -(-inner // lanes), max(1, length * lanes)
+    lanes = row_lanes(kernel)
+    if inner == 1 and outer >= lanes:
+        run = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE)
+        items, inner = -(-outer // lanes), outer
+    else:
+        lanes = across_lanes(kernel, inner)
+        run = native(f"{kernel.digest}:scan:{lanes}", build_scan, (kernel, lanes), "reduce", _REDUCE)
+        items = outer * -(-inner // lanes)
+    work = max(1, length * lanes)
     pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
     split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
     return result
