@@ -274,3 +274,13 @@ def test_a_model_that_scatters_and_multiplies_is_rounded() -> None:
         assert torch.equal(got, want), "integers: every order is exact"
     text = compiled.graph_text()
     assert all(f"fxround.{name}" in text for name in ("scatter_add", "index_put", "prod", "cumprod"))
+
+
+@pytest.mark.parametrize("length", [63, 64, 200])
+def test_a_statistic_of_a_row_meets_its_row(length: int) -> None:
+    """One number repeated along the innermost dimension, in blocks within a row and across rows."""
+    for dtype in STORAGES:
+        x, y = values((9, length), 1, dtype), values((9, 1), 2, dtype)
+        program = f"t0 = sub(x0, x1) @ {OWN[dtype]}"
+        want = OPS.pointwise([x, y.expand(9, length).contiguous()], program, dtype, RNG, 1)
+        same(OPS.pointwise([x, y], program, dtype, RNG, 1), stored(want))

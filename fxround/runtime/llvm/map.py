@@ -150,7 +150,7 @@ def _fetch(
 def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     """gather(buffer, x, base, number, ndim, sizes, strides): where elements base... of a strided array lie.
 
-    In place if they are consecutive and a whole block, else copied to the buffer.
+    In place if they are consecutive and a whole block, else copied (one of them repeated) to the buffer.
     """
     memory = MEMORY[storage]
     name = f"gather_{storage}"
@@ -182,6 +182,12 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     whole = b.and_(b.icmp_signed("==", number, I64(BLOCK)), b.icmp_signed(">=", room, number))
     with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(1)))):
         b.ret(at(b, x, b.load(offset, typ=I64), memory))
+    # One element a row: a mean, a maximum, a sum to be divided by.
+    with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(0)))):
+        one = splat(b, b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), STRIDE)
+        for i in range(0, BLOCK, STRIDE):
+            b.store(one, at(b, buffer, I64(i), memory), align=2)
+        b.ret(buffer)
     with count(b, I64(0), number) as i:
         b.store(b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), at(b, buffer, i, memory))
         _advance(b, place, offset, last, sizes, strides)
