@@ -69,7 +69,7 @@ class Rule:
     rounding    "format/mode/overflow", format "dtype" for the operation's own; "identity": leave alone
     accumulate  each step's rounding, maybe with "product=..." or "chunk=n combine=..." behind it (Accumulation), or
                 "native": the stock kernel, rounded once
-    order       "sequential" or "lanes:n"
+    order       "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing
 
     Raises PolicyError when a text does not parse or the rule says nothing.

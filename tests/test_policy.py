@@ -218,7 +218,7 @@ rules = st.builds(
     role=st.none() | st.sampled_from(ROLES),
     rounding=roundings | st.just("identity"),
     accumulate=st.none() | accumulations | st.just("native"),
-    order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4"]),
+    order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4", "exact"]),
     optional=st.booleans(),
 )
 policies = st.builds(
