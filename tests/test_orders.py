@@ -1,8 +1,8 @@
 """The summation trees, revealed from outside, and compared with the ones that ``Order`` states.
 
-FPRev's method (Xie, Gao, Wang and Xue, USENIX ATC 2025): put +M at leaf i, -M at leaf j and ones elsewhere, M so large that it absorbs
-every one. What is left is the number of leaves outside of the smallest subtree that holds both i and j; all
-pairs together give the tree. Nothing is known of a kernel but its result.
+FPRev's method (Xie, Gao, Wang and Xue, USENIX ATC 2025): put +M at leaf i, -M at leaf j and ones elsewhere, M so
+large that it absorbs every one. What is left is the number of leaves outside of the smallest subtree that holds both
+i and j; all pairs together give the tree. Nothing is known of a kernel but its result.
 """
 
 from __future__ import annotations

@@ -285,6 +285,20 @@ def test_what_numerics_cannot_round_is_told_with_the_line() -> None:
         lowered(lambda x: x + 0.1, torch.ones(3, dtype=torch.float64), policy="binary64/toward_zero")
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("policy", ["e4m3fn", "e5m2/stochastic/saturate", "up_down", "bfloat16"])
+def test_an_index_in_the_making_is_not_rounded(policy: str, mode: str) -> None:
+    """1024 pixels: their numbers fit none of these formats, and a rounded one would lie outside of the image."""
+    image = torch.arange(1024.0).remainder(4)[None, None, None]
+    larger = nn.Upsample(scale_factor=(1, 2), mode=mode)
+    got = fxround.compile(larger, policy)(image)
+    assert got.isfinite().all()
+    if mode.startswith("nearest"):
+        assert torch.equal(got, larger(image)), (
+            "the values 0 to 3 are exact in every format: only a wrong pixel differs"
+        )
+
+
 # ---- every graph ----
 
 

@@ -28,24 +28,67 @@ from fxround.passes.rewrite import Plan
 
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
 _ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input"}
+_INDEX: Final = "an index in the making, of no data: it only chooses elements"
 _STATISTICS: Final = re.compile(r"(layer|group|batch|instance)_norm|softmax")
 
 
 def classify(graph: fx.GraphModule, plan: Plan) -> None:
     """Give every node that yields a tensor its Site."""
     roles: dict[fx.Node, str] = {}
+    coordinates = _coordinates(graph)
     number = 0
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
         place = _site(node, roles)
         roles[node] = place.role
+        if node in coordinates:
+            place = replace(place, kind="coordinate", role="coordinate", status="integer", reason=_INDEX)
         if float_value(node) is not None:
             # Two streams a node: the second is for a rounding behind an operator that draws itself.
             place = replace(place, number=2 * number)
             number += 1
         if _yields_tensor(node):
             node.meta[META] = place
+
+
+def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
+    """Floating-point values that are made of no data and become an index: the source pixels of an interpolation.
+
+    Rounding one to a few bits would read another element, or none; the weights beside it are rounded like the rest.
+    """
+    data: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        entering = node.op in ("placeholder", "get_attr") and bool(float_values(node))
+        if entering or any(used in data for used in node.all_input_nodes):
+            data.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or node in data or not float_values(node):
+            continue
+        if any(user in found or _becomes_integer(user) for user in node.users):
+            found.add(node)
+    return found | _indices_as_numbers(graph, found)
+
+
+def _indices_as_numbers(graph: fx.GraphModule, found: set[fx.Node]) -> set[fx.Node]:
+    """Indices made of ``found`` that return to floating point, as in weight = coordinate - index."""
+    indices: set[fx.Node] = set()
+    numbers: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if not any(used in found or used in indices for used in node.all_input_nodes):
+            continue
+        if _yields_tensor(node) and not float_values(node):
+            indices.add(node)
+        elif str(node.target) == "aten._to_copy.default" and node.all_input_nodes[0] in indices:
+            numbers.add(node)
+    return numbers
+
+
+def _becomes_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    whole = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
+    return str(node.target) == "aten._to_copy.default" and whole
 
 
 def _yields_tensor(node: fx.Node) -> bool:
