@@ -13,11 +13,12 @@ Why it is safe. A graph is used only for arguments that it admits; anything else
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import networkx as nx
 import torch
@@ -30,7 +31,9 @@ from fxround.formulas import decompositions
 from fxround.graph import Captured, Port, capture, export_program, trace_example
 from fxround.passes import Plan, lower
 from fxround.policy import Policy
+from fxround.refusals import refuse_unsupported_tensors
 from fxround.runtime import library
+from fxround.runtime.execute import Draw
 
 PolicyLike = Any
 RNG_BUFFER = "fxround_rng"
@@ -89,12 +92,8 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _random_state(seed: int, sample: int) -> Tensor:
-    for name, value, bits in (("seed", seed, 63), ("sample", sample, 32)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
-        if not 0 <= value < 2**bits:
-            raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
-    return torch.tensor([seed, sample], dtype=torch.int64)
+    drawn = Draw(seed, sample)
+    return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -251,6 +250,8 @@ class RoundedModule(nn.Module):
 
     def _entry(self, args: Any, kwargs: Any) -> Entry:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
+            refuse_unsupported_tensors(self.source, args, kwargs)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (spec, tuple(_kind(leaf) for leaf in leaves), self._state_key())
         entries = self._entries.setdefault(key, [])
@@ -264,20 +265,54 @@ class RoundedModule(nn.Module):
         return entry
 
     def _compile(self, args: Any, kwargs: Any) -> Entry:
+        _require_arguments(self.source, args, kwargs)
+        _require_dtypes(self.source, args, kwargs)
         captured = capture(self.source, args, kwargs, decompositions())
         strict = self.policy.strict if self.strict is None else self.strict
         lowered = lower(captured.graph, Plan(self.policy, strict))
         return Entry(captured, lowered, tuple(_owner(self.source, port) for port in captured.inputs))
 
     def _state_key(self) -> Any:
-        """What a graph depends on beside its arguments: every module and its flag, the state's dtypes and shapes."""
-        modules = tuple((id(m), m.training) for m in self.source.modules())
+        """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the
+        state's dtypes and shapes. What a model reads from elsewhere (a global, a nested object) is not seen."""
+        modules = tuple((id(m), _baked(m)) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
-        return modules, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
+        state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
+        return modules, state, torch.get_default_dtype()
 
     def _could_differentiate(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+
+
+def _require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
+
+
+def _require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise what the model itself raises for arguments of another floating dtype than its state.
+
+    Tracing promotes where a kernel would refuse; so where the dtypes differ, a copy of the model is asked.
+    """
+    state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+    given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
+    if state and given - state:
+        with torch.random.fork_rng():
+            copy.deepcopy(model)(*args, **kwargs)
+
+
+def _baked(module: nn.Module) -> Any:
+    """What tracing turns into constants of the graph: numbers, texts and lists of them, and the module's hooks."""
+    plain = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, _PLAIN) and not k.startswith("__"))
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return plain, tuple(map(id, hooks))
+
+
+_PLAIN: Final = (bool, int, float, str, bytes, torch.dtype, list, tuple)
 
 
 def _kind(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats import FORMATS, OTHER_NAMES, Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import LANES, Order
 
@@ -187,10 +187,11 @@ class Policy:
         try:
             return _in_format(name, Rounding.parse(name))
         except ValueError as error:
-            if "/" in name or "(" in name:
+            if any(mark in name for mark in "/(:"):
                 raise PolicyError(f"policy {name!r}: {error}") from error
-            known = [*PRESETS, *FORMATS]
-            near = _nearest(name, known)
+            known = list(dict.fromkeys([*PRESETS, *FORMATS]))
+            other = OTHER_NAMES.get(name.lower())
+            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else _nearest(name, known)
             raise PolicyError(f"no policy is named {name!r}{near} Known: {', '.join(known)}") from error
 
     @staticmethod

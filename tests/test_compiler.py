@@ -15,7 +15,7 @@ from models import DigitsCNN
 from torch import Tensor, nn
 
 import fxround
-from fxround.errors import FxroundError, PolicyError
+from fxround.errors import CaptureError, FxroundError, PolicyError
 from fxround.policy import Policy, Rule
 
 
@@ -293,3 +293,26 @@ def test_non_contiguous_nan_and_infinite_inputs(model: nn.Module, x: Tensor) -> 
 def test_a_wrong_shape_is_told_with_the_line(model: nn.Module) -> None:
     with pytest.raises(fxround.CaptureError, match=r"DigitsCNN cannot be captured as one graph(.|\n)*models\.py:\d+"):
         fxround.compile(model, "identity")(torch.randn(2, 3, 10, 10))
+
+
+def test_attributes_and_hooks_changed_later_are_seen() -> None:
+    model, x = nn.LeakyReLU(0.1), -torch.ones(2, 3)
+    compiled = fxround.compile(model, "reproducible")
+    assert compiled(x)[0, 0].item() == torch.tensor(-0.1).item()
+    model.negative_slope = 0.5
+    assert torch.equal(compiled(x), model(x))
+    handle = model.register_forward_hook(lambda module, args, output: output * 0)
+    assert torch.equal(compiled(x), model(x))
+    handle.remove()
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_arguments_that_the_model_refuses_are_refused() -> None:
+    compiled = fxround.compile(nn.Linear(4, 3), "identity")
+    compiled(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="dtype"):
+        compiled(torch.ones(2, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"Linear\.forward: missing a required argument: 'input'"):
+        compiled()
+    with pytest.raises(CaptureError, match="expected a dense tensor"):
+        compiled(torch.ones(2, 4).to_sparse())

@@ -197,8 +197,8 @@ class Format:
                 nan="nan" in flags,
                 zero="zero" in flags,
             )
-        near = get_close_matches(base, FORMATS, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        near = OTHER_NAMES.get(base.lower()) or get_close_matches(base, FORMATS, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
             f"no format is named {text!r}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
         )
@@ -222,6 +222,20 @@ _ROWS: Final[tuple[Format, ...]] = (
     # Scales: powers of two (OCP Microscaling 1.0), and the unsigned e5m3 with its last code a NaN.
     Format("e8m0fnu", 1, -127, 2.0**127, signed=False, inf=False, zero=False, subnormals=False),
     Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
+)
+
+# What the formats are called elsewhere: for messages.
+OTHER_NAMES: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("float64", "fp64", "f64", "double"), ("binary64",)),
+        **dict.fromkeys(("float32", "fp32", "f32", "float", "single"), ("binary32",)),
+        **dict.fromkeys(("float16", "fp16", "f16", "half"), ("binary16",)),
+        **dict.fromkeys(("bf16", "torch.bfloat16"), ("bfloat16",)),
+        **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
+        "float8_e4m3fn": ("e4m3fn",),
+        "float8_e5m2": ("e5m2",),
+        **dict.fromkeys(("fp4", "mxfp4"), ("e2m1fn",)),
+    }
 )
 
 FORMATS: Final = MappingProxyType({row.name: row for row in _ROWS})

@@ -59,6 +59,13 @@ class Draw:
     sample: int = 0
     node: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
+            if not 0 <= value < 2**bits:
+                raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
+
     @staticmethod
     def of(rng: Tensor, node: int) -> Draw:
         """From the run-time tensor (seed, sample), int64 of shape [2]."""

@@ -1,0 +1,9 @@
+"""``python -m fxround``: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from fxround.cli import main
+
+sys.exit(main())
