@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
 from fxround.formulas import FORMULAS, decompositions
+from fxround.graph import site
 from fxround.ops import _REFINED, CONSTANTS, RULES, rule_of
 
 # Every overload of section "operators seen" of the measurements on 36 training graphs and on the layer zoo.
@@ -121,6 +122,13 @@ class Executed(TorchDispatchMode):
         return name in ("aten.copy_.default", "aten.index_put.default", "aten._unsafe_view.default")
 
 
+def index_arithmetic(graph: torch.fx.GraphModule) -> list[str]:
+    """The operators that a policy leaves alone: those that make an index of no data."""
+    places = [(str(node.target), site(node)) for node in graph.graph.nodes if node.op == "call_function"]
+    names = [name for name, place in places if place is not None and place.kind == "coordinate"]
+    return [name for name in names if RULES[name].kind == "pointwise" and name != "aten._to_copy.default"]
+
+
 # What PyTorch computes for these cannot be compared: its half-precision steps differ from one rounding each.
 COARSE = {"autocast": 2e-2, "casts": 2e-2}
 
@@ -134,7 +142,7 @@ def test_every_float_operation_of_a_layer_is_rounded(name: str) -> None:
         compiled = fxround.compile(module, "reproducible", example_inputs=args)
         with Executed() as executed:
             results = pytree.tree_leaves(compiled(*args))
-    assert executed.unrounded == []
+    assert executed.unrounded == index_arithmetic(compiled.graph)
     assert compiled.coverage().unrounded == ()
     for result, reference in zip(results, expected, strict=True):
         assert (result.dtype, result.shape) == (reference.dtype, reference.shape)
