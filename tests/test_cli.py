@@ -80,6 +80,7 @@ def test_the_demo_writes_and_prints_its_findings(
     with (tmp_path / "out" / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 5000
+    # A tolerance: the table writes rounded decimals.
     assert np.mean([float(row["bits"]) for row in rows if row["bits"]]) == pytest.approx(found.bits.mean, abs=0.01)
 
 

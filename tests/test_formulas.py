@@ -123,6 +123,7 @@ def test_a_formula_computes_its_operator(op: Any) -> None:
         for ours, reference in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
             # A second result of no elements is scratch that nothing reads.
             if isinstance(ours, Tensor) and ours.numel():
+                # A tolerance: in binary64, the stock operator adds in another order than the formula.
                 torch.testing.assert_close(ours.reshape(reference.shape), reference, rtol=1e-11, atol=1e-12)
 
 
