@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 META: Final = "fxround"
 PORT: Final = "fxround_port"
+ORIGIN: Final = "fxround_origin"
 _SETTLED: Final = "fxround_settled"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]

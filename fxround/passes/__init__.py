@@ -15,7 +15,7 @@ from typing import Final
 
 from torch import fx
 
-from fxround.graph import settle
+from fxround.graph import ORIGIN, settle
 from fxround.passes.assign import assign
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
@@ -44,10 +44,14 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """A new graph, lowered by every pass of the pipeline; ``graph`` stays as it is.
 
+    Every node says which node of ``graph`` it computes, alone or with others: ``node.meta[ORIGIN]`` is that one's name.
+
     Raises PolicyError, UnsupportedOperator or UnsupportedRounding for what the policy asks in vain, and
     VerificationError if a pass broke an invariant.
     """
     lowered = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in lowered.graph.nodes:
+        node.meta[ORIGIN] = node.name
     settle(lowered)
     for step in PIPELINE:
         step(lowered, plan)

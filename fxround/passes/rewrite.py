@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxround.errors import UnsupportedRounding
-from fxround.graph import META, PORT, Site, evaluate, float_value, site
+from fxround.graph import META, ORIGIN, PORT, Site, evaluate, float_value, site
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
@@ -77,7 +77,10 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
     """A new node (of data movement, or exact) before ``near``, with its origin and a fake value, and no number."""
     with graph.graph.inserting_before(near):
         new = graph.graph.create_node("call_function", target, tuple(args), kwargs, target.overloadpacket.__name__)
-    kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten")
+    kept = (
+        *("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten"),
+        ORIGIN,
+    )
     new.meta = {key: near.meta[key] for key in kept if key in near.meta}
     place = site(near)
     if place is not None:
