@@ -19,7 +19,8 @@ from fxround.numerics.orders import Order
 from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
-from fxround.runtime.execute import STORAGES, Draw, Right, run_contract, run_map, run_reduce, run_scan
+from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.execute import STORAGES, Draw, run_map, run_reduce, run_scan
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, sum_kernel
 

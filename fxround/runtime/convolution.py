@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from fxround.runtime import texts
-from fxround.runtime.execute import Draw, Right, offsets, run_contract, storage_of
+from fxround.runtime.contractions import Right, offsets, run_contract
+from fxround.runtime.execute import Draw, storage_of
 from fxround.specialize import contract_kernel
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
+from fxround.runtime.contractions import Right, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
-from fxround.runtime.execute import Draw, Right, run_contract, run_map, storage_of
+from fxround.runtime.execute import Draw, run_map, storage_of
 from fxround.specialize import contract_kernel
 
 NAMESPACE: Final = "fxround"
