@@ -22,9 +22,10 @@ from fxround.numerics.orders import Order
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.exact import run_exact
-from fxround.runtime.execute import STORAGES, run_reduce, run_scan
+from fxround.runtime.execute import STORAGES
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.runtime.llvm.reduce import WIDE
+from fxround.runtime.reducing import run_reduce, run_scan
 from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 
 OPS = torch.ops.fxround

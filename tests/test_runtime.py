@@ -20,8 +20,9 @@ from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.contractions import Right, run_contract
-from fxround.runtime.execute import STORAGES, Draw, run_map, run_reduce, run_scan
+from fxround.runtime.execute import STORAGES, Draw, run_map
 from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.reducing import run_reduce, run_scan
 from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, sum_kernel
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)

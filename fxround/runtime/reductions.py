@@ -19,7 +19,8 @@ from torch import Tensor
 from fxround.kernel import Exact
 from fxround.runtime import texts
 from fxround.runtime.exact import run_exact
-from fxround.runtime.execute import Draw, run_reduce, run_scan, storage_of
+from fxround.runtime.execute import Draw, storage_of
+from fxround.runtime.reducing import run_reduce, run_scan
 from fxround.runtime.scatter import Contributions, put_rows, run_scatter, scatter_rows
 from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 
