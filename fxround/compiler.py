@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -107,12 +107,26 @@ class Entry:
     def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """The model's result for flat arguments; buffers and arguments that the model changes are written."""
         outputs = self.lowered(*self._inputs(leaves), rng)
-        results = []
         for port, output in zip(self.captured.outputs, outputs, strict=True):
             if port.mutation:
                 self._target(port, leaves).copy_(output)
-            else:
-                results.append(output)
+        return self._result(outputs)
+
+    def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
+        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written."""
+        interpreter = fx.Interpreter(self.lowered)
+        interpreter.args_iter = iter([*self._inputs(leaves), rng])
+        for node in self.lowered.graph.nodes:
+            value = interpreter.env[node] = interpreter.run_node(node)
+            for spent in interpreter.user_to_last_uses.get(node, ()):
+                del interpreter.env[spent]
+            if node.op == "output":
+                yield node.name, self._result(value)
+            elif node.op == "call_function":
+                yield node.name, value
+
+    def _result(self, outputs: Sequence[Any]) -> Any:
+        results = [o for port, o in zip(self.captured.outputs, outputs, strict=True) if not port.mutation]
         return pytree.tree_unflatten(results, self.captured.out_spec)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
@@ -184,6 +198,28 @@ class RoundedModule(nn.Module):
         with torch.no_grad():
             self._entry(args, kwargs)
         return self
+
+    @torch.no_grad()
+    def observe(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Run one operation at a time: the name and value of each, as in ``summary()``, then ``("output", result)``.
+
+        The values are those of a call with the same seed and sample, bit for bit. Each is dropped after its last use:
+        a caller who keeps none needs no more memory than a call. Buffers and arguments that the model changes
+        stay as they are.
+        """
+        yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
+
+    def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
+        """The same model under another policy, with the same seed and sample, and node for node the same graphs.
+
+        What is captured is lowered anew, not captured anew. Raises PolicyError and what lowering raises.
+        """
+        other = RoundedModule(self.source, Policy.parse(policy), strict, *self.rng.tolist())
+        for key, entries in self._entries.items():
+            other._entries[key] = [replace(e, lowered=other._lowered(e.captured)) for e in entries]
+            if self._latest in entries:
+                other._latest = other._entries[key][entries.index(self._latest)]
+        return other
 
     def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
         """Set what the random bits are a function of; no graph is captured anew. Returns the module itself."""
@@ -268,9 +304,11 @@ class RoundedModule(nn.Module):
         _require_arguments(self.source, args, kwargs)
         _require_dtypes(self.source, args, kwargs)
         captured = capture(self.source, args, kwargs, decompositions())
+        return Entry(captured, self._lowered(captured), tuple(_owner(self.source, port) for port in captured.inputs))
+
+    def _lowered(self, captured: Captured) -> fx.GraphModule:
         strict = self.policy.strict if self.strict is None else self.strict
-        lowered = lower(captured.graph, Plan(self.policy, strict))
-        return Entry(captured, lowered, tuple(_owner(self.source, port) for port in captured.inputs))
+        return lower(captured.graph, Plan(self.policy, strict))
 
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the

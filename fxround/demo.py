@@ -225,19 +225,9 @@ def observe(
     compiled: RoundedModule, images: torch.Tensor, ends: dict[str, str]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The result of a call, and the values of the nodes that ``ends`` names, under its keys."""
-    names = {node: key for key, node in ends.items()}
-    seen: dict[str, torch.Tensor] = {}
-
-    class Watch(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            value = super().run_node(node)
-            if node.name in names:
-                seen[names[node.name]] = value
-            return value
-
-    entry = compiled._entry((images,), {})
-    (logits,) = Watch(entry.lowered).run(*entry._inputs((images,)), compiled.rng)
-    return logits, seen
+    wanted = {*ends.values(), "output"}
+    seen = {name: value for name, value in compiled.observe(images) if name in wanted}
+    return seen["output"], {key: seen[node] for key, node in ends.items()}
 
 
 def _times(model: nn.Module, compiled: RoundedModule, images: torch.Tensor) -> dict[str, float]:

@@ -317,3 +317,35 @@ def test_arguments_that_the_model_refuses_are_refused() -> None:
         compiled()
     with pytest.raises(CaptureError, match="expected a dense tensor"):
         compiled(torch.ones(2, 4).to_sparse())
+
+
+# ---- watching a call ----
+
+
+def test_observed_values_are_those_of_the_call(compiled: fxround.RoundedModule, x: Tensor) -> None:
+    seen = dict(compiled.observe(x))
+    assert torch.equal(seen["output"], compiled(x))
+    assert list(seen)[-1] == "output"
+    assert {str(row["node"]) for row in compiled.summary()} <= set(seen)
+
+
+def test_observing_keeps_the_grad_mode_and_writes_no_buffer() -> None:
+    source = nn.Sequential(nn.BatchNorm1d(3)).train()
+    compiled = fxround.compile(source, "stochastic")
+    steps = compiled.observe(torch.randn(4, 3))
+    next(steps)
+    assert torch.is_grad_enabled()
+    list(steps)
+    assert source[0].num_batches_tracked == 0 and not source[0].running_mean.any()
+
+
+def test_another_policy_has_the_same_nodes_and_its_own_numbers(
+    model: nn.Module, compiled: fxround.RoundedModule, x: Tensor
+) -> None:
+    compiled(x)
+    nearest = compiled.with_policy("reproducible")
+    assert [n.name for n in nearest.graph.graph.nodes] == [n.name for n in compiled.graph.graph.nodes]
+    assert torch.equal(nearest(x), fxround.compile(model, "reproducible")(x))
+    assert not torch.equal(nearest(x), compiled(x))
+    with pytest.raises(PolicyError, match="matches no operation"):
+        compiled.with_policy(Policy("lost", (Rule("nowhere", rounding="bfloat16"),)))
