@@ -1,7 +1,8 @@
-"""Machine code by kernel: compiled once per digest and instruction set, kept in memory.
+"""Machine code by kernel: compiled once per digest and instruction set, kept in memory and on disk.
 
 What is true here. A key names everything that the code depends on (the kernel's digest, how operands lie
-in memory, the instruction set), so that looking one up can never return the code of another.
+in memory, the instruction set), so that looking one up can never return the code of another. On disk the key names
+the processor, the compiler and fxround's source besides; code that is found there is neither built nor compiled.
 
 Why it is safe. Two threads that ask for one kernel at once compile it once: the lock is held while compiling.
 
@@ -17,11 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxround.runtime.llvm.engine import Machine, compile_module, instruction_sets, machine_of
+from fxround.runtime import cache
+from fxround.runtime.llvm.engine import Machine, identity, instruction_sets, link, machine_of, object_code
 
 _LOCK = threading.RLock()
 _CODE: dict[tuple[str, str], Any] = {}
 _ISA = ["host"]
+_ORIGINS = {"compiled": 0, "stored": 0}
 
 
 @contextmanager
@@ -58,10 +61,17 @@ def native(digest: str, build: Callable[..., str], subject: Any, name: str, prot
         return found
     with _LOCK:
         if key not in _CODE:
-            _CODE[key] = prototype(compile_module(build(subject), (name,), _ISA[0])[name])
+            _CODE[key] = prototype(_address(digest, build, subject, name, _ISA[0]))
         return _CODE[key]
 
 
-def compiled_kernels() -> int:
-    """How many kernels this process has compiled."""
-    return len(_CODE)
+def _address(digest: str, build: Callable[..., str], subject: Any, name: str, isa: str) -> int:
+    key = cache.key(identity(isa), f"{build.__module__}.{build.__qualname__}", name, digest)
+    code, stored = cache.fetch(key, lambda: object_code(build(subject), isa))
+    _ORIGINS["stored" if stored else "compiled"] += 1
+    return link(code, (name,), isa)[name]
+
+
+def origins() -> dict[str, int]:
+    """How many kernels this process has ``compiled``, and how many it found ``stored`` on disk."""
+    return dict(_ORIGINS)

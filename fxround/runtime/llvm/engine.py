@@ -1,14 +1,15 @@
-"""From LLVM IR text to callable addresses, for the host or for a lesser instruction set of it.
+"""From LLVM IR text to object code to callable addresses, for the host or for a lesser instruction set of it.
 
-What is true here. ``compile_module`` optimizes for one named instruction set and keeps the machine code alive as
-long as the process. An instruction set changes how many lanes an instruction holds, never a bit
-of a result: the tests run the same kernels as avx512, avx2 and sse2.
+What is true here. ``object_code`` optimizes for one named instruction set; ``link`` loads what it returned, in this
+process or in another one, and keeps it as long as the process lives. An instruction set changes how many lanes an
+instruction holds, never a bit of a result: the tests run the same kernels as avx512, avx2 and sse2.
 
 Why it is safe. Only instruction sets that the host has are accepted; the optimizer gets no licence to
-change floating point.
+change floating point. Object code names what it calls (the C library's fma, where the
+processor has none) and is bound to it where it is loaded. All code is linked the same way, fresh or stored.
 
     before   cc -O3 -march=native -ffast-math
-    after    compile_module(text, "host")
+    after    link(object_code(text, "host"), ("map",), "host")
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+import llvmlite
 import llvmlite.binding as llvm
 
 # sse2 has no fused multiply-add: LLVM calls the C library's fma, correctly rounded by its contract.
@@ -27,7 +29,6 @@ _FEATURES: Final[dict[str, tuple[str, str]]] = {
     "sse2": ("x86-64", "+sse2"),
 }
 _LOCK = threading.Lock()
-_ALIVE: list[Any] = []
 
 
 @cache
@@ -61,23 +62,39 @@ def machine_of(isa: str) -> Machine:
     return {"avx512": Machine(64, 32), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
 
 
-@cache
-def _target_machine(isa: str) -> Any:
+def _target(isa: str) -> tuple[str, str]:
+    """The processor's name and features, as LLVM spells them."""
     _initialize()
     if isa not in instruction_sets():
         raise ValueError(f"this host cannot run {isa!r} code; it can: {', '.join(instruction_sets())}")
-    target = llvm.Target.from_default_triple()
     if isa != "host":
-        cpu, features = _FEATURES[isa]
-        return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-    cpu = llvm.get_host_cpu_name()
+        return _FEATURES[isa]
     # Some targets prefer 256-bit vectors for old clocks' sake; these kernels are dense.
-    features = llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if "avx512" in instruction_sets() else "")
+    wide = ",-prefer-256-bit" if "avx512" in instruction_sets() else ""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten() + wide
+
+
+@cache
+def identity(isa: str) -> str:
+    """What object code depends on beside the text: the processor as LLVM sees it, and LLVM itself."""
+    version = ".".join(map(str, llvm.llvm_version_info))
+    return "\n".join((isa, llvm.get_default_triple(), *_target(isa), f"llvmlite {llvmlite.__version__}", version))
+
+
+def _target_machine(isa: str) -> Any:
+    cpu, features = _target(isa)
+    target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
 @cache
+def _compiler(isa: str) -> Any:
+    return _target_machine(isa)
+
+
+@cache
 def _linker(isa: str) -> Any:
+    # The execution engine owns its target machine.
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(isa))
 
 
@@ -90,24 +107,38 @@ def _optimize(module: Any, machine: Any) -> None:
     builder.getModulePassManager().run(module, builder)
 
 
+def _optimized(text: str, machine: Any) -> Any:
+    module = llvm.parse_assembly(text)
+    module.verify()
+    _optimize(module, machine)
+    return module
+
+
+def object_code(text: str, isa: str = "host") -> bytes:
+    """The relocatable object file (ELF) of an LLVM module."""
+    with _LOCK:
+        machine = _compiler(isa)
+        code: bytes = machine.emit_object(_optimized(text, machine))
+        return code
+
+
+def link(code: bytes, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
+    """Load object code for good: the addresses of its functions of these names."""
+    with _LOCK:
+        linker = _linker(isa)
+        linker.add_object_file(llvm.ObjectFileRef.from_data(code))
+        linker.finalize_object()
+        # A later object may define the same names: these are the addresses of this one.
+        return {name: linker.get_function_address(name) for name in names}
+
+
 def compile_module(text: str, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
     """The addresses of the named functions of an LLVM module."""
-    with _LOCK:
-        machine = _target_machine(isa)
-        module = llvm.parse_assembly(text)
-        module.verify()
-        _optimize(module, machine)
-        linker = _linker(isa)
-        linker.add_module(module)
-        linker.finalize_object()
-        _ALIVE.append(module)
-        return {name: linker.get_function_address(name) for name in names}
+    return link(object_code(text, isa), names, isa)
 
 
 def assembly(text: str, isa: str = "host") -> str:
     """The optimized machine code of a module, to be read."""
     with _LOCK:
-        machine = _target_machine(isa)
-        module = llvm.parse_assembly(text)
-        _optimize(module, machine)
-        return str(machine.emit_assembly(module))
+        machine = _compiler(isa)
+        return str(machine.emit_assembly(_optimized(text, machine)))
