@@ -1,14 +1,16 @@
 """The exact sum of CPU tensors: shapes and layouts, before any pointer is passed.
 
-What is true here. The order ``exact`` has no tree, so only the split into results is decided here.
+What is true here. The order ``exact`` has no tree, so only the split into results is decided here, and the
+reduced dimensions are walked in the order of their strides. Nothing is copied but panels of a line.
 
     before   math.fsum(row) for each row
-    after    run_exact(kernel, x, draw)
+    after    run_exact(kernel, x, draw, [1])
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -17,28 +19,30 @@ from torch import Tensor
 from fxround.kernel import Exact
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, dtype_of
-from fxround.runtime.llvm.exact import LANES, build_exact
+from fxround.runtime.llvm.exact import build_exact, lines_across
+from fxround.runtime.reducing import described
 from fxround.runtime.threads import split
 
-_EXACT: Final = signature(4, 3)
+_EXACT: Final = signature(2, 4)
 _ENOUGH: Final = 1 << 14
-# A result costs as much as this many elements: clearing its bins, and carrying through them.
-_RESULT: Final = 512
+# A result costs as much as this many elements.
+_RESULT: Final = 128
 
 
-def run_exact(kernel: Exact, x: Tensor, draw: Draw) -> Tensor:
-    """x: (outer, length, inner). Returns (outer, inner)."""
-    outer, length, inner = x.shape
-    if length >= 1 << 35:
-        raise ValueError(f"an exact sum of {length} elements: its bins hold sums of fewer than 2^35")
-    x = x.detach().contiguous()
-    result = torch.empty(outer, inner, dtype=dtype_of(kernel.result))
-    if result.numel() == 0:
+def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
+    """Sum ``dims`` (ascending, none negative) of x; the result has the others."""
+    x, lines = described(x, dims, ordered=False)
+    if lines.length >= 1 << 35:
+        raise ValueError(f"an exact sum of {lines.length} elements: its bins hold sums of fewer than 2^35")
+    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
+    if lines.count == 0:
         return result
-    along = inner == 1
-    run = native(f"{kernel.digest}:{along}", build_exact, (kernel, along), "exact", _EXACT)
-    items, results = (outer, 1) if along else (outer * -(-inner // LANES), LANES)
-    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
-    enough = max(1, _ENOUGH // (results * (length + _RESULT)))
-    split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, enough)
+    inner = lines.results[-1]
+    lanes = lines_across(kernel, inner.size) if inner.x == 1 else 0
+    items = lines.count // inner.size * -(-inner.size // lanes) if lanes else lines.count
+    dense = lines.dense and not lanes
+    run = native(f"{kernel.digest}:{lanes}:{dense}", build_exact, (kernel, lanes, dense), "exact", _EXACT)
+    pointers = (lines.array(), *(ctypes.c_void_p(t.data_ptr()) for t in (x, result)), draw.key())
+    enough = max(1, _ENOUGH // (max(1, lanes) * (lines.length + _RESULT)))
+    split(lambda lo, hi: run(lo, hi, *pointers), items, enough)
     return result

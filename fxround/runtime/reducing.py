@@ -1,16 +1,17 @@
-"""Chains over CPU tensors: which loops serve an operand (outer, length, inner), before any pointer is passed.
+"""Chains over CPU tensors: which loops serve the lines of an operand, before any pointer is passed.
 
-What is true here. Results are new and row-major. Chains that lie along rows and chains that lie across them have
-loops of their own; which ones run is decided by the sizes alone, and changes no bit.
+What is true here. Operands may have any strides and any dimensions may be reduced, without a copy; results are
+new and row-major. Which loops run is decided by sizes and strides alone, and changes no bit.
 
     before   torch.sum(x, 1)
-    after    run_reduce(kernel, x, draw)             # x: (outer, length, inner)
+    after    run_reduce(kernel, x, draw, [1])
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,55 +19,71 @@ from torch import Tensor
 from fxround.kernel import Reduce, Scan
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, dtype_of
-from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan
-from fxround.runtime.llvm.rows import build_rows, row_lanes
+from fxround.runtime.lines import Lines
+from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
+from fxround.runtime.llvm.rows import build_rows
 from fxround.runtime.threads import split
 
-_REDUCE: Final = signature(4, 3)
+_REDUCE: Final = signature(2, 4)
 # A thread is worth waking for this many scalar steps.
 _ENOUGH: Final = 1 << 15
 
 
-def run_reduce(kernel: Reduce, x: Tensor, draw: Draw) -> Tensor:
-    """x: (outer, length, inner). Returns (outer, inner)."""
-    outer, length, inner = x.shape
-    x = x.detach().contiguous()
-    result = torch.empty(outer, inner, dtype=dtype_of(kernel.result))
-    if result.numel() == 0:
+def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
+    """Reduce ``dims`` (ascending, none negative) of x; the result has the others."""
+    x, lines = described(x, dims)
+    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
+    if lines.count == 0:
         return result
-    rows = row_lanes(kernel)
-    if inner == 1 and kernel.order.kind == "sequential" and outer >= rows:
-        run = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE)
-        lanes, items, inner = rows, -(-outer // rows), outer
-    elif inner == 1:
-        run = native(f"{kernel.digest}:along", build_along, kernel, "reduce", _REDUCE)
-        lanes, items = 1, outer
+    one, neighbours = one_register(kernel), _neighbours(kernel, lines)
+    many = lines.count >= one
+    if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
+        run, lanes = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE), one
+    elif neighbours or (many and (lines.k[-1].x != 1 or lines.length < 2 * kernel.order.chains)):
+        lanes, name = neighbours or one, "neighbours" if neighbours else "scattered"
+        variant = (kernel, lanes, bool(neighbours))
+        run = native(f"{kernel.digest}:across:{lanes}:{name}", build_across, variant, "reduce", _REDUCE)
     else:
-        lanes = across_lanes(kernel, inner)
-        run = native(f"{kernel.digest}:across:{lanes}", build_across, (kernel, lanes), "reduce", _REDUCE)
-        items = outer * -(-inner // lanes)
-    work = max(1, length * lanes)
-    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
-    split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
+        lanes, name = 1, "dense" if lines.dense else "panels"
+        run = native(f"{kernel.digest}:along:{name}", build_along, (kernel, lines.dense), "reduce", _REDUCE)
+    _run(run, lines, lanes, bool(neighbours) and lanes == neighbours, (x, result), draw)
     return result
 
 
-def run_scan(kernel: Scan, x: Tensor, draw: Draw) -> Tensor:
-    """x: (outer, length, inner). Returns the same shape."""
-    outer, length, inner = x.shape
-    x = x.detach().contiguous()
-    result = torch.empty(outer, length, inner, dtype=dtype_of(kernel.result))
+def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
+    """Every prefix along ``dim``. Returns x's shape."""
+    x, lines = described(x, [dim], scan=True)
+    result = torch.empty(x.shape, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    lanes = row_lanes(kernel)
-    if inner == 1 and outer >= lanes:
-        run = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE)
-        items, inner = -(-outer // lanes), outer
+    one, neighbours = one_register(kernel), _neighbours(kernel, lines)
+    if lines.count >= one and lines.k[-1].x == lines.k[-1].out == 1:
+        run, neighbours = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE), 0
     else:
-        lanes = across_lanes(kernel, inner)
-        run = native(f"{kernel.digest}:scan:{lanes}", build_scan, (kernel, lanes), "reduce", _REDUCE)
-        items = outer * -(-inner // lanes)
-    work = max(1, length * lanes)
-    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), draw.key())
-    split(lambda lo, hi: run(lo, hi, length, inner, *pointers), items, max(1, _ENOUGH // work))
+        name, variant = "neighbours" if neighbours else "scattered", (kernel, neighbours or one, bool(neighbours))
+        run = native(f"{kernel.digest}:scan:{variant[1]}:{name}", build_scan, variant, "reduce", _REDUCE)
+    _run(run, lines, neighbours or one, bool(neighbours), (x, result), draw)
     return result
+
+
+def described(x: Tensor, dims: Sequence[int], scan: bool = False, ordered: bool = True) -> tuple[Tensor, Lines]:
+    """The operand and its lines; an operand of more dimensions than a description holds is copied."""
+    x = x.detach()
+    lines = Lines.of(x, dims, scan, ordered)
+    if lines.fits:
+        return x, lines
+    x = x.contiguous()
+    return x, Lines.of(x, dims, scan, ordered)
+
+
+def _neighbours(kernel: Reduce | Scan, lines: Lines) -> int:
+    """How many neighbouring lines to take at once; 0 if the lines are no neighbours."""
+    inner = lines.results[-1]
+    return across_lanes(kernel, inner.size) if inner.x == 1 and inner.size >= one_register(kernel) else 0
+
+
+def _run(run: Any, lines: Lines, lanes: int, neighbours: bool, tensors: tuple[Tensor, Tensor], draw: Draw) -> None:
+    inner = lines.results[-1].size if neighbours else lines.count
+    items = lines.count // inner * -(-inner // lanes)
+    pointers = (lines.array(), *(ctypes.c_void_p(t.data_ptr()) for t in tensors), draw.key())
+    split(lambda lo, hi: run(lo, hi, *pointers), items, max(1, _ENOUGH // max(1, lines.length * lanes)))

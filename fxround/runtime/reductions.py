@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.kernel import Exact
+from fxround.kernel import Exact, Scan
 from fxround.runtime import texts
 from fxround.runtime.exact import run_exact
 from fxround.runtime.execute import Draw, storage_of
@@ -45,19 +45,9 @@ def sum_(
     reduced = _dims(x, dims)
     storage = storage_of(x, "sum's operand")
     kernel = sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    flat, draw = _as_outer_length_inner(x, reduced), Draw.of(rng, node)
-    out = run_exact(kernel, flat, draw) if isinstance(kernel, Exact) else run_reduce(kernel, flat, draw)
+    draw = Draw.of(rng, node)
+    out = run_exact(kernel, x, draw, reduced) if isinstance(kernel, Exact) else run_reduce(kernel, x, draw, reduced)
     return out.reshape(_reduced_shape(x, reduced, keepdim))
-
-
-def _as_outer_length_inner(x: Tensor, reduced: list[int]) -> Tensor:
-    """(outer, length, inner): in place where the reduced dimensions are neighbours, else moved to the end."""
-    kept = [d for d in range(x.dim()) if d not in reduced]
-    if reduced and reduced == list(range(reduced[0], reduced[-1] + 1)):
-        outer, inner = x.shape[: reduced[0]].numel(), x.shape[reduced[-1] + 1 :].numel()
-        return x.reshape(outer, x.shape[reduced[0] : reduced[-1] + 1].numel(), inner)
-    moved = x.permute((*kept, *reduced))
-    return moved.reshape(moved.shape[: len(kept)].numel(), moved.shape[len(kept) :].numel(), 1)
 
 
 def _reduced_shape(x: Tensor, reduced: list[int], keepdim: bool) -> list[Any]:
@@ -73,8 +63,7 @@ def prod(
     reduced = _dims(x, dims)
     storage = storage_of(x, "prod's operand")
     kernel = prod_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    out = run_reduce(kernel, _as_outer_length_inner(x, reduced), Draw.of(rng, node))
-    return out.reshape(_reduced_shape(x, reduced, keepdim))
+    return run_reduce(kernel, x, Draw.of(rng, node), reduced).reshape(_reduced_shape(x, reduced, keepdim))
 
 
 def _reduced_fake(x: Tensor, dims: Sequence[int], keepdim: bool, *rest: Any) -> Tensor:
@@ -85,14 +74,19 @@ def cumsum(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, nod
     """Every prefix sum along ``dim``, k ascending from +0."""
     storage = storage_of(x, "cumsum's operand")
     kernel = cumsum_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    return run_scan(kernel, _as_outer_length_inner(x, _dims(x, [dim])), Draw.of(rng, node)).reshape(x.shape)
+    return _scan(kernel, x, dim, Draw.of(rng, node))
 
 
 def cumprod(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
     """Every prefix product along ``dim``, k ascending from 1."""
     storage = storage_of(x, "cumprod's operand")
     kernel = cumprod_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    return run_scan(kernel, _as_outer_length_inner(x, _dims(x, [dim])), Draw.of(rng, node)).reshape(x.shape)
+    return _scan(kernel, x, dim, Draw.of(rng, node))
+
+
+def _scan(kernel: Scan, x: Tensor, dim: int, draw: Draw) -> Tensor:
+    (axis,) = _dims(x, [dim]) or (0,)
+    return run_scan(kernel, x if x.dim() else x.reshape(1), draw, axis).reshape(x.shape)
 
 
 def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor, accumulate: str, rng: Tensor, node: int) -> Tensor:

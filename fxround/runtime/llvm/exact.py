@@ -1,38 +1,29 @@
-"""The Exact shape as LLVM: sums in integers, one bin an exponent, rounded once at the end.
+"""The Exact shape as LLVM: sums in integers, block by block, rounded once at the end.
 
-What is true here. A finite x is m * 2^(e - bias) with an integer m. Bin e of a table of 64-bit integers
-gathers the m of exponent e (a 53-bit m in two halves, the upper one 26 bins on), so the bins hold the exact sum; at
-the end they are added up, with carries, into one long integer whose leading 64 bits and "anything below"
-make the binary64 value to be rounded.
+What is true here. A block of a line (or of some neighbouring lines, a lane each) is read twice: for its largest
+exponent, then to be added up (``blocks``); only what is too wide for that goes into bins (``bins``).
 
-    binary32 carrier    256 bins of 24-bit m      no bin overflows before 2^39 elements
-    binary64 carrier   2080 bins of 27-bit m      no bin overflows before 2^35 elements
-
-A row uses four tables in turn, so that equal exponents in a row do not wait for each other's store. (Compare Neal,
-"Fast exact summation using small and large superaccumulators", 2015.)
-
-Why it is safe. Integers only, and their addition is associative: there is no order to get wrong.
+Why it is safe. Integers only, and their addition is associative: neither k's order nor the blocks can be seen.
 
     before   s = 0.0; for v in x: s += v          # as many roundings as elements
-    after    bin[exponent(v)] += significand(v)   # none
+    after    total += integer(v)                  # none
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import ir
 
 from fxround.kernel import Exact
-from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.storage import CARRIER_OF
+from fxround.runtime.llvm import blocks
+from fxround.runtime.llvm.bins import LANES, Bins, Tables, total_function
+from fxround.runtime.llvm.lines import ARGS, Description, Neighbours
 from fxround.runtime.llvm.loops import (
-    I32,
     I64,
     MEMORY,
-    PTR,
-    Carried,
     at,
     copy_elements,
     count,
@@ -41,312 +32,255 @@ from fxround.runtime.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.llvm.render import SCALARS, emit, literal, llvm_type, splat
+from fxround.runtime.llvm.panels import PANEL, panels
+from fxround.runtime.llvm.render import emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
 
-ARGS = [("begin", I64), ("end", I64), ("length", I64), ("inner", I64), ("x", PTR), ("out", PTR), ("key", PTR)]
-LANES: Final = 8
+# Elements of a block of a line; rows of a block of neighbouring lines: both stay in the caches.
+_BLOCK: Final = 4096
+_ROWS: Final = 512
 _TABLES: Final = 4
-_I128: Final = ir.IntType(128)
-_NAN, _PLUS, _MINUS = 4, 1, 2
-_HALF: Final = 26
 
 
-@dataclass(frozen=True)
-class Bins:
-    """Where the bits of a carrier go: bin p counts in units of 2^(p - bias)."""
-
-    carrier: str
-
-    @property
-    def trailing(self) -> int:
-        """Bits of the trailing significand."""
-        return CARRIERS[self.carrier].trailing
-
-    @property
-    def bias(self) -> int:
-        """The weight of a bin: p - bias."""
-        return CARRIERS[self.carrier].bias + self.trailing
-
-    @property
-    def exponents(self) -> int:
-        """All exponent fields; the last one is that of the infinities and NaNs."""
-        return 256 if self.carrier == "f32" else 2048
-
-    @property
-    def number(self) -> int:
-        """The size of a table, a multiple of 32."""
-        return 256 if self.carrier == "f32" else 2080
+def lines_across(kernel: Exact, inner: int) -> int:
+    """Neighbouring lines side by side; 0 if there are too few."""
+    most = 64 if CARRIER_OF[kernel.loads[0]] == "f32" else 32
+    return next((n for n in (most, 16, 8) if inner >= n), 0)
 
 
-def exact_lanes(along: bool) -> int:
-    """Results that an item covers."""
-    return 1 if along else LANES
+def build_exact(variant: tuple[Exact, int, bool]) -> str:
+    """``exact(begin, end, lines, x, out, key)``.
 
-
-def build_exact(variant: tuple[Exact, bool]) -> str:
-    """``exact(begin, end, length, inner, x, out, key)``: x is (outer, length, inner), row-major.
-
-    along (inner = 1): an item is a row. Else item i is 8 neighbouring results: vector i mod v of outer index i div v.
+    lanes > 0: items are groups of so many neighbouring lines. Else items are lines, whose elements are
+    neighbours in one run (dense) or are brought together.
     """
-    kernel, along = variant
+    kernel, lanes, dense = variant
     module = ir.Module("exact")
-    bins = Bins(CARRIER_OF[kernel.loads[0]])
-    total = _total_function(module, bins, kernel.to_odd)
     b, a = define(module, "exact", ARGS)
-    tables = _Tables(b, kernel, bins, _TABLES if along else LANES)
-    with count(b, a["begin"], a["end"]) as item:
-        tables.clear()
-        if along:
-            _walk_row(b, a, tables, item)
-            tables.fold()
-            _finish(b, a, kernel, total, tables, item, I64(1))
-        else:
-            first, number = _walk_columns(b, a, tables, item)
-            _finish(b, a, kernel, total, tables, first, number)
+    bins = Bins(CARRIER_OF[kernel.loads[0]])
+    total = total_function(module, bins, kernel.to_odd)
+    blocks.short_function(module, bins, kernel.to_odd)
+    (_Across(b, a, kernel, lanes) if lanes else _Along(b, a, kernel, dense)).build(total)
     b.ret_void()
     return str(module)
 
 
-def _walk_row(b: ir.IRBuilder, a: dict[str, Any], tables: _Tables, row: Any) -> None:
-    base = at(b, a["x"], b.mul(row, a["length"]), tables.memory)
-    whole = b.and_(a["length"], I64(-LANES))
-    with count(b, I64(0), whole, LANES) as k:
-        tables.add(at(b, base, k, tables.memory))
-    rest = b.sub(a["length"], whole)
-    with b.if_then(b.icmp_signed(">", rest, I64(0))):
-        tables.add(tables.padded(at(b, base, whole, tables.memory), rest))
+class _Lines:
+    """What both walks share."""
+
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lines: int, lanes: int) -> None:
+        self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
+        self.bins = Bins(CARRIER_OF[kernel.loads[0]])
+        self.memory, self.key = MEMORY[kernel.loads[0]], load_key(b, a["key"])
+        self.tables = Tables(b, kernel, self.bins, max(lines, _TABLES))
+        self.totals = blocks.Totals(b, self.tables, lines)
+
+    def read(self, address: Any) -> Any:
+        """A vector of encodings."""
+        elements = load_vector(self.b, address, self.kernel.loads[0], self.lanes)
+        return emit(self.kernel.read, self.b, [elements], self.lanes)[0]
+
+    def finish(self, line: Any, place: Any, number: Any, total: ir.Function) -> None:
+        """Round and store a line's sum."""
+        b, kernel = self.b, self.kernel
+        state = start(b, number, self.key, 1, any(kernel.draws))
+        once, state = advance(b, state, 1, kernel.draws[0])
+        again, _ = advance(b, state, 1, kernel.draws[1])
+        (result,) = emit(kernel.finish, b, [self.totals.value(line, total), once, again], 1)
+        store_vector(b, result, at(b, self.a["out"], place, MEMORY[kernel.result]), kernel.result, 1)
 
 
-def _walk_columns(b: ir.IRBuilder, a: dict[str, Any], tables: _Tables, item: Any) -> tuple[Any, Any]:
-    """(row-major index of the first result, how many)."""
-    vectors = b.sdiv(b.add(a["inner"], I64(LANES - 1)), I64(LANES))
-    outer = b.sdiv(item, vectors)
-    column = b.mul(b.sub(item, b.mul(outer, vectors)), I64(LANES))
-    left = b.sub(a["inner"], column)
-    short = b.icmp_signed("<", left, I64(LANES))
-    with count(b, I64(0), a["length"]) as k:
-        row = b.add(b.mul(outer, a["length"]), k)
-        here = at(b, a["x"], b.add(b.mul(row, a["inner"]), column), tables.memory)
-        with b.if_then(short):
-            tables.padded(here, left)
-        tables.add(b.select(short, tables.buffer, here))
-    return b.add(b.mul(outer, a["inner"]), column), b.select(short, left, I64(LANES))
+class _Along(_Lines):
+    """One line at a time."""
 
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, dense: bool) -> None:
+        super().__init__(b, a, kernel, 1, 32 if CARRIER_OF[kernel.loads[0]] == "f32" else 16)
+        self.dense, self.description = dense, Description(b, a["lines"])
+        self.buffer = scratch(b, self.memory, 1 if dense else PANEL)
+        self.tail = scratch(b, self.memory, self.lanes)
 
-def _finish(
-    b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, total: Any, tables: _Tables, first: Any, number: Any
-) -> None:
-    """Round and store the sums of the first ``number`` tables."""
-    key, draws = load_key(b, a["key"]), kernel.draws
-    with count(b, I64(0), number) as lane:
-        element = b.add(first, lane)
-        state = start(b, element, key, 1, any(draws))
-        once, state = advance(b, state, 1, draws[0])
-        again, _ = advance(b, state, 1, draws[1])
-        flags = b.load(at(b, tables.flags, lane, I64), typ=I64)
-        value = b.call(total, [tables.table(lane), flags])
-        (result,) = emit(kernel.finish, b, [value, once, again], 1)
-        store_vector(b, result, at(b, a["out"], element, MEMORY[kernel.result]), kernel.result, 1)
-
-
-class _Tables:
-    """Some tables of bins; ``add`` spreads a vector of elements over them, lane l to table l mod their number."""
-
-    def __init__(self, b: ir.IRBuilder, kernel: Exact, bins: Bins, number: int) -> None:
-        self.b, self.kernel, self.bins, self.number = b, kernel, bins, number
-        self.memory = MEMORY[kernel.loads[0]]
-        self.code = llvm_type(CARRIERS[bins.carrier].code, 1)
-        self.bin = scratch(b, I64, number * bins.number)
-        self.flags = scratch(b, I64, number)
-        self.buffer = scratch(b, self.memory, LANES)
-        self.places = scratch(b, I64, LANES)
-        self.parts = [scratch(b, I64, LANES) for _ in range(1 if bins.carrier == "f32" else 2)]
-
-    def table(self, lane: Any) -> Any:
-        """The address of a table."""
-        return at(self.b, self.bin, self.b.mul(lane, I64(self.bins.number)), I64)
-
-    def clear(self) -> None:
-        """All bins and flags to zero."""
+    def build(self, total: ir.Function) -> None:
+        """Loop over the lines."""
         b = self.b
-        with count(b, I64(0), I64(self.number * self.bins.number), LANES) as i:
-            b.store(literal("u64", 0, LANES), at(b, self.bin, i, I64), align=64)
-        for lane in range(self.number):
-            b.store(I64(0), at(b, self.flags, I64(lane), I64))
+        with count(b, self.a["begin"], self.a["end"]) as item:
+            x, out, number = self.description.line(item)
+            base = at(b, self.a["x"], x, self.memory)
+            self.totals.clear(I64(0))
+            if self.dense:
+                self._blocks(base, self.description.length)
+            else:
+                with panels(b, self.description, base, self.memory, self.buffer, lambda: I64(0)) as filled:
+                    self._blocks(self.buffer, filled)
+            with b.if_then(b.icmp_unsigned("!=", b.load(self.totals.used, typ=I64), I64(0)), likely=False):
+                self.tables.fold()
+            self.finish(I64(0), out, number, total)
 
-    def fold(self) -> None:
-        """Add all tables to the first."""
-        b, vector = self.b, ir.VectorType(I64, LANES)
-        with count(b, I64(0), I64(self.bins.number), LANES) as i:
-            places = [at(b, self.table(I64(t)), i, I64) for t in range(self.number)]
-            whole = b.load(places[0], typ=vector, align=64)
-            for place in places[1:]:
-                whole = b.add(whole, b.load(place, typ=vector, align=64))
-            b.store(whole, places[0], align=64)
-        flags = [b.load(at(b, self.flags, I64(t), I64), typ=I64) for t in range(self.number)]
-        for other in flags[1:]:
-            flags[0] = b.or_(flags[0], other)
-        b.store(flags[0], self.flags)
-
-    def padded(self, source: Any, number: Any) -> Any:
-        """``number`` elements in the buffer, zeros behind them."""
-        b, zero = self.b, 0 if isinstance(self.memory, ir.IntType) else 0.0
-        with count(b, I64(0), I64(LANES)) as i:
-            b.store(ir.Constant(self.memory, zero), at(b, self.buffer, i, self.memory))
-        copy_elements(b, self.buffer, source, number, self.memory)
-        return self.buffer
-
-    def add(self, address: Any) -> None:
-        """Eight elements, one a lane."""
-        b, bins, code = self.b, self.bins, self.code
-        (x,) = emit(self.kernel.read, b, [load_vector(b, address, self.kernel.loads[0], LANES)], LANES)
-
-        def each(value: int) -> Any:
-            return splat(b, code(value), LANES)
-
-        field = b.and_(b.lshr(x, each(bins.trailing)), each(bins.exponents - 1))
-        fraction = b.and_(x, each((1 << bins.trailing) - 1))
-        implicit = b.select(b.icmp_unsigned("==", field, each(0)), each(0), each(1 << bins.trailing))
-        special = b.icmp_unsigned("==", field, each(bins.exponents - 1))
-        magnitude = b.select(special, each(0), b.or_(fraction, implicit))
-        sign = b.ashr(x, each(code.width - 1))
-        whole = ir.IntType(LANES)
-        with b.if_then(b.icmp_unsigned("!=", b.bitcast(special, whole), whole(0)), likely=False):
-            self._mark(special, fraction, sign)
-        wide = ir.VectorType(I64, LANES)
-        low, high = [b.sext(v, wide) if code.width < 64 else v for v in (magnitude, sign)]
-        pieces = [low]
-        if len(self.parts) == 2:
-            pieces = [b.and_(low, each((1 << _HALF) - 1)), b.lshr(low, each(_HALF))]
-        b.store(b.zext(field, wide) if code.width < 64 else field, self.places, align=64)
-        for piece, part in zip(pieces, self.parts, strict=True):
-            b.store(b.sub(b.xor(piece, high), high), part, align=64)
-        for lane in range(LANES):
-            place = b.load(at(b, self.places, I64(lane), I64), typ=I64)
-            for i, part in enumerate(self.parts):
-                offset = lane % self.number * bins.number + i * _HALF
-                slot = at(b, self.bin, b.add(place, I64(offset)), I64)
-                value = b.load(at(b, part, I64(lane), I64), typ=I64)
-                b.store(b.add(b.load(slot, typ=I64), value), slot)
-
-    def _mark(self, special: Any, fraction: Any, sign: Any) -> None:
-        """Note infinities and NaNs in their tables' flags."""
+    def _blocks(self, base: Any, number: Any) -> None:
         b = self.b
-        for lane in range(LANES):
-            here = I32(lane)
-            number = b.icmp_unsigned("==", b.extract_element(fraction, here), self.code(0))
-            minus = b.icmp_signed("<", b.extract_element(sign, here), self.code(0))
-            kind = b.select(number, b.select(minus, I64(_MINUS), I64(_PLUS)), I64(_NAN))
-            kind = b.select(b.extract_element(special, here), kind, I64(0))
-            slot = at(b, self.flags, I64(lane % self.number), I64)
-            b.store(b.or_(b.load(slot, typ=I64), kind), slot)
+        with count(b, I64(0), number, _BLOCK) as k:
+            left = b.sub(number, k)
+            self._block(at(b, base, k, self.memory), b.select(b.icmp_signed("<", left, I64(_BLOCK)), left, I64(_BLOCK)))
+
+    def _block(self, base: Any, number: Any) -> None:
+        b, lanes = self.b, self.lanes
+        whole = b.and_(number, I64(-lanes))
+        rest = b.sub(number, whole)
+        partial = b.icmp_signed(">", rest, I64(0))
+        with b.if_then(partial):
+            zero = ir.Constant(self.memory, 0 if isinstance(self.memory, ir.IntType) else 0.0)
+            with count(b, I64(0), I64(lanes)) as i:
+                b.store(zero, at(b, self.tail, i, self.memory))
+            copy_elements(b, self.tail, at(b, base, whole, self.memory), rest, self.memory)
+
+        def vectors(take: Callable[[Any], None]) -> None:
+            with count(b, I64(0), whole, lanes) as k:
+                take(self.read(at(b, base, k, self.memory)))
+            with b.if_then(partial):
+                take(self.read(self.tail))
+
+        field = b.zext(_reduced(b, "umax", blocks.largest(b, self.bins, vectors, lanes), lanes), I64)
+        ok = blocks.ordinary(b, self.bins, field)
+        taken = b.add(whole, b.select(partial, I64(lanes), I64(0)))
+        self._try(vectors, field, taken, list(blocks.levels(self.bins)), ok, lambda: self._bin(base, number))
+
+    def _try(
+        self, vectors: Any, field: Any, taken: Any, levels: list[int], ok: Any, otherwise: Callable[[], None]
+    ) -> None:
+        """Add the block up at so many levels, else at more, else in bins."""
+        b, lanes = self.b, self.lanes
+        done = scratch(b, I64, 1)
+        b.store(I64(0), done)
+        for level in levels:
+            wanted = b.and_(ok, b.icmp_unsigned("==", b.load(done, typ=I64), I64(0)))
+            with b.if_then(wanted, likely=level == levels[0]):
+                lowest = blocks.lowest_unit(b, self.bins, field, level, 1)
+                magic = blocks.units(b, self.bins, lowest, level, 1)
+                sums, left = blocks.add_up(b, [splat(b, m, lanes) for m in magic], vectors, lanes)
+                flags = ir.IntType(lanes)
+                with b.if_then(b.icmp_unsigned("==", b.bitcast(left, flags), flags(0)), likely=True):
+                    own = [
+                        b.sub(_reduced(b, "add", s, lanes), b.mul(m, taken)) for s, m in zip(sums, magic, strict=True)
+                    ]
+                    self.totals.add(I64(0), blocks.joined(b, own), lowest, _TABLES)
+                    b.store(I64(1), done)
+        with b.if_then(b.icmp_unsigned("==", b.load(done, typ=I64), I64(0)), likely=False):
+            otherwise()
+
+    def _bin(self, base: Any, number: Any) -> None:
+        b, tables = self.b, self.tables
+        self.totals.open(I64(0), _TABLES)
+        whole = b.and_(number, I64(-LANES))
+        with count(b, I64(0), whole, LANES) as k:
+            tables.add(at(b, base, k, self.memory))
+        rest = b.sub(number, whole)
+        with b.if_then(b.icmp_signed(">", rest, I64(0))):
+            tables.add(tables.padded(at(b, base, whole, self.memory), rest))
 
 
-def _total_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:
-    """total(table, flags): the sum that the table holds, as binary64, to odd or to nearest even."""
-    function = ir.Function(module, ir.FunctionType(SCALARS["f64"], [PTR, I64]), "total")
-    function.linkage = "internal"
-    b = ir.IRBuilder(function.append_basic_block("entry"))
-    table, flags = function.args
-    groups = bins.number // 32
-    size = groups + 4
-    # Two words of zeros below, for the window under a leading word that is the lowest.
-    words = scratch(b, I64, size + 2)
-    for i in range(2):
-        b.store(I64(0), at(b, words, I64(i), I64))
-    with b.if_then(b.icmp_unsigned("!=", flags, I64(0)), likely=False):
-        b.ret(_special(b, flags))
-    # Exponent field 0 has the weight of field 1.
-    first = at(b, table, I64(1), I64)
-    b.store(b.add(b.load(first, typ=I64), b.load(table, typ=I64)), first)
-    b.store(I64(0), table)
-    negative = _carry(b, table, words, groups)
-    _negate_if(b, words, size, negative)
-    leading = _leading(b, words, size)
-    with b.if_then(b.icmp_signed("<", leading, I64(2)), likely=False):
-        b.ret(ir.Constant(SCALARS["f64"], 0.0))
-    significand, top = _window(b, words, leading)
-    code = _encode(b, significand, b.sub(top, I64(bins.bias)), to_odd)
-    b.ret(b.bitcast(b.or_(code, b.shl(b.zext(negative, I64), I64(63))), SCALARS["f64"]))
-    return function
+def _reduced(b: ir.IRBuilder, how: str, vector: Any, lanes: int) -> Any:
+    """A vector's lanes added up, or the largest of them."""
+    element = vector.type.element
+    name = f"llvm.vector.reduce.{how}.v{lanes}i{element.width}"
+    callee = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(element, [vector.type]), name)
+    return b.call(callee, [vector])
 
 
-def _special(b: ir.IRBuilder, flags: Any) -> Any:
-    nan, infinity, sign = (0x7FF8 << 48), (0x7FF << 52), 1 << 63
-    code = b.select(b.icmp_unsigned("==", flags, I64(_PLUS)), I64(infinity), I64(nan))
-    code = b.select(b.icmp_unsigned("==", flags, I64(_MINUS)), I64(infinity | sign), code)
-    return b.bitcast(code, SCALARS["f64"])
+class _Across(_Lines):
+    """Groups of neighbouring lines, one a lane."""
 
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lanes: int) -> None:
+        super().__init__(b, a, kernel, lanes, lanes)
+        self.lines = Neighbours(b, a, kernel, lanes)
+        self.offsets = scratch(b, I64, _ROWS)
+        self.column = scratch(b, self.memory, LANES)
+        self.fields, self.lowest, self.done = (scratch(b, I64, lanes) for _ in range(3))
+        self.sums = [scratch(b, I64, lanes) for _ in range(max(blocks.levels(self.bins)))]
 
-def _carry(b: ir.IRBuilder, table: Any, words: Any, groups: int) -> Any:
-    """Add the bins into 32-bit words, two's complement; whether the sum is negative."""
-    carried = Carried(b, [_I128(0)])
-    with count(b, I64(0), I64(groups)) as g:
-        (total,) = carried.load()
-        base = at(b, table, b.mul(g, I64(32)), I64)
-        for t in range(32):
-            value = b.sext(b.load(at(b, base, I64(t), I64), typ=I64), _I128)
-            total = b.add(total, b.shl(value, _I128(t)))
-        b.store(b.and_(b.trunc(total, I64), I64(0xFFFFFFFF)), at(b, words, b.add(g, I64(2)), I64))
-        carried.store([b.ashr(total, _I128(32))])
-    (total,) = carried.load()
-    for i in range(4):
-        word = b.and_(b.trunc(b.ashr(total, _I128(32 * i)), I64), I64(0xFFFFFFFF))
-        b.store(word, at(b, words, I64(groups + 2 + i), I64))
-    return b.icmp_signed("<", total, _I128(0))
+    def build(self, total: ir.Function) -> None:
+        """Loop over the groups."""
+        b, lines = self.b, self.lines
+        length = lines.description.length
+        with lines.each():
+            base = at(b, self.a["x"], lines.base[0], self.memory)
+            with count(b, I64(0), I64(self.lanes)) as lane:
+                self.totals.clear(lane)
+            with count(b, I64(0), length, _ROWS) as k:
+                left = b.sub(length, k)
+                self._block(base, k, b.select(b.icmp_signed("<", left, I64(_ROWS)), left, I64(_ROWS)))
+            with count(b, I64(0), I64(self.lanes)) as lane:
+                place, number = (
+                    b.add(first, b.mul(lane, step))
+                    for first, step in zip(lines.base[1:], (lines.out_step, lines.line_step), strict=True)
+                )
+                self.finish(lane, place, number, total)
 
+    def _row(self, base: Any, r: Any) -> Any:
+        return at(self.b, base, self.b.load(at(self.b, self.offsets, r, I64), typ=I64), self.memory)
 
-def _negate_if(b: ir.IRBuilder, words: Any, size: int, negative: Any) -> None:
-    """The magnitude of the long integer."""
-    with b.if_then(negative):
-        carried = Carried(b, [I64(1)])
-        with count(b, I64(2), I64(size + 2)) as i:
-            place = at(b, words, i, I64)
-            word = b.add(b.xor(b.load(place, typ=I64), I64(0xFFFFFFFF)), carried.load()[0])
-            b.store(b.and_(word, I64(0xFFFFFFFF)), place)
-            carried.store([b.lshr(word, I64(32))])
+    def _block(self, base: Any, first: Any, rows: Any) -> None:
+        b, lanes, description = self.b, self.lanes, self.lines.description
+        with count(b, I64(0), rows) as r:
+            (offset,) = description.place(b.add(first, r), description.k_dims, "k_size", ("k_x",))
+            b.store(offset, at(b, self.offsets, r, I64))
 
+        def vectors(take: Callable[[Any], None]) -> None:
+            with count(b, I64(0), rows) as r:
+                take(self.read(self._row(base, r)))
 
-def _leading(b: ir.IRBuilder, words: Any, size: int) -> Any:
-    """The place of the highest word that is not zero; below 2 if all are."""
-    found = Carried(b, [I64(0)])
-    with count(b, I64(2), I64(size + 2)) as i:
-        here = b.icmp_unsigned("!=", b.load(at(b, words, i, I64), typ=I64), I64(0))
-        found.store([b.select(here, i, found.load()[0])])
-    return found.load()[0]
+        fields = blocks.wide(b, blocks.largest(b, self.bins, vectors, lanes), lanes)
+        b.store(fields, self.fields, align=64)
+        b.store(ir.Constant(llvm_type("u64", lanes), None), self.done, align=64)
+        again = scratch(b, I64, 1)
+        b.store(I64(1), again)
+        for level in blocks.levels(self.bins):
+            with b.if_then(b.icmp_unsigned("!=", b.load(again, typ=I64), I64(0))):
+                self._add_up(vectors, rows, level, again)
+        with b.if_then(b.icmp_unsigned("!=", b.load(again, typ=I64), I64(0)), likely=False):
+            self._bin_rest(base, rows)
 
+    def _add_up(self, vectors: Any, rows: Any, level: int, again: Any) -> None:
+        """Take the lanes that are not done yet and have no rest at this level."""
+        b, lanes = self.b, self.lanes
+        fields = b.load(self.fields, typ=llvm_type("u64", lanes), align=64)
+        lowest = blocks.lowest_unit(b, self.bins, fields, level, lanes)
+        magic = blocks.units(b, self.bins, lowest, level, lanes)
+        sums, left = blocks.add_up(b, magic, vectors, lanes)
+        for m, s, place in zip(magic, sums, self.sums, strict=False):
+            b.store(b.sub(s, b.mul(m, splat(b, rows, lanes))), place, align=64)
+        b.store(lowest, self.lowest, align=64)
+        rest = scratch(b, I64, lanes)
+        b.store(b.zext(left, llvm_type("u64", lanes)), rest, align=64)
+        b.store(I64(0), again)
+        with count(b, I64(0), I64(lanes)) as lane:
+            field, unit, done, lost, *own = (
+                b.load(at(b, p, lane, I64), typ=I64)
+                for p in (self.fields, self.lowest, self.done, rest, *self.sums[:level])
+            )
+            fine = b.and_(blocks.ordinary(b, self.bins, field), b.icmp_unsigned("==", lost, I64(0)))
+            fresh = b.icmp_unsigned("==", done, I64(0))
+            with b.if_then(b.and_(fresh, fine), likely=True):
+                self.totals.add(lane, blocks.joined(b, own), unit)
+                b.store(I64(1), at(b, self.done, lane, I64))
+            with b.if_then(b.and_(fresh, b.not_(fine)), likely=False):
+                b.store(I64(1), again)
 
-def _window(b: ir.IRBuilder, words: Any, leading: Any) -> tuple[Any, Any]:
-    """(the leading 64 bits, the lowest one set if anything is lost below; the bin number of the leading bit)."""
-    parts = [b.load(at(b, words, b.sub(leading, I64(i)), I64), typ=I64) for i in range(3)]
-    rest = Carried(b, [I64(0)])
-    with count(b, I64(2), b.sub(leading, I64(2))) as i:
-        rest.store([b.or_(rest.load()[0], b.load(at(b, words, i, I64), typ=I64))])
-    zeros = b.sub(b.ctlz(parts[0], ir.IntType(1)(0)), I64(32))
-    upper = b.or_(b.shl(parts[0], I64(32)), parts[1])
-    window = b.or_(b.shl(b.zext(upper, _I128), _I128(32)), b.zext(parts[2], _I128))
-    window = b.shl(window, b.zext(zeros, _I128))
-    below = b.or_(b.and_(b.trunc(window, I64), I64(0xFFFFFFFF)), rest.load()[0])
-    lost = b.zext(b.icmp_unsigned("!=", below, I64(0)), I64)
-    top = b.sub(b.add(b.mul(b.sub(leading, I64(2)), I64(32)), I64(31)), zeros)
-    return b.or_(b.trunc(b.lshr(window, _I128(32)), I64), lost), top
+    def _bin_rest(self, base: Any, rows: Any) -> None:
+        b = self.b
+        with count(b, I64(0), I64(self.lanes)) as lane:
+            done = b.load(at(b, self.done, lane, I64), typ=I64)
+            with b.if_then(b.icmp_unsigned("==", done, I64(0))):
+                self._bin(base, rows, lane)
 
-
-def _encode(b: ir.IRBuilder, significand: Any, exponent: Any, to_odd: bool) -> Any:
-    """The binary64 encoding of significand * 2^(exponent - 63), rounded."""
-    low = b.icmp_signed("<", exponent, I64(-1022))
-    places = b.add(I64(11), b.select(low, b.sub(I64(-1022), exponent), I64(0)))
-    kept = b.lshr(significand, places)
-    lost = b.and_(significand, b.sub(b.shl(I64(1), places), I64(1)))
-    if to_odd:
-        kept = b.or_(kept, b.zext(b.icmp_unsigned("!=", lost, I64(0)), I64))
-        beyond = I64((0x7FF << 52) - 1)
-    else:
-        half = b.shl(I64(1), b.sub(places, I64(1)))
-        tie = b.and_(b.icmp_unsigned("==", lost, half), b.trunc(kept, ir.IntType(1)))
-        kept = b.add(kept, b.zext(b.or_(b.icmp_unsigned(">", lost, half), tie), I64))
-        beyond = I64(0x7FF << 52)
-    field = b.select(low, I64(0), b.add(exponent, I64(1022)))
-    code = b.add(kept, b.shl(field, I64(52)))
-    return b.select(b.icmp_signed(">", exponent, I64(1023)), beyond, code)
+    def _bin(self, base: Any, rows: Any, lane: Any) -> None:
+        """A lane's elements of a block into its table."""
+        b = self.b
+        self.totals.open(lane, 1)
+        zero = ir.Constant(self.memory, 0 if isinstance(self.memory, ir.IntType) else 0.0)
+        with count(b, I64(0), rows, LANES) as r:
+            for i in range(LANES):
+                b.store(zero, at(b, self.column, I64(i), self.memory))
+            left = b.sub(rows, r)
+            with count(b, I64(0), b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))) as i:
+                element = b.load(at(b, self._row(base, b.add(r, i)), lane, self.memory), typ=self.memory)
+                b.store(element, at(b, self.column, i, self.memory))
+            self.tables.add(self.column, lane)

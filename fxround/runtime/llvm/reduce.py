@@ -1,8 +1,8 @@
-"""The Reduce and Scan shapes as LLVM: a result a row, or a vector of results side by side.
+"""The Reduce and Scan shapes as LLVM: lines along vectors, or across them.
 
-What is true here. The operand is (outer, length, inner), row-major. ``along`` serves inner = 1: the chains of an
-order are the lanes of a vector. ``across`` serves the rest: the lanes are neighbouring results, the
-chains an array of vectors. Both walk k upwards and combine the chains by the formula of ``orders``.
+What is true here. ``along`` takes one line at a time: the chains of an order are the lanes of a vector, and k walks
+the line itself or panels copied from it. ``across`` takes a group of lines side by side, one a lane, the chains an
+array of vectors. Both walk k upwards and combine the chains by the formula of ``orders``.
 
 Why it is safe. A lane is a result's own chain in either: no lane ever mixes with another but by
 ``combine``, where the formula says so.
@@ -13,18 +13,17 @@ Why it is safe. A lane is a result's own chain in either: no lane ever mixes wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import ir
 
 from fxround.kernel import Reduce, Scan
 from fxround.numerics.scalar import const
+from fxround.runtime.llvm.lines import ARGS, Description, Group, Neighbours, Scattered
 from fxround.runtime.llvm.loops import (
     I64,
     MEMORY,
-    PTR,
     Carried,
     at,
     copy_elements,
@@ -35,61 +34,98 @@ from fxround.runtime.llvm.loops import (
     scratch,
     store_vector,
 )
+from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_key, start
 
-# Registers side by side where rows are long.
+# Registers side by side where there are many lines next to each other.
 WIDE: Final = 8
-ARGS = [("begin", I64), ("end", I64), ("length", I64), ("inner", I64), ("x", PTR), ("out", PTR), ("key", PTR)]
+
+
+def one_register(kernel: Reduce | Scan) -> int:
+    """Lines side by side: one AVX-512 register of accumulators."""
+    return 16 if kernel.accumulator == "f32" else 8
 
 
 def across_lanes(kernel: Reduce | Scan, inner: int) -> int:
-    """Neighbouring results side by side: one AVX-512 register of accumulators, or several where there are many.
+    """Neighbouring lines side by side: one register of them, or several where there are many.
 
     Several make the walk down the columns read whole runs of memory, and hide the latency of a step.
     """
-    one = 16 if kernel.accumulator == "f32" else 8
+    one = one_register(kernel)
     return one * WIDE if inner >= one * WIDE else one
 
 
-def _first(kernel: Reduce | Scan, lanes: int) -> Any:
+def first_of(kernel: Reduce | Scan, lanes: int) -> Any:
+    """What chains start from."""
     return constant(const(kernel.accumulator, kernel.first), lanes)
 
 
-def build_along(kernel: Reduce) -> str:
-    """``reduce(begin, end, length, inner=1, x, out, key)`` over rows begin..end."""
+def build_along(variant: tuple[Reduce, bool]) -> str:
+    """``reduce(begin, end, lines, x, out, key)`` over the lines visited as number begin..end.
+
+    dense: k walks neighbouring elements in one run; else panels of them are brought together.
+    """
+    kernel, dense = variant
     module = ir.Module("along")
     b, a = define(module, "reduce", ARGS)
-    n, storage = kernel.order.chains, kernel.loads[0]
-    memory, key = MEMORY[storage], load_key(b, a["key"])
-    tail = scratch(b, memory, n)
-    with count(b, a["begin"], a["end"]) as row:
-        base = at(b, a["x"], b.mul(row, a["length"]), memory)
-        elements = b.add(splat(b, b.mul(row, I64(n)), n), iota(n))
-        chains = Carried(b, [_first(kernel, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)])
-        whole = b.and_(a["length"], I64(-n))
-        with count(b, I64(0), whole, n) as k:
-            x = load_vector(b, at(b, base, k, memory), storage, n)
-            chains.store(_step(b, kernel, chains.load(), x, n))
-        rest = b.sub(a["length"], whole)
+    n, memory = kernel.order.chains, MEMORY[kernel.loads[0]]
+    description, key = Description(b, a["lines"]), load_key(b, a["key"])
+    tail = scratch(b, memory, n if dense else PANEL + n)
+    with count(b, a["begin"], a["end"]) as item:
+        x, out, number = description.line(item)
+        base = at(b, a["x"], x, memory)
+        elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
+        chains = Carried(b, [first_of(kernel, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)])
+        if dense:
+            rest = _walk(b, kernel, chains, base, description.length)
+            copy_elements(b, tail, at(b, base, b.sub(description.length, rest), memory), rest, memory)
+        else:
+            rest = _walk_panels(b, kernel, chains, description, base, tail)
         with b.if_then(b.icmp_signed(">", rest, I64(0))):
-            copy_elements(b, tail, at(b, base, whole, memory), rest, memory)
-            stepped = _step(b, kernel, chains.load(), load_vector(b, tail, storage, n), n)
+            stepped = step(b, kernel, chains.load(), load_vector(b, tail, kernel.loads[0], n), n)
             active = b.icmp_signed("<", iota(n), splat(b, rest, n))
             chains.store([b.select(active, new, old) for new, old in zip(stepped, chains.load(), strict=True)])
-        used = b.select(b.icmp_signed("<", a["length"], I64(n)), a["length"], I64(n))
-        acc, state = _combine_lanes(b, kernel, chains.load(), used)
+        acc, state = _combine_lanes(b, kernel, chains.load(), _least(b, description.length, I64(n)))
         if n > 1:
             zero = ir.IntType(32)(0)
             acc, state = b.extract_element(acc, zero), b.extract_element(state, zero)
         bits, _ = advance(b, state, 1, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], 1)
-        store_vector(b, result, at(b, a["out"], row, MEMORY[kernel.result]), kernel.result, 1)
+        store_vector(b, result, at(b, a["out"], out, MEMORY[kernel.result]), kernel.result, 1)
     b.ret_void()
     return str(module)
 
 
-def _step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes: int) -> list[Any]:
+def _walk(b: ir.IRBuilder, kernel: Reduce, chains: Carried, base: Any, number: Any) -> Any:
+    """Take the whole vectors of ``number`` elements; how many are left."""
+    n, storage = kernel.order.chains, kernel.loads[0]
+    whole = b.and_(number, I64(-n))
+    with count(b, I64(0), whole, n) as k:
+        x = load_vector(b, at(b, base, k, MEMORY[storage]), storage, n)
+        chains.store(step(b, kernel, chains.load(), x, n))
+    return b.sub(number, whole)
+
+
+def _walk_panels(
+    b: ir.IRBuilder, kernel: Reduce, chains: Carried, description: Description, base: Any, buffer: Any
+) -> Any:
+    """The same of a line's panels; what is left stands at the front of the buffer."""
+    memory, kept = MEMORY[kernel.loads[0]], Carried(b, [I64(0)])
+    with panels(b, description, base, memory, buffer, lambda: kept.load()[0]) as number:
+        total = b.add(kept.load()[0], number)
+        rest = _walk(b, kernel, chains, buffer, total)
+        copy_elements(b, buffer, at(b, buffer, b.sub(total, rest), memory), rest, memory)
+        kept.store([rest])
+    return kept.load()[0]
+
+
+def _least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+def step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes: int) -> list[Any]:
+    """(accumulators, states) after one more element."""
     acc, state = chain
     bits, state = advance(b, state, lanes, kernel.draws)
     (acc,) = emit(kernel.step, b, [acc, x, bits], lanes)
@@ -111,127 +147,85 @@ def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any)
     return chain
 
 
-def build_across(variant: tuple[Reduce, int]) -> str:
-    """``reduce(begin, end, length, inner, x, out, key)`` over vectors of so many results.
+def _group(b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int, neighbours: bool) -> Group:
+    return (Neighbours if neighbours else Scattered)(b, a, kernel, lanes)
 
-    Item i is vector i mod v of outer index i div v, v = ceil(inner / lanes).
-    """
-    kernel, lanes = variant
+
+def build_across(variant: tuple[Reduce, int, bool]) -> str:
+    """``reduce(begin, end, lines, x, out, key)`` over groups of so many lines: neighbours, or any."""
+    kernel, lanes, neighbours = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
-    n = kernel.order.chains
+    n, key = kernel.order.chains, load_key(b, a["key"])
     accs = scratch(b, llvm_type(kernel.accumulator, lanes), n)
     states = scratch(b, llvm_type("u64", lanes), n)
-    lines = _Lines(b, a, kernel, lanes)
-
-    def chain(c: Any) -> list[Any]:
-        return [b.load(p, typ=t) for p, t in slots(c)]
+    lines = _group(b, a, kernel, lanes, neighbours)
 
     def slots(c: Any) -> list[tuple[Any, Any]]:
         types = llvm_type(kernel.accumulator, lanes), llvm_type("u64", lanes)
         return [(at(b, array, c, t), t) for array, t in zip((accs, states), types, strict=True)]
 
+    def chain(c: Any) -> list[Any]:
+        return [b.load(p, typ=t) for p, t in slots(c)]
+
     def put(c: Any, values: list[Any]) -> None:
         for (slot, _), value in zip(slots(c), values, strict=True):
             b.store(value, slot)
 
-    with lines.each() as line:
+    with lines.each():
+        numbers = b.mul(lines.elements(), splat(b, I64(n), lanes))
         with count(b, I64(0), I64(n)) as c:
-            elements = b.add(b.mul(line.elements, splat(b, I64(n), lanes)), splat(b, c, lanes))
-            put(
-                c,
-                [
-                    _first(kernel, lanes),
-                    start(b, elements, lines.key, lanes, kernel.draws or kernel.finish_draws),
-                ],
-            )
-        with count(b, I64(0), a["length"]) as k:
-            c = b.and_(k, I64(n - 1))
-            put(c, _step(b, kernel, chain(c), line.load(k), lanes))
-        used = b.select(b.icmp_signed("<", a["length"], I64(n)), a["length"], I64(n))
-        width = n // 2
-        while width >= 1:
-            pairs = b.sub(used, I64(width))
-            pairs = b.select(b.icmp_signed("<", pairs, I64(width)), pairs, I64(width))
-            with count(b, I64(0), pairs) as c:
-                acc, state = chain(c)
-                other, _ = chain(b.add(c, I64(width)))
-                bits, state = advance(b, state, lanes, kernel.draws)
-                (total,) = emit(kernel.combine, b, [acc, other, bits], lanes)
-                put(c, [total, state])
-            width //= 2
+            elements = b.add(numbers, splat(b, c, lanes))
+            state = start(b, elements, key, lanes, kernel.draws or kernel.finish_draws)
+            put(c, [first_of(kernel, lanes), state])
+        with lines.description.runs() as (k, offset, _), count(b, I64(0), lines.description.run) as j:
+            c = b.and_(b.add(k, j), I64(n - 1))
+            x = lines.load(b.add(offset, b.mul(j, lines.description.k_x)))
+            put(c, step(b, kernel, chain(c), x, lanes))
+        _combine_chains(b, kernel, lanes, _least(b, lines.description.length, I64(n)), chain, put)
         acc, state = chain(I64(0))
         bits, _ = advance(b, state, lanes, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], lanes)
-        line.store(result, None)
+        lines.store(result, I64(0))
     b.ret_void()
     return str(module)
 
 
-def build_scan(variant: tuple[Scan, int]) -> str:
-    """``reduce(begin, end, length, inner, x, out, key)``: every prefix, in the operand's layout."""
-    kernel, lanes = variant
+def _combine_chains(
+    b: ir.IRBuilder,
+    kernel: Reduce,
+    lanes: int,
+    used: Any,
+    chain: Callable[[Any], list[Any]],
+    put: Callable[[Any, list[Any]], None],
+) -> None:
+    width = kernel.order.chains // 2
+    while width >= 1:
+        pairs = _least(b, b.sub(used, I64(width)), I64(width))
+        with count(b, I64(0), pairs) as c:
+            acc, state = chain(c)
+            other, _ = chain(b.add(c, I64(width)))
+            bits, state = advance(b, state, lanes, kernel.draws)
+            (total,) = emit(kernel.combine, b, [acc, other, bits], lanes)
+            put(c, [total, state])
+        width //= 2
+
+
+def build_scan(variant: tuple[Scan, int, bool]) -> str:
+    """``reduce(begin, end, lines, x, out, key)``: every prefix of groups of lines."""
+    kernel, lanes, neighbours = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
-    lines = _Lines(b, a, kernel, lanes)
-    with lines.each() as line:
-        first = start(b, line.elements, lines.key, lanes, kernel.draws or kernel.finish_draws)
-        carried = Carried(b, [_first(kernel, lanes), first])
-        with count(b, I64(0), a["length"]) as k:
-            acc, state = _step(b, kernel, carried.load(), line.load(k), lanes)
+    key, lines = load_key(b, a["key"]), _group(b, a, kernel, lanes, neighbours)
+    with lines.each():
+        first = start(b, lines.elements(), key, lanes, kernel.draws or kernel.finish_draws)
+        carried = Carried(b, [first_of(kernel, lanes), first])
+        with lines.description.runs() as (_, x, out), count(b, I64(0), lines.description.run) as j:
+            element = lines.load(b.add(x, b.mul(j, lines.description.k_x)))
+            acc, state = step(b, kernel, carried.load(), element, lanes)
             bits, state = advance(b, state, lanes, kernel.finish_draws)
             (result,) = emit(kernel.finish, b, [acc, bits], lanes)
-            line.store(result, k)
+            lines.store(result, b.add(out, b.mul(j, lines.description.k_out)))
             carried.store([acc, state])
     b.ret_void()
     return str(module)
-
-
-class _Lines:
-    """The vectors of neighbouring results of an (outer, length, inner) operand."""
-
-    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int) -> None:
-        self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
-        self.key = load_key(b, a["key"])
-        self.buffer = scratch(b, MEMORY[kernel.loads[0]], lanes)
-        self.ends = scratch(b, MEMORY[kernel.result], lanes)
-        self.elements: Any = None
-
-    @contextmanager
-    def each(self) -> Iterator[_Lines]:
-        """Loop over the items begin..end; inside, ``load``, ``store`` and ``elements`` speak of one."""
-        b, a, lanes = self.b, self.a, self.lanes
-        vectors = b.sdiv(b.add(a["inner"], I64(lanes - 1)), I64(lanes))
-        with count(b, a["begin"], a["end"]) as item:
-            self.outer = b.sdiv(item, vectors)
-            self.first = b.mul(b.sub(item, b.mul(self.outer, vectors)), I64(lanes))
-            # The last vector reaches back over its neighbour's results, and finds the same.
-            last = b.sub(a["inner"], I64(lanes))
-            self.short = b.icmp_signed("<", last, I64(0))
-            reach = b.select(b.icmp_signed("<", last, self.first), last, self.first)
-            self.first = b.select(self.short, self.first, reach)
-            self.number = b.select(self.short, a["inner"], I64(lanes))
-            index = b.add(b.mul(self.outer, a["inner"]), self.first)
-            self.elements = b.add(splat(b, index, lanes), iota(lanes))
-            yield self
-
-    def load(self, k: Any) -> Any:
-        """The operand's vector at k."""
-        b, a, storage = self.b, self.a, self.kernel.loads[0]
-        here = at(b, a["x"], self._offset(k), MEMORY[storage])
-        with b.if_then(self.short):
-            copy_elements(b, self.buffer, here, self.number, MEMORY[storage])
-        return load_vector(b, b.select(self.short, self.buffer, here), storage, self.lanes)
-
-    def store(self, value: Any, k: Any | None) -> None:
-        """The result's vector (at k, for a scan)."""
-        b, a, result = self.b, self.a, self.kernel.result
-        index = b.add(b.mul(self.outer, a["inner"]), self.first) if k is None else self._offset(k)
-        here = at(b, a["out"], index, MEMORY[result])
-        store_vector(b, value, b.select(self.short, self.ends, here), result, self.lanes)
-        with b.if_then(self.short):
-            copy_elements(b, here, self.ends, self.number, MEMORY[result])
-
-    def _offset(self, k: Any) -> Any:
-        b, a = self.b, self.a
-        return b.add(b.mul(b.add(b.mul(self.outer, a["length"]), k), a["inner"]), self.first)
