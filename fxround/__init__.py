@@ -7,6 +7,8 @@
 Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need.
 """
 
+from fxround.analysis.report import VariabilityReport
+from fxround.analysis.variability import variability
 from fxround.compiler import LoadedModule, RoundedModule, compile, load
 from fxround.eager import round
 from fxround.errors import (
@@ -36,6 +38,7 @@ __all__ = [
     "Rule",
     "UnsupportedOperator",
     "UnsupportedRounding",
+    "VariabilityReport",
     "VerificationError",
     "compile",
     "formats",
@@ -44,4 +47,5 @@ __all__ = [
     "modes",
     "policies",
     "round",
+    "variability",
 ]

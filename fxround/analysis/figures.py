@@ -1,0 +1,318 @@
+"""Figures: what the statistics of many elements come down to, one ``Figures`` a place of the model.
+
+What is true here. A ``Place`` is what is looked at: a result, the last value of a layer, a node. A ``Tally`` takes
+the moments of its elements, batch after batch, and keeps sums, extremes and a histogram; ``figures`` reads them.
+Elements whose samples are equal are counted and left out of every mean. Agreement with a reference is computed
+element by element with the mean of the samples, and an element is *outside* where the reference lies beyond what its
+spread explains.
+
+Why it is safe. Memory is a few numbers and a histogram a place, whatever the batches. Extremes and means are exact;
+quantiles come from bins of 1/16 bit.
+
+    before   bits.mean()                       # over 24s that no operation ever touched
+    after    Figures(bits=19.4, worst=9.7, evidence=4990, elements=5000, ...)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fxround.analysis.statistics import NEVER, Floats, Moments, as_array, chunks
+from fxround.numerics.formats import Format
+from fxround.refusals import FORMAT_OF
+from fxround.significance import CONFIDENCE, Method, bits_from, half_width, penalty
+
+BINS: Final = 16
+QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is looked at: name in the report, node of the graph, and where in the model it is."""
+
+    name: str
+    kind: str
+    node: str = ""
+    path: str = ""
+    operator: str = ""
+    source: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How bits are computed: method, probability (None: the method's own) and confidence."""
+
+    method: Method = "cnh"
+    probability: float | None = None
+    confidence: float = CONFIDENCE
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The mean of the samples against one reference: leading bits shared (mean and worst over elements), bits of
+    the whole (from norms), elements beyond what their spread explains, and the worst element's index."""
+
+    bits: float
+    worst: float
+    norm: float
+    outside: int
+    elements: int
+    worst_at: tuple[int, ...] = ()
+
+    @property
+    def outside_share(self) -> float:
+        """The share of elements that are outside."""
+        return self.outside / max(self.elements, 1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bits of one place over its elements; None where no element gave evidence.
+
+    bits, worst, contributing: lower bounds (see ``significance``), mean and minimum over the elements with evidence.
+    norm: the same for the tensor as a whole, from the norms of deviation and mean. nonfinite: elements of which some
+    sample was NaN or infinite (first_nonfinite: the first such sample). histogram: elements a whole bit.
+    """
+
+    place: Place
+    dtype: str
+    precision: int
+    samples: int
+    elements: int
+    evidence: int
+    bits: float | None
+    worst: float | None
+    norm: float | None
+    contributing: float | None
+    quantiles: dict[str, float]
+    histogram: tuple[int, ...]
+    nonfinite: int = 0
+    first_nonfinite: int | None = None
+    worst_at: tuple[int, ...] = ()
+    worst_mean: float | None = None
+    worst_sigma: float | None = None
+    agreement: dict[str, Agreement] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def evidence_share(self) -> float:
+        """The share of elements whose samples differ."""
+        return self.evidence / max(self.elements, 1)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the confidence interval, in bits, of one element's figure from so many samples."""
+        return half_width(self.samples) if self.samples > 1 else None
+
+    @property
+    def penalty(self) -> float | None:
+        """Bits that the few samples cost every figure."""
+        return penalty(self.samples) if self.samples > 1 else None
+
+
+class _Extreme:
+    """The least value seen, and where."""
+
+    def __init__(self) -> None:
+        self.value, self.index, self.facts = math.inf, -1, (0.0, 0.0)
+
+    def see(self, values: Floats, start: int, *facts: Floats) -> None:
+        if len(values) and (i := int(np.argmin(values))) >= 0 and values[i] < self.value:
+            self.value, self.index = float(values[i]), start + i
+            self.facts = tuple(float(f[i]) for f in facts)  # type: ignore[assignment]
+
+
+class Tally:
+    """What is kept of one place, over batches."""
+
+    def __init__(self, place: Place, options: Options) -> None:
+        self.place, self.options, self.note = place, options, ""
+        self.dtype, self.precision, self.samples = "", 0, 0
+        self.elements = self.evidence = self.nonfinite = 0
+        self.first_nonfinite: int | None = None
+        self.bits = self.contributing = self.spread = self.size = 0.0
+        self.bins: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.worst: _Extreme = _Extreme()
+        self.worst_at: tuple[int, ...] = ()
+        self.references: dict[str, _Compared] = {}
+
+    def add(self, moments: Moments, row: int = 0) -> None:
+        """The moments of one batch, whose first row is number ``row`` of all."""
+        self._describe(moments)
+        for part in chunks(moments.size):
+            self._add(moments, part)
+        if self.worst.index >= 0:
+            self.worst_at = _where(self.worst.index, moments.shape, row)
+            self.worst.index = -1
+        if moments.broken is not None:
+            seen = moments.broken[moments.broken != NEVER]
+            self.nonfinite += len(seen)
+            first = int(seen.min())
+            self.first_nonfinite = first if self.first_nonfinite is None else min(first, self.first_nonfinite)
+
+    def _describe(self, moments: Moments) -> None:
+        name = FORMAT_OF[moments.dtype]
+        self.dtype, self.precision = name, Format.parse(name).precision
+        self.samples = min(self.samples or moments.count, moments.count)
+        self.elements += moments.size
+        if not len(self.bins):
+            self.bins = np.zeros(self.precision * BINS + 1, np.int64)
+
+    def _add(self, moments: Moments, part: slice) -> None:
+        mean, sigma = moments.mean[part], moments.sigma(part)
+        raw = self._raw(moments, part)
+        seen = ~np.isnan(raw)
+        cut = np.clip(raw, 0.0, float(self.precision))
+        bits = cut[seen]
+        self.evidence += len(bits)
+        self.bits += float(bits.sum())
+        self.bins += np.bincount((bits * BINS).astype(np.int64), minlength=len(self.bins))
+        self.worst.see(np.where(seen, cut, np.inf), part.start, mean, sigma)
+        if self.options.method == "cnh":
+            gain = penalty(moments.count, self.options.probability, self.options.confidence) - penalty(
+                moments.count, None, self.options.confidence, "contributing"
+            )
+            self.contributing += float(np.clip(raw[seen] + gain, 0.0, float(self.precision)).sum())
+        finite = np.isfinite(sigma) & np.isfinite(mean)
+        self.spread += float(np.square(sigma[finite]).sum())
+        self.size += float(np.square(mean[finite]).sum())
+
+    def _raw(self, moments: Moments, part: slice) -> Floats:
+        return bits_from(
+            moments.mean[part],
+            moments.sigma(part),
+            moments.low[part],
+            moments.high[part],
+            moments.same(part),
+            samples=moments.count,
+            method=self.options.method,
+            probability=self.options.probability,
+            confidence=self.options.confidence,
+        )
+
+    def compare(self, name: str, moments: Moments, value: Tensor, row: int = 0) -> None:
+        """One batch of a reference's values at this place, element for element."""
+        if tuple(value.shape) != moments.shape:
+            return
+        compared = self.references.setdefault(name, _Compared(self.precision))
+        flat = as_array(value)
+        for part in chunks(moments.size):
+            compared.add(moments, part, flat[part].astype(np.float64), self._raw(moments, part))
+        compared.locate(moments.shape, row)
+
+    def figures(self) -> Figures:
+        """What was seen so far."""
+        some, known = self.evidence > 0, self.options.method == "cnh"
+        return Figures(
+            place=self.place,
+            dtype=self.dtype,
+            precision=self.precision,
+            samples=self.samples,
+            elements=self.elements,
+            evidence=self.evidence,
+            bits=self.bits / self.evidence if some else None,
+            worst=self.worst.value if some else None,
+            norm=self._norm() if some else None,
+            contributing=self.contributing / self.evidence if some and known else None,
+            quantiles=_quantiles(self.bins) if some else {},
+            histogram=_whole_bits(self.bins),
+            nonfinite=self.nonfinite,
+            first_nonfinite=self.first_nonfinite,
+            worst_at=self.worst_at,
+            worst_mean=self.worst.facts[0] if some else None,
+            worst_sigma=self.worst.facts[1] if some else None,
+            agreement={name: compared.agreement() for name, compared in self.references.items()},
+            note=self.note,
+        )
+
+    def _norm(self) -> float:
+        lost = penalty(self.samples, self.options.probability, self.options.confidence)
+        bits = _shared(math.sqrt(self.spread), math.sqrt(self.size)) - lost
+        return min(max(bits, 0.0), float(self.precision))
+
+
+class _Compared:
+    """Sums of one reference's agreement."""
+
+    def __init__(self, precision: int) -> None:
+        self.precision, self.elements, self.outside, self.bits = precision, 0, 0, 0.0
+        self.apart = self.size = 0.0
+        self.worst = _Extreme()
+        self.worst_at: tuple[int, ...] = ()
+
+    def add(self, moments: Moments, part: slice, reference: Floats, raw: Floats) -> None:
+        mean = moments.mean[part]
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            apart = np.abs(mean - reference)
+            bits = -np.log2(apart / np.abs(reference))
+            bits = np.where(apart == 0, self.precision, np.where(np.isfinite(bits), bits, 0.0))
+            bits = np.where(_alike(mean, reference), self.precision, np.clip(bits, 0.0, self.precision))
+            # Half an ulp: a stored value can be that far from any reference without being wrong.
+            radius = np.fmax(np.exp2(-raw) * np.abs(mean), np.abs(reference) * 2.0**-self.precision)
+            finite = np.isfinite(apart)
+            self.outside += int((finite & (apart > radius)).sum())
+        self.elements += len(bits)
+        self.bits += float(bits.sum())
+        self.apart += float(np.square(apart[finite]).sum())
+        self.size += float(np.square(reference[finite]).sum())
+        self.worst.see(bits, part.start)
+
+    def locate(self, shape: tuple[int, ...], row: int) -> None:
+        if self.worst.index >= 0:
+            self.worst_at, self.worst.index = _where(self.worst.index, shape, row), -1
+
+    def agreement(self) -> Agreement:
+        norm = min(max(_shared(math.sqrt(self.apart), math.sqrt(self.size)), 0.0), float(self.precision))
+        bits, worst = self.bits / max(self.elements, 1), self.worst.value if self.elements else float(self.precision)
+        return Agreement(bits, worst, norm, self.outside, self.elements, self.worst_at)
+
+
+def _alike(a: Floats, b: Floats) -> NDArray[np.bool_]:
+    """Equal, NaNs and infinities included."""
+    alike: NDArray[np.bool_] = (a == b) | (np.isnan(a) & ~np.isfinite(b))
+    return alike
+
+
+def _shared(apart: float, size: float) -> float:
+    """-log2(apart / size), infinite where nothing is apart."""
+    if apart == 0.0:
+        return math.inf
+    return -math.log2(apart / size) if size > 0.0 and math.isfinite(apart) else 0.0
+
+
+def _where(index: int, shape: tuple[int, ...], row: int) -> tuple[int, ...]:
+    """The index of an element among all batches."""
+    at = [int(i) for i in np.unravel_index(index, shape)]
+    return (at[0] + row, *at[1:]) if at else ()
+
+
+def _quantiles(bins: NDArray[np.int64]) -> dict[str, float]:
+    """Quantiles, at the middle of their bin."""
+    below = np.cumsum(bins)
+    found = {f"{q:g}": int(np.searchsorted(below, q * below[-1], side="left")) for q in QUANTILES}
+    last = (len(bins) - 1) / BINS
+    return {q: min((i + 0.5) / BINS, last) for q, i in found.items()}
+
+
+def _whole_bits(bins: NDArray[np.int64]) -> tuple[int, ...]:
+    """Elements from k to k + 1 bits, for every k; the last entry is the whole precision."""
+    whole = [int(bins[k : k + BINS].sum()) for k in range(0, len(bins) - 1, BINS)]
+    return (*whole, int(bins[-1])) if len(bins) else ()
+
+
+def plain(value: Any) -> Any:
+    """JSON's own types: tuples become lists, what is not finite a text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value

@@ -1,0 +1,35 @@
+"""Progress on standard error: how many samples are done, and how long the rest will take.
+
+before   a cursor that blinks for ten minutes
+after    stochastic ━━━━━━━╸          7/20  0:00:12  left 0:00:21
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fxround.significance import require
+
+
+@contextmanager
+def progress(label: str, total: int | None, shown: bool | None) -> Iterator[Callable[[], None]]:
+    """A function to call after every step. shown None: where standard error is a terminal and rich is installed."""
+    if shown is None:
+        shown = sys.stderr.isatty()
+    if not shown:
+        yield lambda: None
+        return
+    rich, console = require("rich.progress", "report"), require("rich.console", "report").Console(stderr=True)
+    columns = (
+        rich.TextColumn("{task.description:<26}"),
+        rich.BarColumn(bar_width=32),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,69 @@
+"""Provenance: everything that is needed to repeat a study, and what it took.
+
+before   "run 3, on the big machine"
+after    provenance(...)["versions"]["torch"], ["policy"], ["seed"], ["model"]["hash"], ["machine"]
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fxround.hashing import hash
+from fxround.policy import Policy
+
+_PACKAGES: Final = ("fxround", "torch", "numpy", "llvmlite", "significantdigits", "scipy")
+
+
+def provenance(
+    model: nn.Module, policy: Policy, seed: int, n_jobs: int, seconds: float, parts: dict[str, float]
+) -> dict[str, Any]:
+    """Policy, seed, model, versions, machine, and the seconds and memory that the study took."""
+    return {
+        "policy": policy.to_dict(),
+        "seed": seed,
+        "model": {
+            "class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "hash": hash(model),
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "machine": {
+            "platform": platform.platform(),
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "workers": n_jobs,
+        },
+        "seconds": {"all": seconds, **parts},
+        "peak_memory_mb": peak_memory() / 1e6,
+    }
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had resident since its start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def processor() -> str:
+    """The name of the processor, as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(names, "") or platform.processor()
+    except OSError:
+        return platform.processor()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"

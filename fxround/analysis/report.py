@@ -1,0 +1,364 @@
+"""The report of a study: figures as data, a table to read, a check for continuous integration.
+
+What is true here. A report holds numbers; text, HTML and plots are made from the same ones. Every figure in bits is
+printed with the half width of its confidence interval, and the cost of few samples stands at the top. What is stable
+and far from its reference is said in words.
+
+Why it is safe. No evidence is None, never the bits of the format: ``check(min_bits=...)`` fails on it.
+
+    before   assert bits.mean() > 10           # nan > 10 is False, 24.0 > 10 was a constant
+    after    report.check(min_bits=10, max_flips=0.0)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
+from torch import Tensor
+
+from fxround.analysis.figures import Figures, plain
+from fxround.analysis.measuring import Measured
+from fxround.analysis.sites import OUTPUT
+from fxround.inspection import to_networkx
+from fxround.policy import Policy
+from fxround.significance import decimal, general_probability, half_width, penalty, require
+from fxround.table import Table, Value
+
+if TYPE_CHECKING:
+    from fxround.analysis.study import Study
+
+# The share of elements beyond their spread at which a place is called wrong: where nothing is, samples put less than a
+# thousandth of the elements there (tests/test_analysis_figures.py).
+OUTSIDE: Final = 0.05
+SHOWN_ROWS: Final = 12
+
+
+class CheckFailed(AssertionError):
+    """A report does not hold what was asked of it; the message lists every condition that failed."""
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """How the sequential rule ended: what it watched, how well that is known (the worst batch), whether that is
+    enough."""
+
+    watch: str
+    tolerance: float
+    half_width: float
+    reached: bool
+
+
+@dataclass(frozen=True)
+class VariabilityReport:
+    """What a study found. ``figures``: results first, then layers or nodes in the order of the model.
+
+    samples: runs of each batch. complete: False after Ctrl-C (batches: how many there would have been, None if
+    unknown). isolated: the first result's figures with one site perturbed alone. kept: every sample, if asked for: a
+    dict a batch, from (kind, name) to a list of tensors."""
+
+    policy: Policy
+    seed: int
+    method: str
+    confidence: float
+    samples: tuple[int, ...]
+    complete: bool
+    batches: int | None
+    rows: int
+    figures: tuple[Figures, ...]
+    metrics: tuple[Measured, ...]
+    isolated: tuple[Figures, ...]
+    adaptive: Adaptive | None
+    notes: tuple[str, ...]
+    provenance: dict[str, Any]
+    kept: tuple[dict[tuple[str, str], list[Tensor]], ...] = field(default=(), repr=False)
+    graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        study: Study, policy: Policy, complete: bool, batches: int | None, provenance: dict[str, Any]
+    ) -> VariabilityReport:
+        """What a study has so far."""
+        found = [tally.figures() for tally in study.tallies.values()]
+        recorders = study.recorders or ()
+        return VariabilityReport(
+            policy=policy,
+            seed=provenance["seed"],
+            method=study.plan.options.method,
+            confidence=study.plan.options.confidence,
+            samples=tuple(study.counts),
+            complete=complete,
+            batches=batches,
+            rows=study.rows,
+            figures=tuple(sorted(found, key=lambda f: f.place.kind != OUTPUT)),
+            metrics=tuple(m for r in recorders if (m := r.measured()) is not None),
+            isolated=tuple(tally.figures() for tally in study.alone.values()),
+            adaptive=_adaptive(study),
+            notes=tuple(study.runs.notes),
+            provenance=provenance,
+            kept=tuple(study.samples),
+            graph=to_networkx(study.runs.perturbed.graph) if study.counts else None,
+        )
+
+    # ---- reading ----
+
+    def __getitem__(self, name: str) -> Figures:
+        """The figures of a result, layer or node by name; results come first. Raises KeyError with the names there
+        are."""
+        for figures in self.figures:
+            if figures.place.name == name:
+                return figures
+        raise KeyError(f"no figures of {name!r}; there are {', '.join(f.place.name for f in self.figures)}")
+
+    @property
+    def outputs(self) -> tuple[Figures, ...]:
+        """The results' figures."""
+        return tuple(f for f in self.figures if f.place.kind == OUTPUT)
+
+    @property
+    def places(self) -> tuple[Figures, ...]:
+        """The layers' or nodes' figures, in the order of the model."""
+        return tuple(f for f in self.figures if f.place.kind != OUTPUT)
+
+    def metric(self, name: str) -> Measured:
+        """A metric's values. Raises KeyError with the names there are."""
+        for metric in self.metrics:
+            if metric.name == name:
+                return metric
+        names = ", ".join(m.name for m in self.metrics) or "none"
+        raise KeyError(f"no metric {name!r} was measured; measured: {names}. Ask for it with metrics=({name!r},)")
+
+    # ---- views ----
+
+    def table(self) -> Table:
+        """A row a place: bits (mean, worst, of the whole), half interval, evidence, agreement with the references."""
+        references = list(dict.fromkeys(name for f in self.figures for name in f.agreement))
+        columns = (
+            "place",
+            "bits",
+            "±",
+            "worst",
+            "whole",
+            "digits",
+            "contrib.",
+            "evidence %",
+            *_headings(references),
+            "not finite",
+        )
+        rows = tuple(
+            (f.place.name, *_numbers(f), *_agreements(f, references), f.nonfinite or None) for f in self.figures
+        )
+        return Table(columns, rows)
+
+    def isolated_table(self) -> Table:
+        """A row a site: the first result's figures when that site alone is perturbed."""
+        columns = ("perturbed alone", "bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
+        return Table(columns, tuple((f.place.name, *_numbers(f)) for f in self.isolated))
+
+    def metrics_table(self) -> Table:
+        """A row a metric: mean, spread and worst over samples."""
+        columns = ("metric", "mean", "spread", "worst", "unit", "meaning")
+        rows = [(m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", f"{m.worst:.6g}", m.unit, m.meaning) for m in self.metrics]
+        return Table(columns, tuple(rows))
+
+    def __str__(self) -> str:
+        tables = self.tables
+        return "\n\n".join([self.heading, *map(str, tables), "\n".join([*self.findings, *self.notes, self.legend])])
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that have rows."""
+        return tuple(t for t in (self.table(), self.isolated_table(), self.metrics_table()) if len(t))
+
+    @property
+    def heading(self) -> str:
+        """What was run."""
+        model = self.provenance["model"]
+        runs = _range(self.samples)
+        state = "" if self.complete else f"  INTERRUPTED: {self._partial}"
+        return (
+            f"{model['class'].rpartition('.')[2]}, {model['parameters']:,} parameters: policy {self.policy.name}, "
+            f"{runs} samples of {self.rows:,} inputs in {len(self.samples)} batches, seed {self.seed}{state}"
+        )
+
+    @property
+    def _partial(self) -> str:
+        whole = f" of {self.batches}" if self.batches else ""
+        return f"{len(self.samples)}{whole} batches, the last with {self.samples[-1] if self.samples else 0} samples"
+
+    @property
+    def legend(self) -> str:
+        """How to read the figures."""
+        n = min(self.samples, default=0)
+        if n < 2:
+            return "No batch has two samples: there are no figures."
+        if self.method == "general":
+            chance = general_probability(n, self.confidence)
+            how = f"general method, which holds with probability {chance:.2f} from {n} samples"
+        else:
+            how = f"CNH's lower bound, {n} samples cost every figure {penalty(n, None, self.confidence):.2f} bits"
+        return (
+            f"bits: {how}, ± {half_width(n, self.confidence):.2f} for one element ({self.confidence:.0%}); "
+            "evidence: elements whose samples differ, the others say nothing."
+        )
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What a reader must not miss, in words."""
+        return tuple(_findings(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the kept samples, as plain data."""
+        return {
+            "policy": self.policy.to_dict(),
+            "seed": self.seed,
+            "method": self.method,
+            "confidence": self.confidence,
+            "samples": list(self.samples),
+            "complete": self.complete,
+            "batches": self.batches,
+            "rows": self.rows,
+            "figures": [_figures_dict(f) for f in self.figures],
+            "metrics": [
+                plain(asdict(m) | {"mean": m.mean, "spread": m.spread, "worst": m.worst}) for m in self.metrics
+            ],
+            "isolated": [_figures_dict(f) for f in self.isolated],
+            "adaptive": plain(asdict(self.adaptive)) if self.adaptive else None,
+            "findings": list(self.findings),
+            "notes": list(self.notes),
+            "provenance": plain(self.provenance),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_pandas(self) -> Any:
+        """A data frame, one row a place. Raises ImportError where pandas is missing."""
+        return require("pandas", "report").DataFrame([_flat(f) for f in self.figures])
+
+    def _repr_html_(self) -> str:
+        tables = self.tables
+        return "".join(t._repr_html_() for t in tables)
+
+    # ---- continuous integration ----
+
+    def check(
+        self,
+        *,
+        min_bits: float | None = None,
+        min_worst: float | None = None,
+        max_flips: float | None = None,
+        max_outside: float | None = None,
+        allow_nonfinite: bool = False,
+    ) -> VariabilityReport:
+        """The report itself if every condition holds; raises CheckFailed with those that do not.
+
+        min_bits, min_worst: mean and worst bits of every result. max_flips: share of inputs whose label changes in
+        any sample. max_outside: share of elements whose reference lies beyond their spread. allow_nonfinite: NaN and
+        infinities pass. A report that was interrupted fails."""
+        failures = [] if self.complete else [f"the study was interrupted ({self._partial})"]
+        for f in self.outputs:
+            failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
+        if max_flips is not None and self.metric("label_flips").changed_share > max_flips:
+            flips = self.metric("label_flips")
+            failures.append(f"{len(flips.rows or ())} of {flips.of} labels changed, allowed: {max_flips:g} of all")
+        if failures:
+            raise CheckFailed("; ".join(failures))
+        return self
+
+
+def _failures(
+    f: Figures, min_bits: float | None, min_worst: float | None, max_outside: float | None, allow_nonfinite: bool
+) -> Iterator[str]:
+    name = f.place.name
+    for found, least, what in ((f.bits, min_bits, "bits"), (f.worst, min_worst, "bits in the worst element")):
+        if least is not None and (found is None or found < least):
+            came = "no evidence (all samples are equal)" if found is None else f"{found:.2f}"
+            yield f"{name}: {came} {what}, expected at least {least:g}"
+    for reference, agreement in f.agreement.items():
+        if max_outside is not None and agreement.outside_share > max_outside:
+            yield f"{name}: {agreement.outside_share:.1%} of elements are beyond their spread from the {reference} run"
+    if f.nonfinite and not allow_nonfinite:
+        yield f"{name}: {f.nonfinite} elements are not finite, first in sample {f.first_nonfinite}"
+
+
+def _adaptive(study: Study) -> Adaptive | None:
+    if not study.rules:
+        return None
+    worst = max(rule.half_width for rule in study.rules)
+    reached = all(rule.done for rule in study.rules)
+    return Adaptive(study.plan.watch, study.plan.tolerance, worst, reached)
+
+
+def _findings(report: VariabilityReport) -> Iterator[str]:
+    for f in report.outputs:
+        yield from _stability(f)
+    for metric in report.metrics:
+        if metric.rows is not None:
+            more = ", ..." if len(metric.rows) > SHOWN_ROWS else ""
+            rows = ", ".join(map(str, metric.rows[:SHOWN_ROWS])) + more
+            which = f" (rows {rows})" if rows else ""
+            yield f"Labels that change in any sample: {len(metric.rows)} of {metric.of} inputs{which}."
+    broken = next((f for f in report.places if f.nonfinite), None)
+    if broken is not None:
+        where = f", {broken.place.source}" if broken.place.source else ""
+        yield f"First NaN or infinity: {broken.place.name} ({broken.place.operator}{where})."
+    if report.adaptive is not None:
+        a = report.adaptive
+        verdict = "known to" if a.reached else f"NOT known to within {a.tolerance:g} after the most samples allowed:"
+        yield f"Adaptive: {a.watch} {verdict} ± {a.half_width:.2f} ({report.confidence:.0%})."
+
+
+def _stability(f: Figures) -> Iterator[str]:
+    name = f.place.name
+    if f.note:
+        yield f"{name}: {f.note}."
+    if f.evidence == 0 and f.elements:
+        yield f"{name}: no evidence, all samples are equal (is the policy deterministic, or is nothing rounded?)."
+    for reference, a in f.agreement.items():
+        if a.outside_share >= OUTSIDE:
+            real = "" if f.bits is None else f"; {f.bits:.1f} bits are stable"
+            yield (
+                f"{name}: STABLE AND WRONG: {a.outside_share:.0%} of elements are further from the {reference} run "
+                f"than their spread explains; {a.bits:.1f} bits agree in the mean, {a.worst:.1f} in the worst{real}."
+            )
+
+
+def _numbers(f: Figures) -> tuple[Value, ...]:
+    digits = None if f.bits is None else decimal(f.bits)
+    return f.bits, f.half_width, f.worst, f.norm, digits, f.contributing, 100 * f.evidence_share
+
+
+def _headings(references: list[str]) -> list[str]:
+    return [heading for name in references for heading in (f"= {name}", f"≠ {name} %")]
+
+
+def _agreements(f: Figures, references: list[str]) -> list[Value]:
+    found = [f.agreement.get(name) for name in references]
+    return [value for a in found for value in ((a.bits, 100 * a.outside_share) if a else (None, None))]
+
+
+def _range(samples: tuple[int, ...]) -> str:
+    low, high = min(samples, default=0), max(samples, default=0)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _figures_dict(f: Figures) -> dict[str, Any]:
+    data: dict[str, Any] = plain(asdict(f))
+    data["agreement"] = {name: plain(asdict(a) | {"outside_share": a.outside_share}) for name, a in f.agreement.items()}
+    return data | {"penalty": f.penalty, "half_width": f.half_width, "evidence_share": f.evidence_share}
+
+
+def _flat(f: Figures) -> dict[str, Any]:
+    """One level of columns."""
+    data = _figures_dict(f)
+    place = data.pop("place")
+    for nested in ("agreement", "quantiles", "histogram"):
+        del data[nested]
+    data |= {f"q{100 * float(q):g}": v for q, v in f.quantiles.items()}
+    data |= {f"{name}_{key}": v for name, a in f.agreement.items() for key, v in asdict(a).items()}
+    return {**place, **data}

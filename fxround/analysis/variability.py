@@ -1,0 +1,158 @@
+"""``fxround.variability``: run a model many times under a policy that perturbs, and report how many bits are real.
+
+What is true here. The same arguments and seed give the same figures, whatever the number of workers and threads.
+Statistics are taken element by element over samples, and then summed up over elements, place by place. Beside the
+spread of the samples stands how far their mean is from the unperturbed run and from a run in binary64: a result can
+be stable and wrong.
+
+Why it is safe. Nothing of the model changes. Equal samples count as no evidence, too few samples are warned of, and a
+run that was interrupted says how many samples it has.
+
+    before   ten runs under an instrumented interpreter, and a notebook
+    after    print(fxround.variability(model, x)); fxround.variability(model, x).check(min_bits=10)
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from torch import Tensor, nn
+
+from fxround.analysis.figures import Options
+from fxround.analysis.inputs import Call, calls, count
+from fxround.analysis.metrics import METRICS
+from fxround.analysis.parallel import Workers
+from fxround.analysis.progress import progress as shown_progress
+from fxround.analysis.provenance import provenance
+from fxround.analysis.report import VariabilityReport
+from fxround.analysis.sites import Capture, Isolate, checked_capture
+from fxround.analysis.streams import Runs
+from fxround.analysis.study import BINARY64, BITS, Plan, Study, interruptible
+from fxround.policy import Policy
+from fxround.runtime.execute import Draw
+from fxround.significance import CONFIDENCE, Method, general_probability, penalty
+
+FEW: Final = 5
+MOST: Final = 200
+
+
+def variability(
+    model: nn.Module,
+    inputs: Any,
+    policy: Any = "stochastic",
+    samples: int | Literal["auto"] = 10,
+    *,
+    capture: Capture = "outputs",
+    metrics: Any = "auto",
+    reference: Any = BINARY64,
+    batch_size: int | None = None,
+    seed: int = 0,
+    tolerance: float = 0.5,
+    watch: str = BITS,
+    max_samples: int = MOST,
+    method: Method = "cnh",
+    probability: float | None = None,
+    confidence: float = CONFIDENCE,
+    isolate: Isolate | None = None,
+    n_jobs: int = 1,
+    keep_samples: bool = False,
+    progress: bool | None = None,
+) -> VariabilityReport:
+    """How many significant bits the results of ``model`` have, and every layer's or node's values.
+
+    inputs: a tensor, a tuple of arguments, a dict of keywords, a tuple and a dict, or a DataLoader (its last part is
+    a target if the model does not take it); batch_size splits tensors. policy: as for ``compile``. samples: how many
+    runs a batch, or ``"auto"``: until the mean of ``watch`` ("bits", or a metric's name) is known to within
+    ``tolerance`` (bits, or the metric's unit) at ``confidence``, at most ``max_samples``. capture: what is looked at
+    beside the results: each layer's last value, or every operation. metrics: names of
+    ``fxround.analysis.metrics.METRICS``, functions of (sample, unperturbed result), or "auto". reference: "binary64"
+    (a copy of the model, cast), None, or a tensor shaped like the results of all inputs. method, probability,
+    confidence: of the bits (see ``fxround.significance``). isolate: "layers" or "operators" perturbs them one at a
+    time as well, and reports what each does to the first result alone. n_jobs: of joblib; any joblib backend that is
+    active. keep_samples: keep every sample of everything looked at (memory grows with samples). progress: None shows
+    it in a terminal.
+
+    Raises TypeError and ValueError for wrong arguments, what ``compile`` and the model raise; ImportError names a
+    missing extra. Ctrl-C ends the sampling and returns what there is."""
+    plan = _plan(
+        samples, tolerance, watch, max_samples, capture, isolate, metrics, reference, keep_samples,
+        Options(method, probability, confidence),
+    )  # fmt: skip
+    _require_known(inputs, plan, seed, n_jobs)
+    chosen = Policy.parse(policy)
+    unfused = capture != "outputs"
+    runs = Runs(model, chosen, seed, unfused=unfused, binary64=isinstance(reference, str))
+    started = time.perf_counter()
+    batches = count(inputs, batch_size)
+    total = None if batches is None or plan.samples is None or isolate else batches * plan.samples
+    with ExitStack() as stack:
+        tick = stack.enter_context(shown_progress(f"{chosen.name}", total, progress))
+        fan = stack.enter_context(Workers(n_jobs, model, chosen, seed, unfused)).samples if n_jobs != 1 else None
+        study = Study(runs, plan, fan, tick)
+        study.stopping = stack.enter_context(interruptible())
+        for call in _until(study, calls(model, inputs, batch_size)):
+            study.batch(call)
+        complete = not study.stopping()
+    facts = provenance(model, chosen, seed, n_jobs, time.perf_counter() - started, study.seconds)
+    return VariabilityReport.of(study, chosen, complete, batches, facts)
+
+
+def _until(study: Study, batches: Iterator[Call]) -> Iterator[Call]:
+    for call in batches:
+        yield call
+        if study.stopping():
+            return
+
+
+def _plan(
+    samples: Any,
+    tolerance: float,
+    watch: str,
+    most: int,
+    capture: str,
+    isolate: Isolate | None,
+    metrics: Any,
+    reference: Any,
+    keep: bool,
+    options: Options,
+) -> Plan:
+    automatic = samples == "auto"
+    if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
+        raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
+    if not automatic and samples < 2:
+        raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more say something)")
+    if isinstance(reference, str) and reference != BINARY64:
+        raise ValueError(f"reference is {reference!r}; expected 'binary64', None, or a tensor shaped like the results")
+    penalty(max(2, most), options.probability, options.confidence)
+    general_probability(2, options.confidence)
+    plan = Plan(
+        None if automatic else samples, tolerance, watch, most, checked_capture(capture), isolate, metrics, reference,
+        options, keep,
+    )  # fmt: skip
+    if not automatic or watch == BITS:
+        return plan
+    if watch not in METRICS:
+        raise ValueError(f"watch is {watch!r}; expected 'bits' or one of {', '.join(METRICS)}")
+    if METRICS[watch].pairs:
+        raise ValueError(f"watch is {watch!r}, a metric of pairs: it has no value of one sample to average")
+    named = () if metrics == "auto" else (metrics,) if isinstance(metrics, str) else tuple(metrics or ())
+    return plan if watch in named else replace(plan, metrics=(*named, watch))
+
+
+def _require_known(inputs: Any, plan: Plan, seed: int, n_jobs: int) -> None:
+    """Raise for what no run could use; warn of what makes figures weak."""
+    Draw(seed)
+    if not isinstance(n_jobs, int) or n_jobs == 0:
+        raise ValueError(f"n_jobs is {n_jobs!r}; expected the number of workers, or -1 for all cores")
+    if isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0] == 0:
+        raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
+    if plan.samples is not None and plan.samples < FEW:
+        cost = penalty(plan.samples, plan.options.probability, plan.options.confidence)
+        warnings.warn(
+            f"{plan.samples} samples cost every figure {cost:.2f} bits; take 10 or more (10 cost 1.84)", stacklevel=3
+        )
