@@ -1,4 +1,4 @@
-"""The report is a function of (model, inputs, policy, seed): not of threads, of batches, or of what else is looked at."""
+"""A report is a function of (model, inputs, policy, seed): not of threads, batches, or what else is looked at."""
 
 from __future__ import annotations
 
