@@ -29,7 +29,7 @@ from fxround import inspection
 from fxround.errors import FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, Port, capture, export_program, trace_example
-from fxround.passes import Plan, lower
+from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.refusals import refuse_unsupported_tensors
 from fxround.runtime import library
@@ -46,6 +46,7 @@ def compile(
     example_inputs: Any = None,
     strict: bool | None = None,
     seed: int = 0,
+    fuse: bool = True,
 ) -> RoundedModule:
     """A module that computes ``model`` with the roundings of ``policy``.
 
@@ -64,7 +65,7 @@ def compile(
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module (wrap a function in one)")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
-    compiled = RoundedModule(model, Policy.parse(policy), strict, seed)
+    compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         compiled.prepare(*args, **kwargs)
@@ -98,15 +99,16 @@ def _random_state(seed: int, sample: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """A captured graph, its lowering, and the modules that own its parameters and buffers."""
+    """A captured graph, its lowering, what runs for it, and the modules that own its parameters and buffers."""
 
     captured: Captured
     lowered: fx.GraphModule
+    running: fx.GraphModule
     owners: tuple[tuple[nn.Module, str] | None, ...]
 
     def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """The model's result for flat arguments; buffers and arguments that the model changes are written."""
-        outputs = self.lowered(*self._inputs(leaves), rng)
+        outputs = self.running(*self._inputs(leaves), rng)
         for port, output in zip(self.captured.outputs, outputs, strict=True):
             if port.mutation:
                 self._target(port, leaves).copy_(output)
@@ -160,17 +162,21 @@ class RoundedModule(nn.Module):
     Calling raises what capturing raises. Results carry no gradient: differentiating them raises FxroundError.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
+    ) -> None:
         rng = _random_state(seed, sample)
         super().__init__()
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
-        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, _entries={}, _latest=None)
+        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse)
+        self.__dict__.update(_entries={}, _latest=None)
 
     source: nn.Module
     policy: Policy
     strict: bool | None
     rng: Tensor
+    fuse: bool
     _entries: dict[Any, list[Entry]]
     _latest: Entry | None
 
@@ -282,7 +288,7 @@ class RoundedModule(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         seed, sample = self.rng.tolist()
-        return RoundedModule, (self.source, self.policy, self.strict, seed, sample)
+        return RoundedModule, (self.source, self.policy, self.strict, seed, sample, self.fuse)
 
     def _entry(self, args: Any, kwargs: Any) -> Entry:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -304,7 +310,9 @@ class RoundedModule(nn.Module):
         _require_arguments(self.source, args, kwargs)
         _require_dtypes(self.source, args, kwargs)
         captured = capture(self.source, args, kwargs, decompositions())
-        return Entry(captured, self._lowered(captured), tuple(_owner(self.source, port) for port in captured.inputs))
+        lowered = self._lowered(captured)
+        running = optimize(lowered) if self.fuse else lowered
+        return Entry(captured, lowered, running, tuple(_owner(self.source, port) for port in captured.inputs))
 
     def _lowered(self, captured: Captured) -> fx.GraphModule:
         strict = self.policy.strict if self.strict is None else self.strict
@@ -395,7 +403,7 @@ class _Exportable(nn.Module):
         self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
         self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
         owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
-        entry = Entry(entry.captured, entry.lowered, owners)
+        entry = Entry(entry.captured, entry.lowered, entry.running, owners)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))

@@ -21,7 +21,7 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 from unittest import mock
@@ -227,10 +227,13 @@ def operator_name(node: fx.Node) -> str:
     return str(target) if isinstance(target, torch._ops.OperatorBase) else getattr(target, "__name__", str(target))
 
 
-def settle(graph: fx.GraphModule) -> None:
-    """Declare every node's fake value right as it stands: ``refresh`` recomputes what is changed from here on."""
+def settle(graph: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
+    """Declare every node's fake value right as it stands: ``refresh`` recomputes what is changed from here on.
+
+    but: nodes whose fake value ``refresh`` is to recompute.
+    """
     for node in graph.graph.nodes:
-        node.meta[_SETTLED] = (node.target, node.args, node.kwargs)
+        node.meta[_SETTLED] = None if node in but else (node.target, node.args, node.kwargs)
 
 
 def refresh(graph: fx.GraphModule) -> dict[str, tuple[Any, Any]]:

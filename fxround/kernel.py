@@ -4,15 +4,15 @@ What is true here. Everything above (operators, policies, passes) speaks of kern
 (LLVM, CUDA, the NumPy reference) of numbers. A kernel holds scalar functions of the IR and says how they are
 applied; equal kernels have equal digests, and the digest is the key of all compiled code.
 
-    Map       out[i] = body(x0[i], x1[i], ..., random words of element i)          any shapes that broadcast
+    Map       outs[i] = body(x0[i], x1[i], ..., random words of element i)         any shapes that broadcast
     Reduce    acc = step(acc, x, random) in an Order; out = finish(acc, random)   one result per output element
     Scan      acc = step(acc, x[k], random); out[k] = finish(acc, random)         k ascending
     Contract  acc = +0; acc = step(a[k], b[k], acc, random), k ascending; out = finish(acc, random)
     Scatter   acc = lift(self[i]); acc = step(acc, x, random) for each x that goes to i, ascending; out = finish(acc)
     Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
-Random words of a Map: draw d of element i is ``randomness.random_bits(i, d, key)``. Random words of the
-others come from one MWC64X stream per output element (Reduce: per chain, stream number element * chains +
+Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; a fused chain
+draws for each operation what it would have drawn alone. Random words of the others come from one MWC64X stream per output element (Reduce: per chain, stream number element * chains +
 chain): a step, a combination and a finish that draw advance it once each, in the order of the formula.
 
 Why it is safe. A kernel is frozen and knows no target: what LLVM, CUDA and NumPy make of it can be compared.
@@ -37,19 +37,32 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Word:
+    """A random word of a Map: draw ``draw`` of the ``node``-th node number that the call is given."""
+
+    node: int
+    draw: int
+
+
 @dataclass(frozen=True, eq=False)
 class Map:
-    """body(stored operands..., one u32 random word per draw) -> stored result."""
+    """body(stored operands..., one u32 random word per draw) -> stored results."""
 
     body: Function
     loads: tuple[Storage, ...]
-    result: Storage
-    draws: tuple[int, ...]
+    results: tuple[Storage, ...]
+    draws: tuple[Word, ...]
+
+    @property
+    def nodes(self) -> int:
+        """How many node numbers a call gives: one more than the highest that is drawn for, at least one."""
+        return 1 + max((word.node for word in self.draws), default=0)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("map", self.body, self.loads, self.result, self.draws)
+        return _digest("map", self.body, self.loads, self.results, self.draws)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ class OpRule:
     """One operator.
 
     kind    what it does to numbers
-    body    pointwise and elementary: the program, ``{i}`` standing for argument i of the ATen call
+    body    pointwise, elementary and some that choose: the program, ``{i}`` standing for argument i of the ATen call
     lower   contraction and reduction: the name of the fxround operator
     reason  why its result cannot be computed with a rounding of its own ("" if it can)
     """
@@ -58,8 +58,13 @@ def rule_of(node: fx.Node) -> OpRule | None:
     return refine(node) if refine else RULES.get(name)
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def argument(node: fx.Node, position: int) -> Any:
+    """An argument of an ATen call, wherever it was given; its default where it was not."""
+    target: Any = node.target
+    declared = target._schema.arguments[position]
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(declared.name, declared.default_value if declared.has_default_value() else None)
 
 
 def _rows(kind: Kind, namespace: str, names: str, reason: str = "") -> dict[str, OpRule]:
@@ -119,9 +124,20 @@ _LOWERED: Final[dict[str, OpRule]] = {
 }
 _INDEX_PUT: Final = OpRule("reduction", lower="index_put")
 
+# What chooses among its operand and numbers: as a program, it can follow the operation that computes the operand.
+_CHOICES: Final = {
+    "neg": "neg({0})",
+    "abs": "abs({0})",
+    "relu": "relu({0})",
+    "hardtanh": "clamp({0}, {1}, {2})",
+    "clamp": "clamp({0}, {1}, {2})",
+    "clamp_min": "clamp({0}, {1}, inf)",
+    "clamp_max": "clamp({0}, -inf, {1})",
+}
+
 # A result that is one of the operands (or a small integer, or a sign): no rounding happens.
 _EXACT: Final = """
-    neg abs relu hardtanh threshold clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor
+    threshold clamp.Tensor clamp_min.Tensor clamp_max.Tensor
     maximum minimum fmax fmin where.self where.ScalarSelf where.ScalarOther where.Scalar amax amin aminmax
     max max.dim min min.dim sort sort.stable topk kthvalue median median.dim nanmedian nanmedian.dim mode
     cummax cummin floor ceil round trunc frac sign sgn copysign.Tensor copysign.Scalar nan_to_num heaviside hardshrink
@@ -197,6 +213,7 @@ _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
     | _bodies("elementary", {name: f"{name}({{0}})" for name in _UNARY.split()} | _BINARY)
     | _LOWERED
+    | _bodies("exact", _CHOICES)
     | _rows("exact", "aten", _EXACT)
     | _rows("movement", "aten", _MOVEMENT + _CONSTANT)
     | _rows("integer", "aten", _INTEGER)
@@ -212,11 +229,11 @@ CONSTANTS: Final = frozenset(_rows("movement", "aten", _CONSTANT))
 
 
 def _index_put(node: fx.Node) -> OpRule:
-    return _INDEX_PUT if _argument(node, 3, "accumulate", False) else MOVEMENT
+    return _INDEX_PUT if argument(node, 3) else MOVEMENT
 
 
 def _scatter_reduce(node: fx.Node) -> OpRule:
-    chooses = _argument(node, 4, "reduce") in ("amax", "amin")
+    chooses = argument(node, 4) in ("amax", "amin")
     return OpRule("exact") if chooses else RULES["aten.scatter_reduce.two"]
 
 

@@ -1,7 +1,8 @@
 """The program of a pointwise kernel as text: one statement per rounded operation.
 
 What is true here. A program is what a graph node carries: ``t0 = add(x0, x1) @ binary32/stochastic/inf``. x0, x1,
-... are the tensor operands, a number is a scalar of the result's dtype, and the last statement is the result.
+... are the tensor operands, a number is a scalar of the result's dtype, and the last statement is the result, unless
+``return t0, t2`` names others.
 
 Why it is safe. ``Program.parse(str(p)) == p``: the text carries the arithmetic, whole.
 
@@ -54,17 +55,26 @@ def _operand(text: str) -> str | float:
 
 @dataclass(frozen=True)
 class Program:
-    """Statements in order; the last one is the result. x0, x1, ... are the tensor operands."""
+    """Statements in order, and the names of the results (none: the last statement's). x0, x1, ...: the operands."""
 
     statements: tuple[Statement, ...]
+    returned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "; ".join(map(str, self.statements))
+        last = (f"return {', '.join(self.returned)}",) if self.returned else ()
+        return "; ".join((*map(str, self.statements), *last))
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The targets of the statements that are stored."""
+        return self.returned or (self.statements[-1].target,)
 
     @staticmethod
     def parse(text: str) -> Program:
         """Raises ValueError for a malformed statement, or a name used before it is defined."""
-        statements = tuple(Statement.parse(s) for s in text.split(";") if s.strip())
+        parts = [part.strip() for part in text.split(";") if part.strip()]
+        returned = parts.pop().removeprefix("return ") if parts and parts[-1].startswith("return ") else ""
+        statements = tuple(map(Statement.parse, parts))
         if not statements:
             raise ValueError("an empty program computes nothing; expected at least one statement")
         defined: set[str] = set()
@@ -73,7 +83,11 @@ class Program:
                 if isinstance(o, str) and o.startswith("t") and o not in defined:
                     raise ValueError(f"{s}: {o} is used before it is defined")
             defined.add(s.target)
-        return Program(statements)
+        names = tuple(name.strip() for name in returned.split(",") if name.strip())
+        for name in names:
+            if name not in defined:
+                raise ValueError(f"return {returned}: {name} is not defined; defined: {', '.join(sorted(defined))}")
+        return Program(statements, names)
 
     @property
     def arity(self) -> int:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter, Word
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
+from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
 from fxround.numerics.scalar import Expr, Function, Type, bits, const, narrow, param, substitute
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
-from fxround.program import Program
+from fxround.program import Program, Statement
 
 
 def _fits(rounding: Rounding, result: Storage) -> None:
@@ -32,33 +33,71 @@ def _fits(rounding: Rounding, result: Storage) -> None:
 
 @lru_cache(maxsize=4096)
 def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
-    """The kernel of a program over operands of these storages.
+    """The kernel of a program with one result; statement s draws number s of the call's one node.
 
     Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding
     that the result's dtype cannot store or the operands' carrier cannot be rounded to.
     """
+    return _map_kernel(program, loads, (result,), tuple(Word(0, n) for n in range(len(program.statements))))
+
+
+@lru_cache(maxsize=4096)
+def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Map:
+    """The kernel of a fused program; each statement that draws has a node number of its own, in order.
+
+    Raises what ``map_kernel`` raises.
+    """
+    words = iter(range(len(program.statements)))
+    draws = tuple(Word(next(words), 0) if _draws(s) else Word(0, 0) for s in program.statements)
+    return _map_kernel(program, loads, results, draws)
+
+
+def _draws(statement: Statement) -> bool:
+    return statement.rounding is not None and statement.rounding.mode.random_bits > 0
+
+
+def _map_kernel(
+    program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
+) -> Map:
     if program.arity > len(loads):
         raise ValueError(f"{program} uses {program.arity} operands, got {len(loads)}")
+    if len(program.results) != len(results):
+        raise ValueError(f"{program} has {len(program.results)} results, got {len(results)} dtypes for them")
+    carriers = {CARRIER_OF[s] for s in results}
+    if len(carriers) > 1:
+        raise ValueError(f"{program}: results stored as {', '.join(results)} need two carriers; expected one")
+    (carrier,) = carriers
     elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
-    carrier: Type = CARRIER_OF[result]
-    words: list[Expr] = []
-    draws: list[int] = []
-    for number, s in enumerate(program.statements):
-        random = None
-        if s.rounding is not None and s.rounding.mode.random_bits:
-            random = param(f"r{number}", "u32")
-            words.append(random)
-            draws.append(number)
+    randoms: list[Expr] = []
+    draws: list[Word] = []
+    for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
+        random = param(f"r{number}", "u32") if _draws(s) else None
+        if random is not None:
+            randoms.append(random)
+            draws.append(word)
         operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
         values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
-    last = program.statements[-1]
-    if last.rounding is not None:
-        _fits(last.rounding, result)
-    elif any(not FORMAT_OF[s].within(FORMAT_OF[result]) for s in loads):
-        raise ValueError(f"{program}: an exact result of {', '.join(loads)} operands does not fit {result}")
-    body = Function("map", (*elements, *words), (store(values[last.target], result),))
-    return Map(body, loads, result, tuple(draws))
+    grids = _grids(program, loads, carrier)
+    for name, result in zip(program.results, results, strict=True):
+        if not grids[name].within(FORMAT_OF[result]):
+            raise ValueError(
+                f"{program}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
+                "use a wider dtype"
+            )
+    stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
+    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(draws))
+
+
+def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[str, Format]:
+    """A format that holds every value of a name: what it is rounded to, or what exact operands hold."""
+    widest = FORMAT_OF["f32" if carrier == "f32" else "f64"]
+    grids = {f"x{i}": FORMAT_OF[s] for i, s in enumerate(loads)}
+    for s in program.statements:
+        found = [grids[o] if isinstance(o, str) else widest for o in s.operands]
+        holds = next((f for f in found if all(other.within(f) for other in found)), widest)
+        grids[s.target] = s.rounding.format if s.rounding is not None else holds
+    return grids
 
 
 def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:

@@ -93,6 +93,12 @@ def _is_binary32(*args: Expr) -> bool:
     return all(a.op == "widen" for a in args)
 
 
+def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
+    """x within [low, high]; a zero keeps its sign beside a bound of zero, a NaN itself, and ``high`` wins over ``low``."""
+    risen = select(x < low, low, x)
+    return Wide(select(high < risen, high, risen))
+
+
 def _product(a: Expr, b: Expr) -> Wide:
     value = a * b
     # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64.
@@ -144,6 +150,8 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("identity", 1, Wide, exact=True),
     Operator("neg", 1, lambda x: Wide(negate(x)), exact=True),
     Operator("abs", 1, lambda x: Wide(absolute(x)), exact=True),
+    Operator("relu", 1, lambda x: Wide(select(x < 0.0, 0.0, x)), exact=True),
+    Operator("clamp", 3, _clamped, exact=True),
     Operator("add", 2, two_sum, lambda a, b: a + b),
     Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
     Operator("mul", 2, _product, lambda a, b: a * b, residual=True),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from typing import Final
 
+import torch
 from torch import fx
 
 from fxround.graph import ORIGIN, settle
@@ -20,6 +21,7 @@ from fxround.passes.assign import assign
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.entries import add_random_state, round_entries
+from fxround.passes.fuse import fuse
 from fxround.passes.normalize import normalize
 from fxround.passes.pointwise import lower_pointwise
 from fxround.passes.reductions import lower_reductions
@@ -61,4 +63,16 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return lowered
 
 
-__all__ = ["PIPELINE", "Plan", "lower"]
+def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
+    """A new graph of the same bits in fewer passes over memory; ``lowered``, which can be read, stays as it is.
+
+    Raises VerificationError if a fused value has another shape or dtype than before.
+    """
+    fused = fuse(lowered)
+    settle(fused, [node for node in fused.graph.nodes if node.target is torch.ops.fxround.fused.default])
+    verify(fused, fuse.__name__)
+    fused.recompile()
+    return fused
+
+
+__all__ = ["PIPELINE", "Plan", "lower", "optimize"]

@@ -11,8 +11,10 @@ moved, or native with a reason. A violation is a defect of fxround and raises Ve
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.errors import VerificationError
@@ -28,13 +30,14 @@ def verify(graph: fx.GraphModule, name: str) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         raise VerificationError(f"after {name}: the graph is malformed: {error}") from error
     for key, (before, now) in changed.items():
-        if isinstance(before, torch.Tensor) and _described(before) != _described(now):
+        if _described(before) != _described(now):
             raise VerificationError(f"after {name}: {key} was {_described(before)}, now it is {_described(now)}")
 
 
-def _described(value: torch.Tensor) -> str:
-    """Sizes that depend on data are renamed by every recomputation: compare them by kind."""
-    return re.sub(r"\bu\d+\b", "u", f"{value.dtype} {tuple(value.shape)}")
+def _described(value: Any) -> list[str]:
+    """The tensors of a value. Sizes that depend on data are renamed by every recomputation: compare them by kind."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [re.sub(r"\bu\d+\b", "u", f"{leaf.dtype} {tuple(leaf.shape)}") for leaf in leaves]
 
 
 def verify_accounted(graph: fx.GraphModule) -> None:

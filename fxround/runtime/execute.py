@@ -21,13 +21,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxround.kernel import Map
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.program import Program
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.threads import split
-from fxround.specialize import map_kernel
+from fxround.specialize import fused_kernel, map_kernel
 
 STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float32: "f32",
@@ -66,8 +67,12 @@ class Draw:
 
     def key(self) -> Any:
         """Four u32 words, as a C array."""
-        seed = self.seed & ((1 << 64) - 1)
-        return (ctypes.c_uint32 * 4)(seed & _WORD, seed >> 32, self.sample & _WORD, self.node & _WORD)
+        return self.keys((self.node,))
+
+    def keys(self, nodes: Sequence[int]) -> Any:
+        """Seed and sample in three u32 words, then a word for each of the nodes (at least one), as a C array."""
+        words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
+        return (ctypes.c_uint32 * len(words))(*words)
 
 
 def storage_of(x: Tensor, what: str) -> Storage:
@@ -123,15 +128,48 @@ def run_map(
     out: Tensor | None = None,
 ) -> Tensor:
     """The program over operands that broadcast; ``out``: a row-major tensor to write into."""
-    loads = tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
+    kernel = map_kernel(program, _loads(operands), _result_storage(dtype))
+    (result,) = _run_map(kernel, operands, draw.key(), (out,))
+    return result
+
+
+def run_fused(
+    program: Program,
+    operands: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    draw: Draw,
+    nodes: Sequence[int],
+    outs: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """A fused program: a node number for each statement that draws, and one tensor a result.
+
+    outs: row-major tensors to write into, None for a new one; an operand of the same shape and dtype may be one.
+    """
+    kernel = fused_kernel(program, _loads(operands), tuple(_result_storage(dtype) for dtype in dtypes))
+    if len(nodes) < len(kernel.draws):
+        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+    return _run_map(kernel, operands, draw.keys(nodes), outs or (None,) * len(dtypes))
+
+
+def _loads(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
+    return tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
+
+
+def _result_storage(dtype: torch.dtype) -> Storage:
     if dtype not in STORAGES:
         raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
-    kernel = map_kernel(program, loads, STORAGES[dtype])
+    return STORAGES[dtype]
+
+
+def _run_map(kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None]) -> list[Tensor]:
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    result = torch.empty(shape, dtype=dtype) if out is None else out
+    results = [
+        torch.empty(shape, dtype=dtype_of(storage)) if out is None else out
+        for storage, out in zip(kernel.results, outs, strict=True)
+    ]
     total = math.prod(shape)
     if total == 0:
-        return result
+        return results
     views = [x.detach().expand(shape) for x in operands]
     sizes, strides = _collapse(shape, [list(v.stride()) for v in views])
     if len(sizes) > MAX_DIMS:
@@ -140,13 +178,12 @@ def run_map(
     access = tuple(_access(sizes, s) for s in strides)
     variant = MapVariant(kernel, access)
     run = native(variant.digest, build_map, variant, "map", _MAP)
-    pointers = _array([v.data_ptr() for v in views])
-    shape_, steps, key = _array(sizes), _array([s for operand in strides for s in operand]), draw.key()
-    fixed = (total, len(sizes))
-    addresses = (shape_, pointers, steps, ctypes.c_void_p(result.data_ptr()), key)
+    pointers, targets = _array([v.data_ptr() for v in views]), _array([r.data_ptr() for r in results])
+    shape_, steps = _array(sizes), _array([s for operand in strides for s in operand])
+    addresses = (shape_, pointers, steps, targets, key)
     blocks = -(-total // BLOCK)
-    split(lambda lo, hi: run(lo, hi, *fixed, *addresses), blocks, _ENOUGH // BLOCK)
-    return result
+    split(lambda lo, hi: run(lo, hi, total, len(sizes), *addresses), blocks, _ENOUGH // BLOCK)
+    return results
 
 
 def dtype_of(storage: Storage) -> torch.dtype:

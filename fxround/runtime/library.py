@@ -24,7 +24,7 @@ from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
 from fxround.runtime.contractions import Right, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
-from fxround.runtime.execute import Draw, run_map, storage_of
+from fxround.runtime.execute import Draw, run_fused, run_map, storage_of
 from fxround.specialize import contract_kernel
 
 NAMESPACE: Final = "fxround"
@@ -41,6 +41,23 @@ def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tenso
 def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
     shape = torch.broadcast_shapes(*(x.shape for x in xs))
     return xs[0].new_empty(shape, dtype=dtype)
+
+
+def fused(
+    xs: Sequence[Tensor], program: str, dtypes: Sequence[torch.dtype], rng: Tensor, nodes: Sequence[int]
+) -> list[Tensor]:
+    """A chain of rounded pointwise operations in one pass over memory: the bits of one call each.
+
+    nodes: the number of each operation that draws, in order.
+    """
+    return run_fused(texts.program(program), xs, dtypes, Draw.of(rng, 0), nodes)
+
+
+def _fused_fake(
+    xs: Sequence[Tensor], program: str, dtypes: Sequence[torch.dtype], rng: Tensor, nodes: Sequence[int]
+) -> list[Tensor]:
+    shape = torch.broadcast_shapes(*(x.shape for x in xs))
+    return [xs[0].new_empty(shape, dtype=dtype) for dtype in dtypes]
 
 
 def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
@@ -97,12 +114,13 @@ _GEOMETRY: Final = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
 )
 _TAIL: Final = "str accumulate, str rounding, Tensor rng, int node) -> Tensor"
-_OPERATORS: Final[tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...]] = (
+_OPERATORS: Final[tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]] = (
     (
         "pointwise(Tensor[] xs, str program, ScalarType dtype, Tensor rng, int node) -> Tensor",
         pointwise,
         _pointwise_fake,
     ),
+    ("fused(Tensor[] xs, str program, ScalarType[] dtypes, Tensor rng, int[] nodes) -> Tensor[]", fused, _fused_fake),
     (f"matmul(Tensor a, Tensor b, {_TAIL}", matmul, _matmul_fake),
     (
         f"convolution(Tensor x, Tensor w, {_GEOMETRY}, {_TAIL}",

@@ -29,12 +29,18 @@ Key = tuple[int, int, int, int]
 
 
 def map_(kernel: Map, operands: list[Array], key: Key) -> Array:
-    """operands: stored elements (16-bit codes as uint32) that broadcast."""
+    """operands: stored elements (16-bit codes as uint32) that broadcast. The kernel's one result."""
+    (result,) = maps(kernel, operands, key[:3], (key[3],))
+    return result
+
+
+def maps(kernel: Map, operands: list[Array], key: tuple[int, int, int], nodes: tuple[int, ...]) -> tuple[Array, ...]:
+    """The same for a kernel of several results and nodes. key: seed low, seed high, sample."""
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     index = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
-    words = [random_function(draw).evaluate(index, *key)[0] for draw in kernel.draws]
+    words = [random_function(word.draw).evaluate(index, *key, nodes[word.node])[0] for word in kernel.draws]
     full = [np.broadcast_to(x, shape) for x in operands]
-    return kernel.body.evaluate(*full, *words)[0]
+    return tuple(kernel.body.evaluate(*full, *words))
 
 
 class Streams:

@@ -4,7 +4,7 @@ What is true here. Every kernel is one ``__global__`` function over raw pointers
 that share a Philox block; a Reduce, Scan or Contract gives a thread one output element, whose chains, stream
 and order are its own. Sizes and steps are arguments, so a text serves every shape.
 
-    map       (layout, out, x0, x1, ..., key)                    layout: sizes of the result, steps of each operand
+    map       (layout, out, out1, ..., x0, x1, ..., key, node1, ...)   layout: sizes of the result, steps of each operand
     reduce    (results, length, inner, out, x, key)              x: (outer, length, inner), row-major
     scan      (lines, length, inner, out, x, key)                the same, out like x
     contract  (shape, out, a, b, key)                            out: (batch, rows, columns), row-major; see ``SHAPE``
@@ -140,22 +140,22 @@ _MAP: Final = """\
         const i64 at = (i64)(rest % layout.sizes[d]);
         rest /= layout.sizes[d];
 {walk}      }}
-      out[i] = {value};
-    }}
+{store}    }}
   }}
 """
 
 
 def _map(kernel: Map) -> str:
     name, operands = kernel_name(kernel), range(len(kernel.loads))
-    words = [_words(f"{name}_words{d}", d) for d in kernel.draws]
-    key = "key.seed_low, key.seed_high, key.sample, key.node"
+    drawn = list(enumerate(kernel.draws))
+    words = [_words(f"{name}_words{d}", word.draw) for d, word in drawn]
+    nodes = ["key.node", *(f"node{n}" for n in range(1, kernel.nodes))]
     draws = "".join(
-        f"    u32 r{d}[4];\n    {w.name}(q, {key}, r{d}[0], r{d}[1], r{d}[2], r{d}[3]);\n"
-        for d, w in zip(kernel.draws, words, strict=True)
+        f"    u32 r{d}[4];\n    {w.name}(q, key.seed_low, key.seed_high, key.sample, {nodes[word.node]}, "
+        f"r{d}[0], r{d}[1], r{d}[2], r{d}[3]);\n"
+        for (d, word), w in zip(drawn, words, strict=True)
     )
-    elements = [_element(s, f"x{n}[o{n}]") for n, s in enumerate(kernel.loads)]
-    call = f"{name}_body({', '.join([*elements, *(f'r{d}[word]' for d in kernel.draws)])})"
+    arguments = [*(_element(s, f"x{n}[o{n}]") for n, s in enumerate(kernel.loads)), *(f"r{d}[word]" for d, _ in drawn)]
     body = _MAP.format(
         last=BLOCK - 1,
         block=BLOCK,
@@ -163,16 +163,31 @@ def _map(kernel: Map) -> str:
         draws=draws,
         offsets=", ".join(f"o{n} = 0" for n in operands),
         walk="".join(f"        o{n} += at * layout.steps[{n}][d];\n" for n in operands),
-        value=_stored(kernel.result, call),
+        store=_map_store(kernel, f"{name}_body", arguments),
     )
+    outs = ["out", *(f"out{n}" for n in range(1, len(kernel.results)))]
     parameters = [
         f"const Layout<{len(kernel.loads)}> layout",
-        _pointer(kernel.result, "out", readonly=False),
+        *(_pointer(s, out, readonly=False) for s, out in zip(kernel.results, outs, strict=True)),
         *(_pointer(s, f"x{n}") for n, s in enumerate(kernel.loads)),
         "const Key key",
+        *(f"const u32 {node}" for node in nodes[1:]),
     ]
     functions = "".join(map(device_function, words)) + device_function(kernel.body, f"{name}_body")
     return functions + _global(name, parameters, body)
+
+
+def _map_store(kernel: Map, body: str, arguments: list[str]) -> str:
+    if len(kernel.results) == 1:
+        call = f"{body}({', '.join(arguments)})"
+        return f"      out[i] = {_stored(kernel.results[0], call)};\n"
+    types = [TYPES[r.type] for r in kernel.body.results]
+    values = [f"value{n}" for n in range(len(types))]
+    lines = [f"{t} {v};" for t, v in zip(types, values, strict=True)]
+    lines.append(f"{body}({', '.join([*arguments, *values])});")
+    for n, (storage, value) in enumerate(zip(kernel.results, values, strict=True)):
+        lines.append(f"out{n or ''}[i] = {_stored(storage, value)};")
+    return "".join(f"      {line}\n" for line in lines)
 
 
 # ---- one thread, one output element ----

@@ -68,21 +68,22 @@ def lanes_of(body: Function) -> int:
 
 
 def build_map(variant: MapVariant) -> str:
-    """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, out, key)``.
+    """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, outs, key)``.
 
-    begin, end: block numbers. sizes: ndim. operands: one pointer each. strides: operand by operand,
-    ndim each, in elements. key: seed low, seed high, sample, node.
+    begin, end: block numbers. sizes: ndim. operands, outs: one pointer each. strides: operand by operand,
+    ndim each, in elements. key: seed low, seed high, sample, then the node numbers.
     """
     kernel = variant.kernel
     module = ir.Module("map")
     args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
-    b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("out", PTR), ("key", PTR)])
+    b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
     lanes = lanes_of(kernel.body)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
     buffers = [scratch(b, MEMORY[s], BLOCK) for s in kernel.loads]
-    ends = scratch(b, MEMORY[kernel.result], BLOCK)
+    outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
+    ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
     random = [scratch(b, I32, BLOCK) for _ in kernel.draws]
-    key = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(4)]
+    key = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3 + kernel.nodes)]
     with count(b, a["begin"], a["end"]) as block:
         base = b.mul(block, I64(BLOCK))
         left = b.sub(a["total"], base)
@@ -92,9 +93,10 @@ def build_map(variant: MapVariant) -> str:
             _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number)
             for i, access in enumerate(variant.access)
         ]
-        for draw, words in zip(kernel.draws, random, strict=True):
-            _draw(b, draw, words, block, key)
-        target = b.select(short, ends, at(b, a["out"], base, MEMORY[kernel.result]))
+        for word, words in zip(kernel.draws, random, strict=True):
+            _draw(b, word.draw, words, block, [*key[:3], key[3 + word.node]])
+        heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
+        targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
         with count(b, I64(0), I64(BLOCK), lanes) as i:
             values = [
                 splat(b, load_vector(b, source, s, 1), lanes)
@@ -104,10 +106,11 @@ def build_map(variant: MapVariant) -> str:
             ]
             vector = ir.VectorType(I32, lanes)
             values += [b.load(at(b, words, i, I32), typ=vector, align=4) for words in random]
-            (result,) = emit(kernel.body, b, values, lanes)
-            store_vector(b, result, at(b, target, i, MEMORY[kernel.result]), kernel.result, lanes)
+            for value, target, s in zip(emit(kernel.body, b, values, lanes), targets, kernel.results, strict=True):
+                store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
         with b.if_then(short):
-            copy_elements(b, at(b, a["out"], base, MEMORY[kernel.result]), ends, number, MEMORY[kernel.result])
+            for head, end, s in zip(heads, ends, kernel.results, strict=True):
+                copy_elements(b, head, end, number, MEMORY[s])
     b.ret_void()
     return str(module)
 
