@@ -12,8 +12,9 @@ applied; equal kernels have equal digests, and the digest is the key of all comp
     Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
 Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; a fused chain
-draws for each operation what it would have drawn alone. Random words of the others come from one MWC64X stream per output element (Reduce: per chain, stream number element * chains +
-chain): a step, a combination and a finish that draw advance it once each, in the order of the formula.
+draws for each operation what it would have drawn alone. Random words of the others come from one MWC64X stream per
+output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
+draw advance it once each, in the order of the formula.
 
 Why it is safe. A kernel is frozen and knows no target: what LLVM, CUDA and NumPy make of it can be compared.
 

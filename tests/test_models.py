@@ -53,6 +53,12 @@ def test_no_float_operation_is_left_unrounded(case: Case) -> None:
     assert case.stochastic.coverage().unrounded == ()
 
 
+def test_fusion_changes_no_bit(case: Case) -> None:
+    compiled = fxround.compile(case.example.model, "stochastic", example_inputs=case.inputs, seed=3, fuse=False)
+    assert compiled._latest is not None and compiled._latest.running is compiled._latest.lowered
+    assert torch.equal(case.run(compiled), case.run(case.stochastic))
+
+
 def test_a_second_run_and_one_thread_give_the_same_bits(case: Case) -> None:
     first = case.run(case.stochastic)
     assert torch.equal(case.run(case.stochastic), first)

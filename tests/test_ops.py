@@ -74,7 +74,8 @@ def test_no_operator_has_both_a_formula_and_a_final_rule() -> None:
 def test_bodies_name_arguments_of_the_operator() -> None:
     for name, rule in RULES.items():
         positions = [int(p) for p in re.findall(r"\{(\d+)\}", rule.body)]
-        assert (rule.kind in ("pointwise", "elementary")) == bool(positions), name
+        assert bool(positions) == (rule.kind in ("pointwise", "elementary") or bool(rule.body)), name
+        assert not rule.body or rule.kind in ("pointwise", "elementary", "exact"), name
         assert all(p < len(overload(name)._schema.arguments) for p in positions), name
 
 

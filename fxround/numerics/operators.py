@@ -94,7 +94,7 @@ def _is_binary32(*args: Expr) -> bool:
 
 
 def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
-    """x within [low, high]; a zero keeps its sign beside a bound of zero, a NaN itself, and ``high`` wins over ``low``."""
+    """x within [low, high]: a zero keeps its sign beside a bound of zero, a NaN itself; ``high`` wins over ``low``."""
     risen = select(x < low, low, x)
     return Wide(select(high < risen, high, risen))
 

@@ -9,7 +9,7 @@ Why it is safe. Two units are merged only if no path leaves one and enters the o
 merged graph has no circle; a value between two statements is a value of the format that its tensor would have had.
 
     before   %c = fxround.pointwise([%a, %b], "t0 = mul(x0, x1) @ R"); %e = fxround.pointwise([%c, %d], "t0 = add(...
-    after    %fused = fxround.fused([%a, %b, %d], "t0 = mul(x0, x1) @ R; t1 = add(t0, x2) @ R", [float32], %rng, [4, 6])
+    after    %fused = fxround.fused([%a, %b, %d], "t0 = mul(x0, x1) @ R; t1 = add(t0, x2) @ R", "f32", %rng, [4, 6])
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def _emit(graph: fx.GraphModule, fused: fx.Graph, unit: Unit, made: dict[fx.Node
     stored = [node for node in unit.nodes if any(user not in own for user in node.users)]
     text = _text(unit, operands, stored)
     numbers = [number for step in unit.steps for number in step.numbers]
-    dtypes = [node.meta["val"].dtype for node in stored]
-    args = ([made[o] for o in operands], text, dtypes, made[rng_of(graph)], numbers)
+    results = " ".join(STORAGES[node.meta["val"].dtype] for node in stored)
+    args = ([made[o] for o in operands], text, results, made[rng_of(graph)], numbers)
     node = fused.create_node("call_function", torch.ops.fxround.fused.default, args, name=f"{stored[-1].name}_fused")
     node.meta = _origin(unit.nodes[-1])
     node.meta["val"] = [n.meta["val"] for n in stored]

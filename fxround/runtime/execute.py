@@ -136,7 +136,7 @@ def run_map(
 def run_fused(
     program: Program,
     operands: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
+    results: tuple[Storage, ...],
     draw: Draw,
     nodes: Sequence[int],
     outs: Sequence[Tensor | None] = (),
@@ -145,10 +145,10 @@ def run_fused(
 
     outs: row-major tensors to write into, None for a new one; an operand of the same shape and dtype may be one.
     """
-    kernel = fused_kernel(program, _loads(operands), tuple(_result_storage(dtype) for dtype in dtypes))
+    kernel = fused_kernel(program, _loads(operands), results)
     if len(nodes) < len(kernel.draws):
         raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
-    return _run_map(kernel, operands, draw.keys(nodes), outs or (None,) * len(dtypes))
+    return _run_map(kernel, operands, draw.keys(nodes), outs or (None,) * len(results))
 
 
 def _loads(operands: Sequence[Tensor]) -> tuple[Storage, ...]:

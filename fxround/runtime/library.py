@@ -24,7 +24,7 @@ from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
 from fxround.runtime.contractions import Right, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
-from fxround.runtime.execute import Draw, run_fused, run_map, storage_of
+from fxround.runtime.execute import Draw, dtype_of, run_fused, run_map, storage_of
 from fxround.specialize import contract_kernel
 
 NAMESPACE: Final = "fxround"
@@ -43,21 +43,19 @@ def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng:
     return xs[0].new_empty(shape, dtype=dtype)
 
 
-def fused(
-    xs: Sequence[Tensor], program: str, dtypes: Sequence[torch.dtype], rng: Tensor, nodes: Sequence[int]
-) -> list[Tensor]:
+def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
     """A chain of rounded pointwise operations in one pass over memory: the bits of one call each.
 
-    nodes: the number of each operation that draws, in order.
+    results: how each result is stored, as in ``f32 bf16``. nodes: the number of each operation that draws, in order.
     """
-    return run_fused(texts.program(program), xs, dtypes, Draw.of(rng, 0), nodes)
+    if not xs:
+        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
+    return run_fused(texts.program(program), xs, texts.storages(results), Draw.of(rng, 0), nodes)
 
 
-def _fused_fake(
-    xs: Sequence[Tensor], program: str, dtypes: Sequence[torch.dtype], rng: Tensor, nodes: Sequence[int]
-) -> list[Tensor]:
+def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
     shape = torch.broadcast_shapes(*(x.shape for x in xs))
-    return [xs[0].new_empty(shape, dtype=dtype) for dtype in dtypes]
+    return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in texts.storages(results)]
 
 
 def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
@@ -120,7 +118,7 @@ _OPERATORS: Final[tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
         pointwise,
         _pointwise_fake,
     ),
-    ("fused(Tensor[] xs, str program, ScalarType[] dtypes, Tensor rng, int[] nodes) -> Tensor[]", fused, _fused_fake),
+    ("fused(Tensor[] xs, str program, str results, Tensor rng, int[] nodes) -> Tensor[]", fused, _fused_fake),
     (f"matmul(Tensor a, Tensor b, {_TAIL}", matmul, _matmul_fake),
     (
         f"convolution(Tensor x, Tensor w, {_GEOMETRY}, {_TAIL}",

@@ -11,14 +11,25 @@ Why it is safe. Every parsed object is frozen, so sharing it changes nothing.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, cast, get_args
 
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.storage import Storage
 from fxround.program import Program
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
 accumulation: Final = lru_cache(maxsize=1024)(Accumulation.parse)
 order: Final = lru_cache(maxsize=64)(Order.parse)
+
+
+@lru_cache(maxsize=256)
+def storages(text: str) -> tuple[Storage, ...]:
+    """``f32 bf16`` as storages. Raises ValueError for a name that is none."""
+    names = get_args(Storage)
+    for name in text.split():
+        if name not in names:
+            raise ValueError(f"{name!r} is no storage; expected some of {', '.join(names)}")
+    return cast(tuple[Storage, ...], tuple(text.split()))

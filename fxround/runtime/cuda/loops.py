@@ -4,7 +4,7 @@ What is true here. Every kernel is one ``__global__`` function over raw pointers
 that share a Philox block; a Reduce, Scan or Contract gives a thread one output element, whose chains, stream
 and order are its own. Sizes and steps are arguments, so a text serves every shape.
 
-    map       (layout, out, out1, ..., x0, x1, ..., key, node1, ...)   layout: sizes of the result, steps of each operand
+    map       (layout, out, out1, ..., x0, x1, ..., key, node1, ...)   layout: sizes of the results, steps of operands
     reduce    (results, length, inner, out, x, key)              x: (outer, length, inner), row-major
     scan      (lines, length, inner, out, x, key)                the same, out like x
     contract  (shape, out, a, b, key)                            out: (batch, rows, columns), row-major; see ``SHAPE``
