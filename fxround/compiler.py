@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -54,7 +54,8 @@ def compile(
     format or a rounding as text, a path to a TOML file, a dict or a Policy. example_inputs: captures at once (a
     tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
     strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
-    all random bits.
+    all random bits. fuse: whether chains of pointwise operations run in one pass over memory, which changes no bit;
+    False runs ``compiled.graph`` node by node.
 
     Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
     UnsupportedRounding when the model is captured.
@@ -220,9 +221,9 @@ class RoundedModule(nn.Module):
 
         What is captured is lowered anew, not captured anew. Raises PolicyError and what lowering raises.
         """
-        other = RoundedModule(self.source, Policy.parse(policy), strict, *self.rng.tolist())
+        other = RoundedModule(self.source, Policy.parse(policy), strict, *self.rng.tolist(), fuse=self.fuse)
         for key, entries in self._entries.items():
-            other._entries[key] = [replace(e, lowered=other._lowered(e.captured)) for e in entries]
+            other._entries[key] = [other._lowered(entry.captured) for entry in entries]
             if self._latest in entries:
                 other._latest = other._entries[key][entries.index(self._latest)]
         return other
@@ -310,13 +311,13 @@ class RoundedModule(nn.Module):
         _require_arguments(self.source, args, kwargs)
         _require_dtypes(self.source, args, kwargs)
         captured = capture(self.source, args, kwargs, decompositions())
-        lowered = self._lowered(captured)
+        return self._lowered(captured)
+
+    def _lowered(self, captured: Captured) -> Entry:
+        strict = self.policy.strict if self.strict is None else self.strict
+        lowered = lower(captured.graph, Plan(self.policy, strict))
         running = optimize(lowered) if self.fuse else lowered
         return Entry(captured, lowered, running, tuple(_owner(self.source, port) for port in captured.inputs))
-
-    def _lowered(self, captured: Captured) -> fx.GraphModule:
-        strict = self.policy.strict if self.strict is None else self.strict
-        return lower(captured.graph, Plan(self.policy, strict))
 
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the

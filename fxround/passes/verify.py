@@ -30,14 +30,14 @@ def verify(graph: fx.GraphModule, name: str) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         raise VerificationError(f"after {name}: the graph is malformed: {error}") from error
     for key, (before, now) in changed.items():
-        if _described(before) != _described(now):
+        if before is not None and _described(before) != _described(now):
             raise VerificationError(f"after {name}: {key} was {_described(before)}, now it is {_described(now)}")
 
 
-def _described(value: Any) -> list[str]:
+def _described(value: Any) -> str:
     """The tensors of a value. Sizes that depend on data are renamed by every recomputation: compare them by kind."""
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [re.sub(r"\bu\d+\b", "u", f"{leaf.dtype} {tuple(leaf.shape)}") for leaf in leaves]
+    return ", ".join(re.sub(r"\bu\d+\b", "u", f"{leaf.dtype} {tuple(leaf.shape)}") for leaf in leaves)
 
 
 def verify_accounted(graph: fx.GraphModule) -> None:
