@@ -24,7 +24,7 @@ from benchmarks.harness import header, medians, table
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.runtime.compiled import current_machine
-from fxround.runtime.llvm.contract import tile_for
+from fxround.runtime.contractions import scratch_of
 from fxround.runtime.llvm.engine import compile_module
 from fxround.specialize import contract_kernel
 
@@ -129,7 +129,7 @@ done:
 def scratch_megabytes(accumulate: str) -> float:
     """What one thread packs into for a long contraction."""
     kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse(STORE), ("f32", "f32"), "f32")
-    return tile_for(kernel, current_machine()).scratch_bytes(448, kernel.chunk or 512) / 1e6
+    return scratch_of(kernel, 1, 4096, 4096, 4096) / 1e6
 
 
 def main() -> None:

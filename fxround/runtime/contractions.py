@@ -22,15 +22,18 @@ from torch import Tensor
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.execute import Draw, dtype_of
-from fxround.runtime.llvm.contract import build_contract, tile_for
+from fxround.runtime.llvm.contract import build_contract
+from fxround.runtime.llvm.render import bytes_of
+from fxround.runtime.llvm.tile import ContractVariant, tile_for
 from fxround.runtime.threads import split
 
-_CONTRACT: Final = signature(13, 7)
+_CONTRACT: Final = signature(14, 7)
 # A thread is worth waking for this many steps.
 _ENOUGH: Final = 1 << 15
-# Rows of a chunk and steps of a block: the parked accumulators and the packed panel stay in the second-level cache.
-_CHUNK: Final = 448
-_BLOCK: Final = 512
+# Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
+_BLOCK: Final = 256
+_CHUNK_BYTES: Final = 1 << 19
+_PARKED_BYTES: Final = 1 << 20
 
 
 @lru_cache(maxsize=256)
@@ -69,21 +72,49 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    variant = tile_for(kernel, current_machine())
-    run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
-    panels = -(-columns // variant.width)
-    chunks = -(-rows // (_CHUNK if batch * panels >= 2 * torch.get_num_threads() else _CHUNK // 4))
-    chunk = -(-rows // chunks)
-    items = batch * panels * -(-rows // chunk)
     block = kernel.chunk or min(max(length, 1), _BLOCK)
-    sizes = (rows, columns, length, panels, chunk, block, groups, *a.stride(), right.step)
+    variant = tile_for(kernel, current_machine(), max(block, _BLOCK))
+    run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
+    panels = _ceiling(columns, variant.width)
+    chunk, wide = _cut(variant, batch, rows, panels)
+    items = batch * _ceiling(rows, chunk) * _ceiling(panels, wide)
+    sizes = (rows, columns, length, panels, chunk, wide, block, groups, *a.stride(), right.step)
     tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
     pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in tensors)
     key = draw.key()
 
     def work(begin: int, end: int) -> None:
-        scratch = torch.empty(variant.scratch_bytes(chunk, block), dtype=torch.uint8)
+        scratch = torch.empty(variant.scratch_bytes(chunk, wide, block), dtype=torch.uint8)
         run(begin, end, *sizes, *pointers, ctypes.c_void_p(scratch.data_ptr()), key)
 
-    split(work, items, max(1, _ENOUGH // max(1, chunk * variant.width * length)))
+    split(work, items, max(1, _ENOUGH // max(1, chunk * wide * variant.width * length)))
     return result
+
+
+def _cut(variant: ContractVariant, batch: int, rows: int, panels: int) -> tuple[int, int]:
+    """Rows and panels of an item: as many as the scratch allows, and some items for every thread."""
+    tallest = max(variant.rows[0], _CHUNK_BYTES // (variant.pitch * bytes_of(variant.kernel.accumulator)))
+    chunk = _even(rows, tallest, variant.rows[0])
+    widest = max(1, _PARKED_BYTES // (chunk * variant.width * variant.parked_bytes))
+    threads = torch.get_num_threads()
+    if threads > 1:
+        share = batch * _ceiling(rows, chunk)
+        widest = min(widest, max(1, panels * share // (2 * threads)))
+    return chunk, _even(panels, widest, 1)
+
+
+def _even(total: int, most: int, unit: int) -> int:
+    """The size of equal parts of ``total``, at most about ``most``, a multiple of ``unit`` if there are several."""
+    parts = _ceiling(total, most)
+    return total if parts == 1 else _ceiling(_ceiling(total, parts), unit) * unit
+
+
+def _ceiling(n: int, parts: int) -> int:
+    return -(-n // parts)
+
+
+def scratch_of(kernel: Contract, batch: int, rows: int, columns: int, length: int) -> int:
+    """Bytes that one thread packs and parks in."""
+    block = kernel.chunk or min(max(length, 1), _BLOCK)
+    variant = tile_for(kernel, current_machine(), max(block, _BLOCK))
+    return variant.scratch_bytes(*_cut(variant, batch, rows, _ceiling(columns, variant.width)), block)

@@ -1,0 +1,218 @@
+"""Packing: the operands of a contraction, lifted to the accumulator's type, where a tile reads them in a row.
+
+What is true here. A row of the first operand is copied along k; a panel of the second one step by step, ``width``
+columns each. Where the columns of a vector lie decides how they are read, and nothing else: side by side, in two
+runs (the windows of an image that meet the end of a line), along k (a transposed matrix), or anywhere.
+
+Why it is safe. A lane without a column is not read: it is zero, computes on zeros, and is dropped.
+
+    before   im2col: every window of the image, copied
+    after    pack_right: a block of one panel, again and again in the same scratch
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from fxround.numerics.storage import ELEMENT_OF
+from fxround.runtime.llvm.loops import I32, I64, MEMORY, MEMORY_BYTES, PTR, at, count, iota, load_vector, transpose
+from fxround.runtime.llvm.render import llvm_type, splat
+from fxround.runtime.llvm.tile import Block, Item, lift, load_lifted
+
+BOOL = ir.IntType(1)
+
+
+def pack_left(item: Item, block: Block) -> None:
+    """The item's rows of the first operand, ``pitch`` apart."""
+    b, a = item.b, item.a
+    whole = b.and_(block.steps, I64(-item.lanes))
+    along = b.icmp_signed("==", a["a_k"], I64(1))
+    across = b.and_(b.icmp_signed("==", a["a_row"], I64(1)), b.icmp_signed(">", whole, I64(0)))
+    with b.if_else(along) as (vectors, others):
+        with vectors, count(b, item.first_row, item.last_row) as row:
+            with count(b, I64(0), whole, item.lanes) as i:
+                value = load_lifted(item, 0, _left(item, row, b.add(block.k, i)), item.lanes)
+                b.store(value, _packed(item, row, i), align=4)
+            _copy(item, block, row, whole)
+        with others, b.if_else(across) as (turned, scalars):
+            with turned:
+                _turn_left(item, block, whole)
+            with scalars, count(b, item.first_row, item.last_row) as row:
+                _copy(item, block, row, I64(0))
+
+
+def _left(item: Item, row: Any, k: Any) -> Any:
+    b, a = item.b, item.a
+    offset = b.add(item.a_base, b.add(b.mul(row, a["a_row"]), b.mul(k, a["a_k"])))
+    return at(b, a["a"], offset, MEMORY[item.kernel.loads[0]])
+
+
+def _packed(item: Item, row: Any, step: Any) -> Any:
+    b = item.b
+    return at(b, item.left, b.add(b.mul(b.sub(row, item.first_row), I64(item.variant.pitch)), step), item.value)
+
+
+def _copy(item: Item, block: Block, row: Any, first: Any) -> None:
+    with count(item.b, first, block.steps) as i:
+        item.b.store(load_lifted(item, 0, _left(item, row, item.b.add(block.k, i)), 1), _packed(item, row, i))
+
+
+def _turn_left(item: Item, block: Block, whole: Any) -> None:
+    """Square blocks of a transposed matrix, turned in registers; what is left of rows and k one by one."""
+    b, lanes = item.b, item.lanes
+    rows = b.and_(b.sub(item.last_row, item.first_row), I64(-lanes))
+    last = b.add(item.first_row, rows)
+    with count(b, item.first_row, last, lanes) as row:
+        with count(b, I64(0), whole, lanes) as i:
+            places = [_left(item, row, b.add(block.k, b.add(i, I64(s)))) for s in range(lanes)]
+            columns = [load_vector(b, place, item.kernel.loads[0], lanes) for place in places]
+            for r, value in enumerate(transpose(b, columns)):
+                b.store(lift(item, 0, value, lanes), _packed(item, b.add(row, I64(r)), i), align=4)
+        for r in range(lanes):
+            _copy(item, block, b.add(row, I64(r)), whole)
+    with count(b, last, item.last_row) as row:
+        _copy(item, block, row, I64(0))
+
+
+def pack_right(item: Item, block: Block) -> None:
+    """Rows k ... k + steps of the panel's columns."""
+    b = item.b
+    for vector in range(item.variant.vectors):
+        columns = Columns(item, vector)
+        with b.if_else(columns.adjacent) as (side_by_side, others):
+            with side_by_side:
+                _each_step(item, block, vector, columns.read_adjacent)
+            with others, b.if_else(b.and_(columns.whole, _runs_along_k(item, block))) as (along, scattered):
+                with along:
+                    _turn_right(item, block, vector, columns)
+                with scattered, b.if_else(columns.two_runs) as (runs, anywhere):
+                    with runs:
+                        _each_step(item, block, vector, columns.read_runs)
+                    with anywhere:
+                        _each_step(item, block, vector, columns.read_anywhere)
+
+
+class Columns:
+    """Where the columns of one vector lie, and which of its lanes have one."""
+
+    def __init__(self, item: Item, vector: int) -> None:
+        self.item, b, a, lanes = item, item.b, item.a, item.lanes
+        column = b.add(item.column, I64(vector * lanes))
+        left = b.sub(a["columns"], column)
+        self.whole = b.icmp_signed(">=", left, I64(lanes))
+        some = b.icmp_signed(">", left, I64(0))
+        # A vector without any column looks at column 0 and reads nothing.
+        first = b.select(some, column, I64(0))
+        last = b.select(self.whole, b.add(column, I64(lanes - 1)), b.select(some, b.sub(a["columns"], I64(1)), I64(0)))
+        self.near, self.far = (b.load(at(b, a["b_n"], i, I64), typ=I64) for i in (first, last))
+        lane = iota(lanes)
+        self.valid = b.icmp_signed("<", lane, splat(b, left, lanes))
+        self.offsets = masked_load(b, at(b, a["b_n"], first, I64), I64, self.valid, lanes)
+        # A run ends with the last column: its lane is last - first.
+        self.begin = b.sub(self.far, b.sub(last, first))
+        upper = b.icmp_signed("==", self.offsets, b.add(splat(b, self.begin, lanes), lane))
+        lower = b.icmp_signed("==", self.offsets, b.add(splat(b, self.near, lanes), lane))
+        self.lower, self.upper = b.and_(lower, self.valid), b.and_(b.and_(upper, b.not_(lower)), self.valid)
+        self.adjacent = b.and_(self.whole, _all(b, lower, lanes))
+        self.two_runs = _all(b, b.or_(b.or_(lower, upper), b.not_(self.valid)), lanes)
+
+    def read_adjacent(self, line: Any) -> Any:
+        """One load."""
+        item = self.item
+        return load_vector(item.b, self._at(line, self.near), item.kernel.loads[1], item.lanes)
+
+    def read_runs(self, line: Any) -> Any:
+        """Two loads, each of its own lanes."""
+        item, memory = self.item, MEMORY[self.item.kernel.loads[1]]
+        low = masked_load(item.b, self._at(line, self.near), memory, self.lower, item.lanes)
+        high = masked_load(item.b, self._at(line, self.begin), memory, self.upper, item.lanes, low)
+        return self._element(high)
+
+    def read_anywhere(self, line: Any) -> Any:
+        """Each lane by its own offset."""
+        item, memory = self.item, MEMORY[self.item.kernel.loads[1]]
+        pointers = item.b.gep(line, [self.offsets], source_etype=memory)
+        pointers.type = ir.VectorType(PTR, item.lanes)
+        return self._element(gather(item.b, pointers, memory, self.valid, item.lanes))
+
+    def _at(self, line: Any, offset: Any) -> Any:
+        return at(self.item.b, line, offset, MEMORY[self.item.kernel.loads[1]])
+
+    def _element(self, value: Any) -> Any:
+        wide = ELEMENT_OF[self.item.kernel.loads[1]] == "u32"
+        return self.item.b.zext(value, llvm_type("u32", self.item.lanes)) if wide else value
+
+
+def _each_step(item: Item, block: Block, vector: int, read: Any) -> None:
+    b = item.b
+    with count(b, I64(0), block.steps) as i:
+        b.store(lift(item, 1, read(_line(item, b.add(block.k, i))), item.lanes), item.packed(i, vector), align=4)
+
+
+def _line(item: Item, k: Any) -> Any:
+    """The batch's row k of the second operand; columns are offsets from here."""
+    b, a = item.b, item.a
+    step = b.load(at(b, a["b_k"], k, I64), typ=I64)
+    return at(b, a["b"], b.add(item.b_base, step), MEMORY[item.kernel.loads[1]])
+
+
+def _runs_along_k(item: Item, block: Block) -> Any:
+    """Offsets grow with k: they are consecutive if the last is steps - 1 above the first."""
+    b, a = item.b, item.a
+    many = b.icmp_signed(">=", block.steps, I64(item.lanes))
+    ends = b.select(many, b.add(block.k, b.sub(block.steps, I64(1))), I64(0))
+    near, far = (b.load(at(b, a["b_k"], i, I64), typ=I64) for i in (b.select(many, block.k, I64(0)), ends))
+    return b.and_(many, b.icmp_signed("==", b.sub(far, near), b.sub(block.steps, I64(1))))
+
+
+def _turn_right(item: Item, block: Block, vector: int, columns: Columns) -> None:
+    """Square blocks, turned in registers; what is left of k by offsets."""
+    b, lanes = item.b, item.lanes
+    whole = b.and_(block.steps, I64(-lanes))
+    offsets = [b.extract_element(columns.offsets, I32(n)) for n in range(lanes)]
+    memory = MEMORY[item.kernel.loads[1]]
+    with count(b, I64(0), whole, lanes) as i:
+        line = _line(item, b.add(block.k, i))
+        rows = [load_vector(b, at(b, line, offset, memory), item.kernel.loads[1], lanes) for offset in offsets]
+        for step, value in enumerate(transpose(b, rows)):
+            b.store(lift(item, 1, value, lanes), item.packed(b.add(i, I64(step)), vector), align=4)
+    with count(b, whole, block.steps) as i:
+        value = columns.read_anywhere(_line(item, b.add(block.k, i)))
+        b.store(lift(item, 1, value, lanes), item.packed(i, vector), align=4)
+
+
+def _all(b: ir.IRBuilder, mask: Any, lanes: int) -> Any:
+    whole = ir.IntType(lanes)
+    return b.icmp_unsigned("==", b.bitcast(mask, whole), whole(-1))
+
+
+def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: int, others: Any = None) -> Any:
+    """The elements under the mask; the other lanes are not read, and are zero or ``others``."""
+    kind = ir.VectorType(memory, lanes)
+    others = ir.Constant(kind, [memory(0)] * lanes) if others is None else others
+    name = f"llvm.masked.load.v{lanes}{_name(memory)}.p0"
+    signature = ir.FunctionType(kind, [address.type, I32, mask.type, kind])
+    return b.call(_declared(b, name, signature), [address, I32(_bytes(memory)), mask, others])
+
+
+def gather(b: ir.IRBuilder, pointers: Any, memory: Any, mask: Any, lanes: int) -> Any:
+    """The elements at the pointers under the mask; the other lanes are not read, and are zero."""
+    kind = ir.VectorType(memory, lanes)
+    name = f"llvm.masked.gather.v{lanes}{_name(memory)}.v{lanes}p0"
+    signature = ir.FunctionType(kind, [pointers.type, I32, mask.type, kind])
+    zeros = ir.Constant(kind, [memory(0)] * lanes)
+    return b.call(_declared(b, name, signature), [pointers, I32(_bytes(memory)), mask, zeros])
+
+
+def _declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
+    return b.module.globals.get(name) or ir.Function(b.module, signature, name)
+
+
+def _name(memory: Any) -> str:
+    return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]
+
+
+def _bytes(memory: Any) -> int:
+    return 8 if memory == I64 else next(MEMORY_BYTES[s] for s, m in MEMORY.items() if m == memory)

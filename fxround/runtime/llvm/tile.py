@@ -1,0 +1,284 @@
+"""A tile of accumulators in registers: where a contraction's results begin, step, wait and end.
+
+What is true here. A tile is rows x vectors of accumulators, each lane one result with its own stream. It begins from
++0 or from what the block before has parked, takes a block's steps, and ends in the scratch or in the result.
+
+Why it is safe. Parking an accumulator does not change it, so every result sees k = 0, 1, 2, ... whatever the
+blocks, tiles and threads. ``Item._store`` is the one place where a result is written.
+
+    before   a blocked product that adds partial sums as blocks come
+    after    acc = step(a[k], b[k], acc), k = 0, 1, 2, ... in every lane
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from fxround.kernel import Contract
+from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.loops import (
+    I64,
+    MEMORY,
+    Carried,
+    at,
+    copy_elements,
+    count,
+    iota,
+    load_vector,
+    scratch,
+    store_vector,
+)
+from fxround.runtime.llvm.render import bytes_of, emit, literal, llvm_type, splat
+from fxround.runtime.llvm.streams import advance, load_key, start
+
+
+@dataclass(frozen=True)
+class ContractVariant:
+    """A Contract with its register tile: lanes of a vector, vectors of a row, and row counts to try in turn.
+
+    pitch: accumulators between two packed rows of the first operand.
+    """
+
+    kernel: Contract
+    lanes: int
+    vectors: int
+    rows: tuple[int, ...]
+    pitch: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.lanes * self.vectors
+
+    @property
+    def streams(self) -> bool:
+        """Whether accumulators have a random stream beside them."""
+        return self.kernel.draws or self.kernel.finish_draws
+
+    @property
+    def stores_from_registers(self) -> bool:
+        """Whether the store's rounding is short enough to stand beside every tile."""
+        return len(self.kernel.finish.schedule) < 16 and not self.kernel.finish_draws
+
+    @property
+    def digest(self) -> str:
+        """The key of its compiled code."""
+        return f"{self.kernel.digest}:{self.lanes}x{self.vectors}x{self.rows}:{self.pitch}"
+
+    @property
+    def parked_bytes(self) -> int:
+        """An accumulator that waits for its next block, and its stream."""
+        return bytes_of(self.kernel.accumulator) + (8 if self.streams else 0)
+
+    def scratch_bytes(self, chunk: int, wide: int, block: int) -> int:
+        """The packed rows, one panel block, and the parked results of an item of ``chunk`` rows, ``wide`` panels."""
+        value = bytes_of(self.kernel.accumulator)
+        return value * (chunk * self.pitch + block * self.width) + chunk * wide * self.width * self.parked_bytes
+
+
+def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
+    """As many independent accumulators as the registers hold beside what a step needs, for blocks of ``block``."""
+    lanes = machine.vector_bytes // bytes_of(kernel.accumulator)
+    many = machine.registers >= 32
+    # Sixteen more than a power of two: rows that are one apart lie in other sets of the first-level cache.
+    pitch = -(-block // 16) * 16 + 16
+    if len(kernel.step.schedule) < 8:
+        return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1), pitch)
+    if len(kernel.step.schedule) < 24:
+        return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch)
+    return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps k ... k + steps, and whether they are an accumulator's first or last ones."""
+
+    k: Any
+    steps: Any
+    first: Any
+    last: Any
+
+
+class Item:
+    """The results of one item of work, and the scratch that they are computed in."""
+
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: ContractVariant) -> None:
+        self.b, self.a, self.variant, self.kernel = b, a, variant, variant.kernel
+        self.lanes = variant.lanes
+        self.value = llvm_type(self.kernel.accumulator, 1)
+        self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
+        self.key = load_key(b, a["key"])
+        self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
+        self.left = a["scratch"]
+        self.panel = at(b, self.left, b.mul(a["chunk"], I64(variant.pitch)), self.value)
+        self.accs = at(b, self.panel, b.mul(a["block"], I64(variant.width)), self.value)
+        parked = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
+        self.states = at(b, self.accs, parked, self.value)
+
+    def enter(self, item: Any) -> None:
+        """Which rows and panels of which batch this item is: the panels fastest, then the rows."""
+        b, a = self.b, self.a
+        chunks, groups = self._ceiling(a["rows"], a["chunk"]), self._ceiling(a["panels"], a["wide"])
+        line = b.sdiv(item, groups)
+        self.batch = b.sdiv(line, chunks)
+        self.first_panel = b.mul(b.sub(item, b.mul(line, groups)), a["wide"])
+        self.last_panel = self._smaller(b.add(self.first_panel, a["wide"]), a["panels"])
+        self.first_row = b.mul(b.sub(line, b.mul(self.batch, chunks)), a["chunk"])
+        self.last_row = self._smaller(b.add(self.first_row, a["chunk"]), a["rows"])
+        grouped = b.icmp_signed(">", a["groups"], I64(0))
+        group = b.srem(self.batch, b.select(grouped, a["groups"], I64(1)))
+        self.a_base = b.mul(b.select(grouped, group, self.batch), a["a_batch"])
+        self.b_base = b.mul(self.batch, a["b_batch"])
+
+    def _ceiling(self, n: Any, parts: Any) -> Any:
+        return self.b.sdiv(self.b.add(n, self.b.sub(parts, I64(1))), parts)
+
+    def _smaller(self, x: Any, y: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def enter_panel(self, panel: Any) -> None:
+        """Which columns come next, and whether all of them exist."""
+        b = self.b
+        self.column = b.mul(panel, I64(self.variant.width))
+        self.whole = b.icmp_signed("<=", b.add(self.column, I64(self.variant.width)), self.a["columns"])
+        self.parked = b.mul(b.sub(panel, self.first_panel), self.a["chunk"])
+
+    def each_row(self, act: Any) -> None:
+        """act(row, vector) for every vector of results of the panel."""
+        with count(self.b, self.first_row, self.last_row) as row:
+            for vector in range(self.variant.vectors):
+                act(row, vector)
+
+    def start_stream(self, row: Any, vector: int) -> None:
+        """The first states of one vector of streams."""
+        b = self.b
+        first = splat(b, self._index(row, vector)[0], self.lanes)
+        state = start(b, b.add(first, iota(self.lanes)), self.key, self.lanes, True)
+        b.store(state, self._slots(row, vector)[1], align=8)
+
+    def multiply(self, row: Any, rows: int, block: Block) -> None:
+        """The block's steps for ``rows`` rows."""
+        b, lanes, vectors = self.b, self.lanes, self.variant.vectors
+        places = [(b.add(row, I64(r)), v) for r in range(rows) for v in range(vectors)]
+        line = at(b, self.left, b.mul(b.sub(row, self.first_row), I64(self.variant.pitch)), self.value)
+        carried = self._begin(places, block)
+        with count(b, I64(0), block.steps) as i:
+            values = carried.load()
+            here = at(b, line, i, self.value)
+            right = [b.load(self.packed(i, v), typ=self.vector, align=4) for v in range(vectors)]
+            for r in range(rows):
+                one = b.load(at(b, here, I64(r * self.variant.pitch), self.value), typ=self.value, align=4)
+                left = splat(b, one, lanes)
+                for v in range(vectors):
+                    self._step(values, len(places), r * vectors + v, left, right[v])
+            carried.store(values)
+        if self.kernel.combine is not None:
+            with b.if_then(b.icmp_signed(">", block.steps, I64(0))):
+                self._combine(places, carried, block)
+        if not self.variant.stores_from_registers:
+            self._park(places, carried.load())
+            return
+        with b.if_else(b.and_(block.last, self.whole)) as (done, more):
+            with done:
+                for i, (r, v) in enumerate(places):
+                    self._store(r, v, carried.load()[i], literal("u64", 0, lanes), whole=True)
+            with more:
+                self._park(places, carried.load())
+
+    def _step(self, values: list[Any], count: int, place: int, left: Any, right: Any) -> None:
+        """acc = step(a, b, acc, random) of one place; its stream follows the accumulators in ``values``."""
+        bits: Any = literal("u32", 0, self.lanes)
+        if self.kernel.draws:
+            bits, values[count + place] = advance(self.b, values[count + place], self.lanes, True)
+        (values[place],) = emit(self.kernel.step, self.b, [left, right, values[place], bits], self.lanes)
+
+    def _combine(self, places: list[tuple[Any, int]], carried: Carried, block: Block) -> None:
+        """total = combine(total, acc): the parked values are totals, and every block is a chunk."""
+        b, kernel = self.b, self.kernel
+        assert kernel.combine is not None
+        totals = Carried(b, [literal(kernel.accumulator, 0, self.lanes)] * len(places))
+        with b.if_then(b.not_(block.first)):
+            totals.store([b.load(self._slots(row, v)[0], typ=self.vector, align=4) for row, v in places])
+        values, combined = carried.load(), totals.load()
+        for i in range(len(places)):
+            bits: Any = literal("u32", 0, self.lanes)
+            if kernel.draws:
+                bits, values[len(places) + i] = advance(b, values[len(places) + i], self.lanes, True)
+            (values[i],) = emit(kernel.combine, b, [combined[i], values[i], bits], self.lanes)
+        carried.store(values)
+
+    def _begin(self, places: list[tuple[Any, int]], block: Block) -> Carried:
+        """acc = +0, or what the block before has parked; streams are always parked."""
+        b, lanes, streams = self.b, self.lanes, self.variant.streams
+        slots = [self._slots(row, v) for row, v in places]
+        states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
+        carried = Carried(b, [literal(self.kernel.accumulator, 0, lanes)] * len(places) + states)
+        if self.kernel.combine is None:
+            with b.if_then(b.not_(block.first)):
+                carried.store([b.load(acc, typ=self.vector, align=4) for acc, _ in slots] + states)
+        return carried
+
+    def _park(self, places: list[tuple[Any, int]], values: list[Any]) -> None:
+        for i, (row, v) in enumerate(places):
+            acc, state = self._slots(row, v)
+            self.b.store(values[i], acc, align=4)
+            if self.variant.streams:
+                self.b.store(values[len(places) + i], state, align=8)
+
+    def finish_parked(self, row: Any, vector: int) -> None:
+        """The store of one parked vector."""
+        b = self.b
+        acc, state = self._slots(row, vector)
+        parked: Any = literal("u64", 0, self.lanes)
+        if self.variant.streams:
+            parked = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
+        self._store(row, vector, b.load(acc, typ=self.vector, align=4), parked, whole=False)
+
+    def _store(self, row: Any, vector: int, value: Any, state: Any, whole: bool) -> None:
+        """The store's rounding, and the store; whole: every lane has its column."""
+        b, kernel, result = self.b, self.kernel, self.kernel.result
+        bits, _ = advance(b, state, self.lanes, kernel.finish_draws)
+        (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
+        index, column = self._index(row, vector)
+        here = at(b, self.a["out"], index, MEMORY[result])
+        if whole:
+            store_vector(b, rounded, here, result, self.lanes)
+            return
+        left = b.sub(self.a["columns"], column)
+        short = b.icmp_signed("<", left, I64(self.lanes))
+        store_vector(b, rounded, b.select(short, self.ends, here), result, self.lanes)
+        with b.if_then(b.and_(short, b.icmp_signed(">", left, I64(0)))):
+            copy_elements(b, here, self.ends, left, MEMORY[result])
+
+    def packed(self, step: Any, vector: int) -> Any:
+        """Where the panel holds a vector of step ``step``."""
+        b = self.b
+        index = b.add(b.mul(step, I64(self.variant.width)), I64(vector * self.lanes))
+        return at(b, self.panel, index, self.value)
+
+    def _index(self, row: Any, vector: int) -> tuple[Any, Any]:
+        b, a = self.b, self.a
+        column = b.add(self.column, I64(vector * self.lanes))
+        line = b.add(b.mul(self.batch, a["rows"]), row)
+        return b.add(b.mul(line, a["columns"]), column), column
+
+    def _slots(self, row: Any, vector: int) -> tuple[Any, Any]:
+        b = self.b
+        place = b.mul(b.add(self.parked, b.sub(row, self.first_row)), I64(self.variant.width))
+        index = b.add(place, I64(vector * self.lanes))
+        return at(b, self.accs, index, self.value), at(b, self.states, index, I64)
+
+
+def load_lifted(item: Item, operand: int, address: Any, lanes: int) -> Any:
+    """``lanes`` stored elements of an operand as accumulators."""
+    value = load_vector(item.b, address, item.kernel.loads[operand], lanes)
+    return lift(item, operand, value, lanes)
+
+
+def lift(item: Item, operand: int, value: Any, lanes: int) -> Any:
+    """Stored elements of an operand as accumulators."""
+    (lifted,) = emit(item.kernel.lifts[operand], item.b, [value], lanes)
+    return lifted
