@@ -76,11 +76,14 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
 
 def source_line(stack_trace: str) -> tuple[str, str]:
     """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
+    frame = innermost(stack_trace)
+    return (f"{PurePath(frame[0]).name}:{frame[1]}", frame[2]) if frame else ("", "")
+
+
+def innermost(stack_trace: str) -> tuple[str, int, str] | None:
+    """(path of the file, line, code) of the innermost frame of a stack trace, if it has one."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
-    if not frames:
-        return "", ""
-    name, line, code = frames[-1]
-    return f"{PurePath(name).name}:{line}", code.strip()
+    return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else None
 
 
 _ADVICE: Final = (

@@ -10,6 +10,7 @@ reading, so that what a person reads and what a program reads are the same rows.
 from __future__ import annotations
 
 import html
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Table:
     def to_json(self, indent: int | None = 2) -> str:
         """``to_dict`` as JSON; NaN and infinities, which JSON lacks, become null."""
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
+
+    def to_pandas(self) -> Any:
+        """The rows as a ``pandas.DataFrame``. Raises ImportError without pandas, which fxround does not depend on."""
+        return importlib.import_module("pandas").DataFrame(list(self), columns=list(self.columns))
 
     @property
     def _numeric(self) -> list[bool]:

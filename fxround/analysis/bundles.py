@@ -1,0 +1,92 @@
+"""Bundles: the nodes of a lowered graph that together compute one node of the captured graph.
+
+What is true here. A lowered node says which captured node it computes (``ORIGIN``). Its bundle takes nothing but values
+of captured nodes, the random state and the graph's own inputs, and the last node of a bundle yields the value. Sizes
+are read before the rounding that stands behind a value: it changes none.
+
+    before   %add = aten.add.Tensor(%mm, %bias)                                    # captured
+    after    %cast = aten._to_copy(%bias); %add = fxround.pointwise([%mm, %cast], "t0 = add(x0, x1) @ ...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxround.graph import ORIGIN, Site, site
+from fxround.numerics.accumulation import Accumulation
+from fxround.passes.rewrite import RNG, decided
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The nodes of one origin, in the order of their graph."""
+
+    graph: fx.GraphModule
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def text(self) -> str:
+        """What is computed, with names of captured nodes alone: equal texts compute equal bits."""
+        places = {node: f"%{i}" for i, node in enumerate(self.nodes)}
+
+        def named(used: fx.Node) -> Any:
+            return places.get(used) or origin(used)
+
+        return "; ".join(str((n.target, *fx.map_arg((n.args, n.kwargs), named))) for n in self.nodes)
+
+    @property
+    def site(self) -> Site | None:
+        """What is known of the captured node."""
+        return next((found for found in map(site, self.nodes) if found is not None and found.number >= 0), None)
+
+    @property
+    def random(self) -> bool:
+        """Whether any of its roundings draws random bits."""
+        places = [found for found in map(site, self.nodes) if found is not None and found.status == "rounded"]
+        return any(_draws(place) for place in places)
+
+    def run(self, value: Callable[[str], Any], given: Callable[[fx.Node], Any], rng: Tensor) -> Any:
+        """The value, from those of captured nodes by name and of placeholders (``given``)."""
+        own: dict[fx.Node, Any] = {}
+
+        def used(node: fx.Node) -> Any:
+            if node in own:
+                return own[node]
+            return rng if node.op == "placeholder" and node.target == RNG else value(origin(node))
+
+        for node in self.nodes:
+            if node.op == "placeholder":
+                own[node] = given(node)
+            elif node.op == "get_attr":
+                own[node] = attrgetter(str(node.target))(self.graph)
+            else:
+                target: Any = node.target
+                own[node] = target(*fx.map_arg(node.args, used), **fx.map_arg(node.kwargs, used))
+        return own[self.nodes[-1]]
+
+
+def origin(node: fx.Node) -> str:
+    """The name of the captured node that a lowered node computes."""
+    return str(node.meta.get(ORIGIN, node.name))
+
+
+def bundles(graph: fx.GraphModule) -> dict[str, Bundle]:
+    """The bundles of a lowered graph by the name of their origin."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op != "output" and ORIGIN in node.meta:
+            found.setdefault(origin(node), []).append(node)
+    return {name: Bundle(graph, tuple(nodes)) for name, nodes in found.items()}
+
+
+def _draws(place: Site) -> bool:
+    wanted = decided(place)
+    if wanted is None:
+        return False
+    accumulate = wanted[0].accumulate
+    return bool(wanted[1].mode.random_bits) or (isinstance(accumulate, Accumulation) and accumulate.random)

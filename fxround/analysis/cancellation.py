@@ -1,0 +1,175 @@
+"""Cancellation: how many bits an addition takes from its operands, seen in one run, without any perturbation.
+
+What is true here. The bits that cancel in an addition are the exponent of its largest operand minus that of its
+result: by so many bits the operands' errors grow beside the result. In a sum, or a prefix sum, the largest term takes
+the operand's place; in a matrix product or a convolution the sum of its products' magnitudes. A result of zero has
+lost the whole precision, but for ``x - amax(x)``, whose zeros are exact by construction.
+
+Why it is safe. It is a statement about exponents of the numbers that occurred, not an estimate. A cancellation is
+harmless where the operands are exact: what it means for the output is for ``localize`` to say.
+
+    before   var = (x * x).mean() - x.mean() ** 2          # -16.0?
+    after    cancellations(model, x)                       # sub, model.py:7: 23 bits cancel, 1.0e8 to 16
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround.analysis.masks import Masked
+from fxround.compiler import PolicyLike
+from fxround.graph import float_value, located
+from fxround.numerics.formats import Format
+from fxround.ops import rule_of
+from fxround.refusals import FORMAT_OF
+from fxround.table import Table
+
+Operands = Mapping[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """One node that adds. ``lost``: bits that cancel in its worst element, at ``index``, of value ``result`` where
+    the largest operand had the magnitude ``largest``. ``many``: elements, of ``elements``, that lose more than the
+    bits asked.
+    """
+
+    node: str
+    operator: str
+    module: str
+    source: str
+    code: str
+    lost: float
+    index: tuple[int, ...]
+    largest: float
+    result: float
+    many: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class CancellationReport:
+    """The nodes that add, worst first. ``bits``: what ``many`` counts from."""
+
+    nodes: tuple[Cancellation, ...]
+    bits: float
+    policy: str
+
+    def table(self) -> Table:
+        """One row a node in which something cancels."""
+        rows = [
+            (n.module or "(root)", n.operator, n.source, n.code, n.lost, n.many, n.elements, str(list(n.index)))
+            for n in self.nodes
+            if n.lost
+        ]
+        columns = ("module", "operator", "source", "code", "bits lost", f"> {self.bits:g} bits", "elements", "worst at")
+        quiet = len(self.nodes) - len(rows)
+        return Table(
+            columns, tuple(rows), title=f"Cancellation, policy {self.policy}", note=f"{quiet} others lose none."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, plain."""
+        return asdict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_pandas(self) -> Any:
+        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def cancellations(
+    model: nn.Module, inputs: Any, policy: PolicyLike = "identity", *, bits: float = 10, seed: int = 0, sample: int = 0
+) -> CancellationReport:
+    """How many bits cancel in every addition, sum and product of matrices of one run under ``policy``, worst first.
+
+    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. bits: elements that lose more are
+    counted. Raises what ``fxround.compile`` raises.
+    """
+    masked = Masked(model, policy, inputs, quiet="identity", memory=0)
+    found = cancelled(masked, masked.sites, bits=bits, seed=seed, sample=sample)
+    return CancellationReport(tuple(sorted(found, key=lambda n: (-n.lost, -n.many))), bits, masked.policy.name)
+
+
+def cancelled(
+    masked: Masked, on: Collection[str] = (), *, bits: float = 10, seed: int = 0, sample: int = 0
+) -> list[Cancellation]:
+    """The nodes that add, in the order of the graph, with what cancels in a run with the sites ``on``."""
+    found: list[Cancellation] = []
+
+    def note(node: fx.Node, operands: Operands, value: Any) -> None:
+        largest = _largest(node, operands)
+        if largest is not None and float_value(node) is not None and value.numel():
+            found.append(_cancellation(node, largest.expand(value.shape).double(), value, bits))
+
+    masked.run(on, seed=seed, sample=sample, observe=note)
+    return found
+
+
+def _largest(node: fx.Node, operands: Operands) -> Tensor | None:
+    """The magnitude that cancels, for every element of the result; None for a node that does not add."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    if rule is None:
+        return None
+    args: Any = fx.map_arg(node.args, operands.__getitem__)
+    if terms := re.fullmatch(r"(?:add|sub)\(\{(\d+)\}, \{(\d+)\}\)", rule.body):
+        a, b = (torch.as_tensor(args[int(position)]).abs().double() for position in terms.groups())
+        return torch.maximum(a, b)
+    if rule.lower in ("matmul", "convolution"):
+        target: Any = node.target
+        magnitudes: Tensor = target(args[0].abs(), args[1].abs(), *args[2:])
+        return magnitudes
+    if rule.lower == "sum":
+        dims = (list(args[1] or []) if len(args) > 1 else []) or list(range(args[0].dim()))
+        keep = bool(args[2]) if len(args) > 2 else False
+        return args[0].abs().amax(dims, keepdim=keep) if args[0].numel() else None
+    return args[0].abs().cummax(args[1]).values if rule.lower == "cumsum" else None
+
+
+def _cancellation(node: fx.Node, largest: Tensor, value: Tensor, bits: float) -> Cancellation:
+    precision = Format.parse(FORMAT_OF[value.dtype]).precision
+    lost = _exponent(largest) - _exponent(value.double())
+    vanished = (value == 0) & (largest != 0)
+    lost = torch.where(vanished, 0 if _shifts_by_maximum(node) else precision, lost.clamp(0, precision))
+    lost = torch.where(largest.isfinite() & value.isfinite() & (largest != 0), lost, 0)
+    worst = int(lost.argmax())
+    place = located(node)
+    return Cancellation(
+        node=node.name,
+        operator=place.operator,
+        module=place.path,
+        source=place.source,
+        code=place.code,
+        lost=float(lost.flatten()[worst]),
+        index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), value.shape)),
+        largest=float(largest.flatten()[worst]),
+        result=float(value.flatten()[worst]),
+        many=int((lost > bits).sum()),
+        elements=value.numel(),
+    )
+
+
+def _exponent(x: Tensor) -> Tensor:
+    return torch.frexp(x).exponent.double()
+
+
+def _shifts_by_maximum(node: fx.Node) -> bool:
+    """Whether the node is ``x - amax(x)``, softmax's first step."""
+    shift = node.args[1] if len(node.args) > 1 else None
+    return isinstance(shift, fx.Node) and "amax" in str(shift.target) and shift.args[0] is node.args[0]

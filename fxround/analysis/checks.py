@@ -1,0 +1,128 @@
+"""Checks: what it means that an output is wrong.
+
+What is true here. A check says of an output whether it passes, and in words what it saw. It is a user's function of the
+output; or a metric, a function of the output and a reference, that must not exceed a threshold; or a number of bits to
+which every element must agree with the reference.
+
+Why it is safe. A NaN passes no threshold, and a value that is finite where the reference is not (or the other way
+round) agrees to no bit. A check's ``key`` changes with its code, its defaults and what it closes over.
+
+    before   assert abs(y - expected) < 1e-3 after    parse_check(lambda y: y.isfinite().all()); parse_check((metric,
+    1e-3), reference=y); parse_check(None, min_bits=10)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fxround.hashing import hash
+from fxround.numerics.formats import Format
+from fxround.refusals import FORMAT_OF
+
+CheckLike = Callable[[Any], Any] | tuple[Callable[[Any, Any], Any], float] | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """``passes(output)``; ``seen(output)`` in words; ``key``: equal for equal checks, as far as code can tell."""
+
+    passes: Callable[[Any], bool]
+    seen: Callable[[Any], str]
+    key: str
+
+
+def parse_check(check: CheckLike, min_bits: float | None = None, reference: Any = None) -> Check:
+    """The check that was asked for; ``reference`` is what metrics and bits compare with.
+
+    Raises TypeError for anything but a function, (function, threshold), or None with ``min_bits``.
+    """
+    if (check is None) == (min_bits is None):
+        raise TypeError(
+            "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
+        )
+    if min_bits is not None:
+        return _threshold(lambda output: -agreement(output, reference), -float(min_bits), "bits", reference)
+    if callable(check):
+        return Check(functools.partial(_asked, check), lambda output: "", _key(check))
+    if isinstance(check, tuple) and len(check) == 2 and callable(check[0]) and isinstance(check[1], int | float):
+        metric, limit = check
+        return _threshold(lambda output: float(metric(output, reference)), float(limit), _key(metric), reference)
+    raise TypeError(
+        f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
+        "threshold) with a function of the output and the reference"
+    )
+
+
+def agreement(output: Any, reference: Any) -> float:
+    """The bits to which the worst element of ``output`` agrees with ``reference``: -log2 of its relative error.
+
+    Both are tensors or equal structures of them. 0 up to the precision of the output's dtype; 0 where the structure
+    or a shape differs.
+    """
+    pairs = [_tensors(output), _tensors(reference)]
+    if [x.shape for x in pairs[0]] != [x.shape for x in pairs[1]]:
+        return 0.0
+    return min((_bits(x, r) for x, r in zip(*pairs, strict=True) if x.numel()), default=float("inf"))
+
+
+def _bits(x: Tensor, reference: Tensor) -> float:
+    precision = Format.parse(FORMAT_OF[x.dtype]).precision if x.is_floating_point() else 53
+    a, r = x.detach().double(), reference.detach().double()
+    bits = -((a - r).abs() / r.abs()).log2()
+    bits = torch.where((a == r) | (a.isnan() & r.isnan()), float(precision), bits.nan_to_num(0.0, precision, 0.0))
+    return float(bits.clamp(0, precision).min())
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(output)
+    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray | float | int)]
+
+
+def _threshold(measure: Callable[[Any], float], limit: float, name: str, reference: Any) -> Check:
+    def seen(output: Any) -> str:
+        value = measure(output)
+        return f"{-value:.2f} bits, {-limit:g} asked" if name == "bits" else f"{value:g}, at most {limit:g} asked"
+
+    given = [hash(leaf) for leaf in _tensors(reference)]
+    return Check(lambda output: measure(output) <= limit, seen, f"{name} {limit} {given}")
+
+
+def _asked(check: Callable[[Any], Any], output: Any) -> bool:
+    answer = check(output)
+    if isinstance(answer, Tensor) and answer.numel() == 1:
+        return bool(answer.item())
+    if not isinstance(answer, bool | np.bool_):
+        raise TypeError(
+            f"check returned {type(answer).__name__} {answer!r}; expected True where the output passes, or False"
+        )
+    return bool(answer)
+
+
+def _key(function: Any) -> str:
+    """A digest of a function's code, defaults and closure; of anything else its representation."""
+    return hashlib.sha256(repr(_described(function)).encode()).hexdigest()
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return hash(value)
+    if isinstance(value, functools.partial):
+        return _described(value.func), _described(value.args), _described(tuple(value.keywords.items()))
+    if isinstance(value, FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        return _described(value.__code__), _described(value.__defaults__ or ()), _described(cells)
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, _described(value.co_consts)
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    return repr(value)

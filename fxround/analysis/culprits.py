@@ -1,0 +1,167 @@
+"""What a localization found, as data: sets of sites to blame, where they stand in the model, what passes without them.
+
+What is true here. Each set fails, and without any one of its members it passes; sets have no member in common; what
+is left when all are taken away passes. A search that was interrupted says so, and what it had found.
+
+    before   0011010 FAIL (27/100)
+    after    print(report)                  # set 1: fails in 5 of 5 runs; model.py:12, the lines around it
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from fxround.table import Table
+
+CONFIDENCE: Final = 0.95
+
+Level = Literal["modules", "nodes", "elements"]
+LEVELS: Final[tuple[Level, ...]] = ("modules", "nodes", "elements")
+
+_ENDED: Final = {"interrupted": "Interrupted", "limit": "Stopped at the limit of sets"}
+
+
+@dataclass(frozen=True)
+class Blame:
+    """One site of a set: a node of the captured graph and where it comes from.
+
+    excerpt: (number, text) of the source lines around it, where the file can be read. elements: row-major half-open
+    ranges of the result's elements that are to blame (None: not asked, all of them). lost: bits that cancel in its
+    worst element in the quiet run (None: it neither adds nor subtracts).
+    """
+
+    node: str
+    operator: str
+    module: str
+    module_type: str
+    source: str
+    code: str
+    excerpt: tuple[tuple[int, str], ...] = ()
+    shape: tuple[int, ...] = ()
+    elements: tuple[tuple[int, int], ...] | None = None
+    lost: float | None = None
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """A minimal set: its sites, their modules, and the samples of the ``runs`` that fail with these sites alone."""
+
+    sites: tuple[Blame, ...]
+    modules: tuple[str, ...]
+    failures: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalizeReport:
+    """What ``fxround.localize`` found.
+
+    sets: disjoint minimal failing sets. passing: the names of the sites that pass all together (empty if not ended
+    complete). ended: "complete" when all the rest passes, "limit" after so many sets, "interrupted" by Ctrl-C.
+    narrowed: the sites among which the next set is, if the search had not come to its end. executed, recalled: runs
+    of the model, and verdicts read from the cache. failing, passed: different sets of sites that were seen to fail
+    and to pass.
+    """
+
+    model: str
+    policy: str
+    quiet: str
+    level: str
+    seed: int
+    runs: int
+    sites: int
+    modules: int
+    sets: tuple[Culprits, ...]
+    passing: tuple[str, ...]
+    narrowed: tuple[str, ...]
+    executed: int
+    recalled: int
+    failing: int
+    passed: int
+    ended: Literal["complete", "limit", "interrupted"]
+    random: bool
+
+    @property
+    def overlooked(self) -> float:
+        """The share p of samples such that a set that fails in more of them is seen to fail with 95 % probability.
+
+        (1 - p)^runs = 5 %; 0 where nothing is random.
+        """
+        return 1 - (1 - CONFIDENCE) ** (1 / self.runs) if self.random else 0.0
+
+    def table(self) -> Table:
+        """One row a site to blame."""
+        rows = [
+            (i, s.module or "(root)", s.operator, s.source, s.code, f"{len(c.failures)} of {self.runs}", s.lost)
+            for i, c in enumerate(self.sets, 1)
+            for s in c.sites
+        ]
+        columns = ("set", "module", "operator", "source", "code", "fails", "bits cancelled")
+        return Table(columns, tuple(rows), title=self._title(), note=self._note())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, plain; and ``overlooked``."""
+        return asdict(self) | {"overlooked": self.overlooked}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_pandas(self) -> Any:
+        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        parts = [self._title(), *(self._shown(i, c) for i, c in enumerate(self.sets, 1)), self._note()]
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def _title(self) -> str:
+        sets = f"{len(self.sets)} {'set' if len(self.sets) == 1 else 'sets'} of {self.level} to blame"
+        return f"{self.model}, policy {self.policy} (off: {self.quiet}): {sets}"
+
+    def _shown(self, number: int, culprits: Culprits) -> str:
+        head = f"Set {number}: fails in {len(culprits.failures)} of {self.runs} {_runs(self.runs)}"
+        if self.level == "modules":
+            return "\n".join([head, *(f"  {path or '(root)'}" for path in culprits.modules)])
+        return "\n".join([head, *map(_lines, culprits.sites)])
+
+    def _note(self) -> str:
+        left = (
+            f"The other {len(self.passing)} of {self.sites} sites pass, all of them on."
+            if self.ended == "complete"
+            else f"{_ENDED[self.ended]}: a further set is to be found among {len(self.narrowed)} of {self.sites} sites."
+        )
+        work = f"{self.executed} runs{f' and {self.recalled} from the cache' if self.recalled else ''}"
+        doubt = (
+            f" A set that fails in {100 * self.overlooked:.0f} % of samples is seen to fail in {self.runs} runs with"
+            f" {CONFIDENCE:.0%} probability; {self.passed} sets were taken for passing."
+            if self.random
+            else ""
+        )
+        return f"{left} {work} (2^{self.sites} sets are possible).{doubt}"
+
+
+def _runs(count: int) -> str:
+    return "run" if count == 1 else "runs"
+
+
+def _lines(site: Blame) -> str:
+    """A site's place, and the lines around it with the guilty one marked."""
+    cancelled = f"; {site.lost:.0f} bits cancel" if site.lost else ""
+    place = f"  {site.module or '(root)'}  {site.operator}  {site.source or site.code}{cancelled}"
+    elements = [f"    elements {_shown_elements(site)}"] if site.elements is not None else []
+    line = int(site.source.rpartition(":")[2]) if site.excerpt else 0
+    code = [f"    {'>' if n == line else ' '} {n:4} | {text}" for n, text in site.excerpt]
+    return "\n".join([place, *elements, *code])
+
+
+def _shown_elements(site: Blame) -> str:
+    assert site.elements is not None
+    shown = [str(a) if b == a + 1 else f"{a}..{b - 1}" for a, b in site.elements[:8]]
+    count = sum(b - a for a, b in site.elements)
+    more = ", ..." if len(site.elements) > 8 else ""
+    return f"{', '.join(shown)}{more} ({count} of a result of shape {list(site.shape)}, row-major)"

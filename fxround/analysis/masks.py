@@ -1,0 +1,232 @@
+"""Masks: one captured graph lowered twice, and a choice at run time, site by site, of which version computes.
+
+What is true here. A site is a captured node that the two policies lower differently. ``run(on)`` computes the sites
+of ``on`` as the loud policy says and every other node as the quiet one says; nothing is compiled anew. With all sites
+on the result has the bits of ``fxround.compile(model, policy)``, with none those of ``fxround.compile(model,
+quiet)``.
+
+Why it is safe. Both lowerings keep the dtype and the shape of every captured value, so that one version of a node can
+stand for the other; streams of random bits are numbered before a policy is asked, so that a site draws the same bits
+whatever else is on.
+
+    before   fxround.compile(model, Policy(..., (Rule("layer3", rounding="identity"),)))      # once for every subset
+    after    masked = Masked(model, "stochastic", inputs); masked.run({"mm_2", "exp"}, seed=0, sample=3)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Final
+
+import networkx as nx
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.analysis.bundles import Bundle, bundles
+from fxround.compiler import PolicyLike, _arguments, compile
+from fxround.graph import PORT, Captured, Port, Site, located, operator_name
+from fxround.hashing import hash
+from fxround.ops import rule_of
+from fxround.passes import Plan, lower
+from fxround.policy import Policy
+
+QUIET: Final = "reproducible"
+MEMORY: Final = 2**30
+
+Values = dict[str, Any]
+Blocks = Mapping[str, Tensor]
+Observer = Callable[[fx.Node, dict[fx.Node, Any], Any], None]
+
+
+class Masked:
+    """A model whose sites are switched between two policies at run time.
+
+    model, policy: as for ``fxround.compile``. inputs: as its ``example_inputs``; every run computes them. quiet: the
+    policy of the sites that are off. memory: bytes of intermediate values of the quiet run that may be kept, so that a
+    run computes only what its sites can reach; none is where the quiet version draws random bits itself.
+
+    Raises what ``fxround.compile`` raises.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: PolicyLike, inputs: Any, *, quiet: PolicyLike = QUIET, memory: int = MEMORY
+    ) -> None:
+        args, kwargs = _arguments(inputs)
+        self.policy, self.quiet = Policy.parse(policy), Policy.parse(quiet)
+        self._compiled = compile(model, self.policy)
+        with torch.no_grad():
+            self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
+            self._off = bundles(lower(self.captured.graph, Plan(self.quiet, strict=False)))
+        self._on = bundles(self._compiled.graph)
+        self._given = _given(model, self.captured, pytree.tree_leaves((args, kwargs)))
+        nodes = [node for node in self.nodes if self._on[node.name].text != self._off[node.name].text]
+        self.sites: Final[Mapping[str, Site]] = {node.name: _place(node, self._on[node.name]) for node in nodes}
+        self._last_uses = _last_uses(self.captured.graph)
+        self._dropout = any(_is_random(node) for node in self.nodes)
+        pure = not self._dropout and not any(bundle.random for bundle in self._off.values())
+        self._memory, self._kept = (memory if pure else 0), Values()
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The captured graph's nodes, in order, without the output."""
+        return list(self.captured.graph.graph.nodes)[:-1]
+
+    @property
+    def output(self) -> fx.Node:
+        """The captured graph's output."""
+        found: fx.Node = self.captured.graph.graph.output_node()
+        return found
+
+    @property
+    def random(self) -> bool:
+        """Whether two samples may differ: a rounding of either version draws random bits."""
+        return any(bundle.random for bundle in (*self._on.values(), *self._off.values()))
+
+    def run(
+        self,
+        on: Collection[str] = (),
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        blocks: Blocks | None = None,
+        observe: Observer | None = None,
+    ) -> Any:
+        """What the model returns with the sites ``on`` loud and the others quiet; its buffers stay as they are.
+
+        blocks: for a site that is on, a bool tensor with as many elements as its result; where it is False the quiet
+        version's value is taken, computed from the same operands. observe: called with every captured node, in order,
+        the values of its operands, and its own. Raises ValueError for a name that is no site.
+        """
+        self._require_sites({*on, *(blocks or {})})
+        rng = self._compiled.reseed(seed, sample).rng
+        kept = self._kept if observe is None else {}
+        reached = self._reached(on) if kept else {node.name for node in self.nodes}
+        room = self._memory if not on and not kept else 0
+        values: Values = {}
+        known = ChainMap(values, kept)
+        with torch.no_grad(), self._seeded(seed):
+            for node in self.nodes:
+                if node.name in reached:
+                    values[node.name] = value = self._value(node, node.name in on, blocks or {}, known, rng)
+                    room -= _bytes(value)
+                    if observe is not None:
+                        observe(node, {used: known[used.name] for used in node.all_input_nodes}, value)
+                if room < 0:
+                    _forget(values, self._last_uses[node.name])
+        if room > 0:
+            self._kept = values
+        return self._result(known)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The shape of every site's result, from one quiet run."""
+        found: dict[str, torch.Size] = {}
+
+        def note(node: fx.Node, operands: Any, value: Any) -> None:
+            if node.name in self.sites:
+                found[node.name] = value.shape
+
+        self.run(observe=note)
+        return found
+
+    def flow(self) -> nx.DiGraph:
+        """The captured graph's data flow over names of nodes, the output's included."""
+        flow = nx.DiGraph()
+        for node in self.captured.graph.graph.nodes:
+            flow.add_node(node.name)
+            flow.add_edges_from((used.name, node.name) for used in node.all_input_nodes)
+        return flow
+
+    def digest(self) -> str:
+        """What a run is a function of, but for its sites, seed and sample: both versions, the state and the inputs."""
+        versions = [f"{name}: {bundle.text}" for side in (self._on, self._off) for name, bundle in side.items()]
+        given = [hash(v) if isinstance(v, Tensor) else repr(v) for v in self._given.values()]
+        return hashlib.sha256("\n".join([torch.__version__, *versions, *given]).encode()).hexdigest()
+
+    def _require_sites(self, names: Collection[str]) -> None:
+        unknown = sorted(name for name in names if name not in self.sites)
+        if unknown:
+            known = ", ".join(list(self.sites)[:20])
+            raise ValueError(f"{unknown[0]!r} is no site of this model and these policies; expected some of: {known}")
+
+    def _reached(self, on: Collection[str]) -> set[str]:
+        """The nodes whose values the sites ``on`` may change."""
+        reached = set(on)
+        for node in self.nodes:
+            if any(used.name in reached for used in node.all_input_nodes):
+                reached.add(node.name)
+        return reached
+
+    def _value(self, node: fx.Node, on: bool, blocks: Blocks, known: Mapping[str, Any], rng: Tensor) -> Any:
+        def computed(bundle: Bundle) -> Any:
+            return bundle.run(known.__getitem__, lambda given: self._given[given.name], rng)
+
+        if not on or node.name not in blocks:
+            return computed((self._on if on else self._off)[node.name])
+        loud, quiet = computed(self._on[node.name]), computed(self._off[node.name])
+        return torch.where(blocks[node.name].reshape(loud.shape), loud, quiet)
+
+    def _result(self, known: Mapping[str, Any]) -> Any:
+        found = fx.map_arg(self.output.args[0], lambda used: known[used.name])
+        results = [v for port, v in zip(self.captured.outputs, found, strict=True) if not port.mutation]  # type: ignore[arg-type]
+        return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """PyTorch's own generator, of which a dropout draws, started anew for every run."""
+        if not self._dropout:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+
+
+def _given(model: nn.Module, captured: Captured, leaves: list[Any]) -> Values:
+    """The value of every placeholder, by name."""
+    ports: list[Port] = list(captured.inputs)
+    names = [node.name for node in captured.graph.graph.nodes if node.op == "placeholder"]
+    values = [leaves[port.index] if port.kind == "argument" else attrgetter(port.name)(model) for port in ports]
+    return dict(zip(names, values, strict=True))
+
+
+def _place(node: fx.Node, bundle: Bundle) -> Site:
+    """The Site of a captured node; a parameter goes by its own name."""
+    found = bundle.site or located(node)
+    port: Port | None = node.meta.get(PORT)
+    return replace(
+        found, operator=operator_name(node), code=port.name or f"argument {port.index}" if port else found.code
+    )
+
+
+def _last_uses(graph: fx.GraphModule) -> dict[str, list[str]]:
+    """For every node the names whose values nothing after it needs."""
+    last: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        last[node.name] = node.name
+        last |= {used.name: node.name for used in node.all_input_nodes}
+    dead: dict[str, list[str]] = {node.name: [] for node in graph.graph.nodes}
+    for name, user in last.items():
+        dead[user].append(name)
+    return dead
+
+
+def _forget(values: Values, names: Collection[str]) -> None:
+    for name in names:
+        values.pop(name, None)
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _is_random(node: fx.Node) -> bool:
+    rule = rule_of(node) if node.op == "call_function" else None
+    return rule is not None and rule.kind == "random"

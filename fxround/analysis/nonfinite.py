@@ -1,0 +1,172 @@
+"""Where NaNs and infinities are born, seen in one run.
+
+What is true here. A NaN is born where an operation yields one and has none among its operands, an infinity where all
+its operands are finite; what merely passes them on is not named. Operands are compared element by element where the
+operation is pointwise, as a whole elsewhere. A number that the program text says (a mask's -inf) is no birth.
+
+    before   the loss is nan
+    after    first_nonfinite(model, x)      # exp in loss.py:12: inf at [0, 3] from 97.2; it reaches the output
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.analysis.masks import Masked
+from fxround.compiler import PolicyLike
+from fxround.graph import located
+from fxround.ops import CONSTANTS, rule_of
+from fxround.table import Table
+
+Operands = Mapping[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class Birth:
+    """A node where NaNs or infinities are born: ``value`` at ``index``, the first of ``many``; ``operands``: the
+    values there of a pointwise operation. reaches: whether values that are not finite lead from it to the output.
+    """
+
+    node: str
+    operator: str
+    module: str
+    source: str
+    code: str
+    value: float
+    index: tuple[int, ...]
+    many: int
+    operands: tuple[float, ...]
+    reaches: bool
+
+
+@dataclass(frozen=True)
+class NonfiniteReport:
+    """The births, in the order of the graph, and how many elements of the output are not finite."""
+
+    births: tuple[Birth, ...]
+    output: int
+    policy: str
+
+    @property
+    def first(self) -> Birth | None:
+        """The first birth of all."""
+        return self.births[0] if self.births else None
+
+    def table(self) -> Table:
+        """One row a birth."""
+        rows = [
+            (
+                *(b.module or "(root)", b.operator, b.source, b.code, str(b.value), str(list(b.index)), b.many),
+                ", ".join(f"{o:g}" for o in b.operands),
+                "yes" if b.reaches else "no",
+            )
+            for b in self.births
+        ]
+        columns = ("module", "operator", "source", "code", "value", "at", "many", "from", "reaches the output")
+        note = f"{self.output} elements of the output are not finite." if self.output else "The output is finite."
+        return Table(columns, tuple(rows), title=f"Births of NaNs and infinities, policy {self.policy}", note=note)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, plain; values that JSON lacks as text."""
+        births = [
+            asdict(b) | {"value": str(b.value), "operands": [o if math.isfinite(o) else str(o) for o in b.operands]}
+            for b in self.births
+        ]
+        return {"births": births, "output": self.output, "policy": self.policy}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_pandas(self) -> Any:
+        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def first_nonfinite(
+    model: nn.Module, inputs: Any, policy: PolicyLike = "identity", *, seed: int = 0, sample: int = 0
+) -> NonfiniteReport:
+    """Where NaNs and infinities are born in one run under ``policy``, with module path and source line.
+
+    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. Raises what ``fxround.compile``
+    raises.
+    """
+    masked = Masked(model, policy, inputs, quiet="identity", memory=0)
+    births: dict[str, Birth] = {}
+    tainted: set[str] = {masked.output.name}
+
+    def note(node: fx.Node, operands: Operands, value: Any) -> None:
+        if not all(map(_finite, _floats(value))):
+            tainted.add(node.name)
+            found = _birth(node, operands, value)
+            births.update({node.name: found} if found else {})
+
+    output = masked.run(masked.sites, seed=seed, sample=sample, observe=note)
+    reaching = nx.ancestors(masked.flow().subgraph(tainted), masked.output.name)
+    told = tuple(Birth(**{**vars(birth), "reaches": name in reaching}) for name, birth in births.items())
+    bad = sum(int((~x.isfinite()).sum()) for x in _floats(output))
+    return NonfiniteReport(told, bad, masked.policy.name)
+
+
+def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:
+    if node.op != "call_function" or not isinstance(value, Tensor) or str(node.target) in CONSTANTS:
+        return None
+    given = [*(x for o in operands.values() for x in _floats(o)), *_numbers(node)]
+    rule = rule_of(node)
+    pointwise = rule is not None and rule.kind in ("pointwise", "elementary")
+    nans, infinite = (_any(given, value, kind, pointwise) for kind in (torch.isnan, lambda x: ~torch.isfinite(x)))
+    born = (value.isnan() & ~nans) | (value.isinf() & ~infinite)
+    if not bool(born.any()):
+        return None
+    index = tuple(int(i) for i in born.nonzero()[0])
+    here = [float(x.expand(value.shape)[index]) for x in given] if pointwise else []
+    place = located(node)
+    return Birth(
+        node=node.name,
+        operator=place.operator,
+        module=place.path,
+        source=place.source,
+        code=place.code,
+        value=float(value[index]),
+        index=index,
+        many=int(born.sum()),
+        operands=tuple(here),
+        reaches=False,
+    )
+
+
+def _any(given: list[Tensor], value: Tensor, kind: Any, pointwise: bool) -> Tensor:
+    """Where an operand is of the kind: at the element itself, or anywhere."""
+    found = torch.zeros((), dtype=torch.bool)
+    for x in given:
+        found = found | (kind(x) if pointwise else kind(x).any())
+    return found.expand(value.shape)
+
+
+def _numbers(node: fx.Node) -> list[Tensor]:
+    """The floating-point numbers among the arguments."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [torch.tensor(leaf, dtype=torch.float64) for leaf in leaves if isinstance(leaf, float)]
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())

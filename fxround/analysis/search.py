@@ -1,0 +1,241 @@
+"""The search behind ``localize``: modules, then nodes, then elements, and what is known when it ends.
+
+What is true here. Modules are asked first, whole branches of the data flow before their parts; then the nodes in the
+modules that were found; then, for every node of a set, ranges of its result's elements, the other nodes staying on
+whole.
+
+    before   57 nodes
+    after    4 modules -> 1 module of 6 nodes -> 2 nodes (a product and the difference behind it)
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import Final, Literal
+
+import networkx as nx
+from torch import fx
+
+from fxround.analysis.bisection import Branches, Units, disjoint, halves, minimal
+from fxround.analysis.cancellation import cancelled
+from fxround.analysis.culprits import Blame, Culprits, Level, LocalizeReport
+from fxround.analysis.verdicts import Ranges, Verdicts
+from fxround.graph import located
+from fxround.refusals import innermost
+
+CONTEXT: Final = 2
+PIECES: Final = 16
+_SINK: Final = "(output)"
+
+
+class NothingFails(ValueError):
+    """The check passes with every site on: there is nothing to localize."""
+
+
+class Search:
+    """A search for disjoint minimal sets. progress: True, a function of a line of text, or False."""
+
+    def __init__(
+        self, verdicts: Verdicts, level: Level, limit: int | None, progress: bool | Callable[[str], None]
+    ) -> None:
+        self.verdicts, self.masked, self.level, self.limit = verdicts, verdicts.masked, level, limit
+        self.found: list[Culprits] = []
+        self.rest: Units = tuple(self.masked.sites)
+        self.narrowed: Units = self.rest
+        self._say = (_print if progress is True else progress) or (lambda text: None)
+        verdicts.told = self._told
+
+    def run(self, model: str) -> LocalizeReport:
+        """Find sets until the rest passes, the limit is reached or Ctrl-C is pressed; raise if there is nothing to
+        find.
+        """
+        ended: Literal["complete", "limit", "interrupted"] = "interrupted"
+        try:
+            self._begin()
+            ended = self._all()
+        except KeyboardInterrupt:
+            self._say(f"interrupted after {self.verdicts.executed} runs")
+        verdicts, masked = self.verdicts, self.masked
+        return LocalizeReport(
+            model=model,
+            policy=masked.policy.name,
+            quiet=masked.quiet.name,
+            level=self.level,
+            seed=verdicts.seed,
+            runs=verdicts.runs,
+            sites=len(masked.sites),
+            modules=len({place.path for place in masked.sites.values()}),
+            sets=tuple(self.found),
+            passing=self.rest if ended == "complete" else (),
+            narrowed=self.narrowed if ended != "complete" else (),
+            executed=verdicts.executed,
+            recalled=verdicts.recalled,
+            failing=len(verdicts.failing),
+            passed=len(verdicts.passing),
+            ended=ended,
+            random=masked.random,
+        )
+
+    def _begin(self) -> None:
+        """Everything on must fail, everything off must pass."""
+        verdicts, everything = self.verdicts, self.rest
+        off = verdicts.passes((), 0, again=True) and not verdicts.fails(())
+        if not off:
+            raise ValueError(
+                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: what is wrong "
+                "is not the perturbation. Loosen the check, or choose another quiet= policy (or reference=)"
+            )
+        verdicts.passes(everything, 0, again=True)
+        if not everything or not verdicts.fails(everything):
+            times = f"in {verdicts.runs} {'run' if verdicts.runs == 1 else 'runs'} with all {len(everything)} sites on"
+            raise NothingFails(
+                f"the check passes {times} (policy {self.masked.policy.name!r}){self._seen(everything)}: nothing is to "
+                "be localized. Tighten the check, perturb more strongly, or raise runs="
+            )
+
+    def _seen(self, on: Units) -> str:
+        seen = self.verdicts.check.seen(self.verdicts.output(on, 0))
+        return f" ({seen})" if seen else ""
+
+    def _all(self) -> Literal["complete", "limit"]:
+        for sites in disjoint(self.rest, self._fails, self._minimal):
+            self.found.append(self._culprits(sites))
+            self.rest = self.narrowed = tuple(name for name in self.rest if name not in sites)
+            if len(self.found) == self.limit:
+                return "limit" if self.rest and self._fails(self.rest) else "complete"
+        return "complete"
+
+    def _fails(self, on: Units) -> bool:
+        failed = self.verdicts.fails(on)
+        if failed and len(on) < len(self.narrowed):
+            self.narrowed = on
+        return failed
+
+    def _minimal(self, rest: Units) -> Units:
+        """A minimal set within ``rest``, which fails: first of modules, then of nodes."""
+        paths = {name: self.masked.sites[name].path for name in rest}
+
+        def sites(modules: Units) -> Units:
+            return tuple(name for name in rest if paths[name] in modules)
+
+        modules = tuple(dict.fromkeys(paths.values()))
+        guilty = minimal(modules, lambda some: self._fails(sites(some)), self._module_branches.divide)
+        if self.level == "modules":
+            return sites(guilty)
+        return minimal(sites(guilty), self._fails, self._branches.divide)
+
+    @cached_property
+    def _branches(self) -> Branches:
+        return Branches(self.masked.flow(), self.masked.output.name)
+
+    @cached_property
+    def _module_branches(self) -> Branches:
+        """Those of the flow between modules, each one vertex by its path."""
+        paths = {node.name: located(node).path for node in self.masked.nodes}
+        paths |= {name: place.path for name, place in self.masked.sites.items()} | {self.masked.output.name: _SINK}
+        flow = nx.DiGraph()
+        flow.add_nodes_from(paths.values())
+        flow.add_edges_from((paths[a], paths[b]) for a, b in self.masked.flow().edges if paths[a] != paths[b])
+        return Branches(flow, _SINK)
+
+    def _culprits(self, sites: Units) -> Culprits:
+        elements = self._elements(sites) if self.level == "elements" else {}
+        return Culprits(
+            sites=tuple(self._blame(name, elements.get(name)) for name in sites),
+            modules=tuple(dict.fromkeys(self.masked.sites[name].path for name in sites)),
+            failures=self.verdicts.failures(sites, elements),
+        )
+
+    def _elements(self, sites: Units) -> dict[str, Ranges]:
+        """For every site the ranges of its result that must be on, one site after the other."""
+        chosen: dict[str, Ranges] = {}
+        for name in sites:
+            chosen[name] = self._ranges(sites, chosen, name)
+        return chosen
+
+    def _ranges(self, sites: Units, chosen: dict[str, Ranges], name: str) -> Ranges:
+        """Cut the ranges that are left in pieces and leave out what can be, until single elements or all pieces are
+        left.
+        """
+        ranges: Ranges = ((0, self.verdicts.count(name)),)
+        while any(end - begin > 1 for begin, end in ranges):
+            pieces = {f"{a}:{b}": (a, b) for a, b in _cut(ranges)}
+            if len(pieces) > 4 * PIECES:
+                break
+
+            def fails(some: Units, pieces: dict[str, tuple[int, int]] = pieces) -> bool:
+                return self.verdicts.fails(sites, chosen | {name: tuple(pieces[text] for text in some)})
+
+            left = minimal(tuple(pieces), fails, halves)
+            ranges = tuple(pieces[text] for text in left)
+            if len(left) == len(pieces) > PIECES // 2:
+                break
+        return _joined(ranges)
+
+    def _blame(self, name: str, elements: Ranges | None) -> Blame:
+        place, node = self.masked.sites[name], self._nodes[name]
+        return Blame(
+            node=name,
+            operator=place.operator,
+            module=place.path,
+            module_type=place.module_type,
+            source=place.source,
+            code=place.code,
+            excerpt=_excerpt(node),
+            shape=tuple(self.masked.shapes[name]),
+            elements=elements,
+            lost=self._lost.get(name),
+        )
+
+    @cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.masked.nodes}
+
+    @cached_property
+    def _lost(self) -> dict[str, float]:
+        return {found.node: found.lost for found in cancelled(self.masked)}
+
+    def _told(self) -> None:
+        sets = f"{len(self.found)} found, " if self.found else ""
+        self._say(f"{self.verdicts.executed} runs: {sets}{len(self.narrowed)} of {len(self.masked.sites)} sites fail")
+
+
+def _cut(ranges: Ranges) -> Ranges:
+    """Every range in so many pieces that there are about PIECES in all, at least two where it has two elements."""
+    each = max(2, PIECES // len(ranges))
+    cut: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        parts = min(each, end - begin)
+        edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
+        cut += pairwise(edges)
+    return tuple(cut)
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """Neighbours in one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return tuple(joined)
+
+
+def _excerpt(node: fx.Node) -> tuple[tuple[int, str], ...]:
+    """The lines around the one that a node comes from, where its file can be read."""
+    frame = innermost(node.meta.get("stack_trace") or "")
+    lines = linecache.getlines(frame[0]) if frame else []
+    if frame is None or len(lines) < frame[1]:
+        return ()
+    first = max(frame[1] - CONTEXT, 1)
+    return tuple((n, line.rstrip()) for n, line in enumerate(lines[first - 1 : frame[1] + CONTEXT], first))
+
+
+def _print(text: str) -> None:
+    """One line of progress on standard error, each over the last where that is a terminal."""
+    terminal = sys.stderr.isatty()
+    print(f"\r\x1b[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
