@@ -7,6 +7,7 @@
 Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need.
 """
 
+from fxround.analysis.localize import localize
 from fxround.analysis.report import VariabilityReport
 from fxround.analysis.variability import variability
 from fxround.compiler import LoadedModule, RoundedModule, compile, load
@@ -44,6 +45,7 @@ __all__ = [
     "formats",
     "hash",
     "load",
+    "localize",
     "modes",
     "policies",
     "round",

@@ -28,8 +28,8 @@ class Blame:
     """One site of a set: a node of the captured graph and where it comes from.
 
     excerpt: (number, text) of the source lines around it, where the file can be read. elements: row-major half-open
-    ranges of the result's elements that are to blame (None: not asked, all of them). lost: bits that cancel in its
-    worst element in the quiet run (None: it neither adds nor subtracts).
+    ranges of the result's elements that are to blame (None: not asked, all of them). amplifier: the operation, here or
+    behind it, in which most bits cancel in the quiet run, if any do: its place and how many.
     """
 
     node: str
@@ -41,7 +41,8 @@ class Blame:
     excerpt: tuple[tuple[int, str], ...] = ()
     shape: tuple[int, ...] = ()
     elements: tuple[tuple[int, int], ...] | None = None
-    lost: float | None = None
+    amplifier: str = ""
+    cancelled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class LocalizeReport:
     def table(self) -> Table:
         """One row a site to blame."""
         rows = [
-            (i, s.module or "(root)", s.operator, s.source, s.code, f"{len(c.failures)} of {self.runs}", s.lost)
+            (i, s.module or "(root)", s.operator, s.source, s.code, f"{len(c.failures)} of {self.runs}", s.amplifier)
             for i, c in enumerate(self.sets, 1)
             for s in c.sites
         ]
-        columns = ("set", "module", "operator", "source", "code", "fails", "bits cancelled")
+        columns = ("set", "module", "operator", "source", "code", "fails", "amplified by")
         return Table(columns, tuple(rows), title=self._title(), note=self._note())
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,12 +152,12 @@ def _runs(count: int) -> str:
 
 def _lines(site: Blame) -> str:
     """A site's place, and the lines around it with the guilty one marked."""
-    cancelled = f"; {site.lost:.0f} bits cancel" if site.lost else ""
-    place = f"  {site.module or '(root)'}  {site.operator}  {site.source or site.code}{cancelled}"
+    place = f"  {site.module or '(root)'}  {site.operator}  {site.source or site.code}"
+    amplified = [f"    amplified by {site.amplifier}: {site.cancelled:.0f} bits cancel"] if site.amplifier else []
     elements = [f"    elements {_shown_elements(site)}"] if site.elements is not None else []
     line = int(site.source.rpartition(":")[2]) if site.excerpt else 0
     code = [f"    {'>' if n == line else ' '} {n:4} | {text}" for n, text in site.excerpt]
-    return "\n".join([place, *elements, *code])
+    return "\n".join([place, *elements, *code, *amplified])
 
 
 def _shown_elements(site: Blame) -> str:

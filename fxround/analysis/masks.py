@@ -34,7 +34,6 @@ from fxround.compiler import PolicyLike, _arguments, compile
 from fxround.graph import PORT, Captured, Port, Site, located, operator_name
 from fxround.hashing import hash
 from fxround.ops import rule_of
-from fxround.passes import Plan, lower
 from fxround.policy import Policy
 
 QUIET: Final = "reproducible"
@@ -63,7 +62,7 @@ class Masked:
         self._compiled = compile(model, self.policy)
         with torch.no_grad():
             self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
-            self._off = bundles(lower(self.captured.graph, Plan(self.quiet, strict=False)))
+            self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)
         self._on = bundles(self._compiled.graph)
         self._given = _given(model, self.captured, pytree.tree_leaves((args, kwargs)))
         nodes = [node for node in self.nodes if self._on[node.name].text != self._off[node.name].text]

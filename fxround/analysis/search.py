@@ -21,7 +21,7 @@ import networkx as nx
 from torch import fx
 
 from fxround.analysis.bisection import Branches, Units, disjoint, halves, minimal
-from fxround.analysis.cancellation import cancelled
+from fxround.analysis.cancellation import Cancellation, cancelled
 from fxround.analysis.culprits import Blame, Culprits, Level, LocalizeReport
 from fxround.analysis.verdicts import Ranges, Verdicts
 from fxround.graph import located
@@ -29,6 +29,8 @@ from fxround.refusals import innermost
 
 CONTEXT: Final = 2
 PIECES: Final = 16
+# A sum of numbers of both signs loses a bit or two anywhere.
+AMPLIFIES: Final = 4
 _SINK: Final = "(output)"
 
 
@@ -86,8 +88,8 @@ class Search:
         off = verdicts.passes((), 0, again=True) and not verdicts.fails(())
         if not off:
             raise ValueError(
-                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: what is wrong "
-                "is not the perturbation. Loosen the check, or choose another quiet= policy (or reference=)"
+                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: what is "
+                "wrong is not the perturbation. Loosen the check, or choose another quiet= policy (or reference=)"
             )
         verdicts.passes(everything, 0, again=True)
         if not everything or not verdicts.fails(everything):
@@ -177,7 +179,7 @@ class Search:
         return _joined(ranges)
 
     def _blame(self, name: str, elements: Ranges | None) -> Blame:
-        place, node = self.masked.sites[name], self._nodes[name]
+        place, node, worst = self.masked.sites[name], self._nodes[name], self._amplifier(name)
         return Blame(
             node=name,
             operator=place.operator,
@@ -188,16 +190,23 @@ class Search:
             excerpt=_excerpt(node),
             shape=tuple(self.masked.shapes[name]),
             elements=elements,
-            lost=self._lost.get(name),
+            amplifier=f"{worst.operator} at {worst.source or worst.node}" if worst else "",
+            cancelled=worst.lost if worst else 0.0,
         )
 
     @cached_property
     def _nodes(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.masked.nodes}
 
+    def _amplifier(self, name: str) -> Cancellation | None:
+        """Where most bits cancel, in the node itself or behind it; None where it is hardly any."""
+        behind = {name, *nx.descendants(self.masked.flow(), name)}
+        found = [one for one in self._cancelled if one.node in behind and one.lost > AMPLIFIES]
+        return max(found, key=lambda one: one.lost, default=None)
+
     @cached_property
-    def _lost(self) -> dict[str, float]:
-        return {found.node: found.lost for found in cancelled(self.masked)}
+    def _cancelled(self) -> list[Cancellation]:
+        return cancelled(self.masked)
 
     def _told(self) -> None:
         sets = f"{len(self.found)} found, " if self.found else ""

@@ -1,0 +1,321 @@
+"""Localize: planted culprits are found, exactly and with few runs; searches repeat, stop and go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.analysis.localize import NothingFails, localize
+
+
+class Block(nn.Module):
+    """tanh(Wx), and in a bad one a detour through numbers that are too large."""
+
+    def __init__(self, bad: bool) -> None:
+        super().__init__()
+        self.linear, self.offset = nn.Linear(8, 8), 4096.0 if bad else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return (y + self.offset) - self.offset
+
+
+def network(*bad: int, blocks: int = 10) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(i in bad) for i in range(blocks)))
+
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+def close(reference: Tensor) -> Callable[[Any], bool]:
+    return lambda y: bool((y - reference).abs().max() < 1e-5)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Tensor:
+    return fxround.compile(network(6), "reproducible")(X)
+
+
+def test_the_one_bad_layer_of_ten_is_found(reference: Tensor) -> None:
+    found = localize(network(6), X, close(reference), level="modules")
+    assert [c.modules for c in found.sets] == [("6",)]
+    assert found.ended == "complete" and not [name for name in found.passing if name in _names(found)]
+    assert found.executed <= 40 and found.sites >= 40  # 2^40 sets, and 40 modules and nodes one by one, five times each
+
+
+def test_within_the_layer_the_node_is_found(reference: Tensor) -> None:
+    found = localize(network(6), X, close(reference), level="nodes")
+    assert [[(s.module, s.operator, s.code) for s in c.sites] for c in found.sets] == [
+        [("6", "aten.add.Tensor", "return (y + self.offset) - self.offset")]
+    ]
+    (site,) = found.sets[0].sites
+    assert site.amplifier.startswith("aten.sub.Tensor at test_localize.py:") and site.cancelled >= 9
+    assert (int(site.source.partition(":")[2]), "        return (y + self.offset) - self.offset") in site.excerpt
+    assert len(found.sets[0].failures) >= 1 and found.executed <= 80
+
+
+def test_two_bad_layers_are_two_sets() -> None:
+    reference = fxround.compile(network(5, 8), "reproducible")(X)
+    found = localize(network(5, 8), X, close(reference), level="modules")
+    assert sorted(c.modules for c in found.sets) == [("5",), ("8",)]
+    stopped = localize(network(5, 8), X, close(reference), level="modules", limit=1)
+    assert stopped.sets == found.sets[:1] and stopped.ended == "limit" and set(_names(found)) & set(stopped.narrowed)
+
+
+RULES = [{"rounding": "bfloat16/nearest_even"}]
+
+
+class Pair(nn.Module):
+    """Wrong only where both of two values are."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x / 3, x * 0.7, x + 0.3
+
+
+def test_a_set_may_need_two_members() -> None:
+    x = torch.tensor([1.0, 1.1])
+    quiet = fxround.compile(Pair(), "reproducible")(x)
+    found = localize(
+        Pair(), x, lambda y: bool(torch.equal(y[0], quiet[0]) or torch.equal(y[2], quiet[2])), {"rules": RULES}
+    )
+    assert [[s.operator for s in c.sites] for c in found.sets] == [["aten.div.Tensor", "aten.add.Tensor"]]
+    assert found.runs == 1 and not found.random and found.overlooked == 0.0
+
+
+class OneBad(nn.Module):
+    """An offset in element 5 of twenty alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(
+            "offset", torch.zeros(4, 5).index_put((torch.tensor(1), torch.tensor(0)), torch.tensor(1e4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.offset) - self.offset
+
+
+def test_the_element_is_found() -> None:
+    x = torch.full((4, 5), 0.3179)
+    found = localize(OneBad(), x, min_bits=10, level="elements")
+    assert [[(s.operator, s.elements, s.shape) for s in c.sites] for c in found.sets] == [
+        [("aten.add.Tensor", ((5, 6),), (4, 5))]
+    ]
+    assert "elements 5 (1 of a result of shape [4, 5], row-major)" in str(found)
+
+
+# ---- the literature's cases ----
+
+
+class Textbook(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.numel()
+        mean = x.sum() / n
+        return (x * x).sum() / n - mean * mean
+
+
+class Welford(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mean, squares = x[0], x[0] * 0
+        for k in range(1, x.numel()):
+            step = x[k] - mean
+            mean = mean + step / (k + 1)
+            squares = squares + step * (x[k] - mean)
+        return squares / x.numel()
+
+
+DATA = 1000 + torch.rand(12, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_textbook_variance_is_lost_in_what_its_difference_amplifies() -> None:
+    found = localize(Textbook(), DATA, min_bits=6)
+    sites = [s for c in found.sets for s in c.sites]
+    assert sites and {s.operator for s in sites} <= {
+        "aten.sum.default",
+        "aten.sum.dim_IntList",
+        "aten.mul.Tensor",
+        "aten.div.Tensor",
+    }
+    assert all(s.amplifier.startswith("aten.sub.Tensor") and s.cancelled >= 12 for s in sites)
+    with pytest.raises(
+        NothingFails, match=r"passes in 5 runs with all \d+ sites on \(policy 'stochastic'\) \(\d+\.\d+ bits"
+    ):
+        localize(Welford(), DATA, min_bits=6)
+
+
+class NaiveLogSumExp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        powers = x.exp()
+        return powers.sum(-1).log()
+
+
+class LogSumExp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(x, -1)
+
+
+def finite(y: Tensor) -> bool:
+    return bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("x, culprits", [(12.0, {"exp", "sum"}), (10.5, {"sum"})])
+def test_a_naive_log_sum_exp_overflows_in_the_exp_or_the_sum(x: float, culprits: set[str]) -> None:
+    inputs = torch.full((4,), x)
+    found = localize(NaiveLogSumExp(), inputs, finite, "binary16")
+    assert all(len(c.sites) == 1 for c in found.sets)
+    assert {c.sites[0].operator.split(".")[1] for c in found.sets} == culprits
+    with pytest.raises(NothingFails, match="passes in 1 run with all"):
+        localize(LogSumExp(), inputs, finite, "binary16")
+
+
+class Muller(nn.Module):
+    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: every step multiplies an error by about 20 (5 is not attractive, 100 is)."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(12):
+            x, y = y, 108 - (815 - 1500 / x) / y
+        return y
+
+
+def test_the_first_steps_of_mullers_recurrence_are_to_blame() -> None:
+    start = (torch.tensor(4.0, dtype=torch.float64), torch.tensor(4.25, dtype=torch.float64))
+    found = localize(Muller(), start, min_bits=22, limit=3)
+    order = [*_names(found), *found.passing, *found.narrowed]
+    masked = fxround.compile(Muller(), "stochastic", example_inputs=start).summary()
+    steps = [row["node"] for row in masked]
+    assert len(set(order)) <= len(steps) and found.sets
+    assert max(steps.index(name) for name in _names(found)) < len(steps) / 2
+
+
+class Cramer(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        determinant = a[0, 0] * a[1, 1] - a[1, 0] * a[0, 1]
+        first = b[0] * a[1, 1] - b[1] * a[0, 1]
+        return first / determinant
+
+
+def test_cramers_rule_loses_its_bits_in_products_before_a_difference() -> None:
+    a = torch.tensor([[0.2161, 0.1441], [1.2969, 0.8648]], dtype=torch.float64)
+    b = torch.tensor([0.1440, 0.8642], dtype=torch.float64)
+    found = localize(Cramer(), (a, b), min_bits=30)
+    sites = [s for c in found.sets for s in c.sites]
+    assert sites and {s.operator for s in sites} == {"aten.mul.Tensor"}
+    assert all(s.amplifier.startswith("aten.sub.Tensor") and s.cancelled >= 20 for s in sites)
+
+
+# ---- again, and on ----
+
+
+SMALL = network(2, blocks=4)
+CLOSE_TO = fxround.compile(SMALL, "reproducible")(X)
+CLOSE = close(CLOSE_TO)
+
+
+def _names(found: Any) -> list[str]:
+    return [s.node for c in found.sets for s in c.sites]
+
+
+def without_counts(found: Any) -> dict[str, Any]:
+    return {k: v for k, v in found.to_dict().items() if k not in ("executed", "recalled")}
+
+
+def test_the_same_seed_gives_the_same_answer_and_a_cache_no_run_but_the_first_two(tmp_path: Path) -> None:
+    first, again = (localize(SMALL, X, CLOSE, seed=4, cache=tmp_path) for _ in range(2))
+    bare = localize(SMALL, X, CLOSE, seed=4)
+    assert without_counts(first) == without_counts(again) == without_counts(bare)
+    assert first.executed == bare.executed and first.recalled == 0
+    assert again.executed == 2 and again.recalled == first.executed - 2
+    other = localize(SMALL, X, CLOSE, seed=5, cache=tmp_path)
+    assert other.recalled == 0
+
+
+class Impatient:
+    """A check that presses Ctrl-C at its n-th call."""
+
+    def __init__(self, check: Callable[[Any], bool], calls: int) -> None:
+        self.check, self.calls = check, calls
+
+    def __call__(self, y: Any) -> bool:
+        self.calls -= 1
+        if self.calls == 0:
+            raise KeyboardInterrupt
+        return self.check(y)
+
+    def __repr__(self) -> str:
+        return "Impatient"
+
+
+def test_an_interrupted_search_reports_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = localize(SMALL, X, Impatient(CLOSE, 0))
+    stopped = localize(SMALL, X, Impatient(CLOSE, 15), cache=tmp_path)
+    assert stopped.ended == "interrupted" and stopped.executed == 14 and not stopped.passing
+    assert set(_names(whole)) <= set(stopped.narrowed) and len(stopped.narrowed) < stopped.sites
+    assert f"Interrupted: a further set is to be found among {len(stopped.narrowed)} of" in str(stopped)
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text() + '{"on": "3', encoding="utf-8")  # a line that the interruption cut off
+    resumed = localize(SMALL, X, Impatient(CLOSE, 0), cache=tmp_path)
+    assert without_counts(resumed) == without_counts(whole)
+    assert resumed.executed == whole.executed - 14 + 2
+
+
+def test_a_check_that_changed_its_mind_is_noticed(tmp_path: Path) -> None:
+    localize(SMALL, X, Impatient(CLOSE, 0), cache=tmp_path)
+    with pytest.raises(ValueError, match="says that this check passed before, and now it does not"):
+        localize(SMALL, X, Impatient(close(CLOSE_TO + 1), 0), cache=tmp_path)
+
+
+# ---- mistakes and reports ----
+
+
+def test_a_check_must_pass_with_everything_off() -> None:
+    with pytest.raises(ValueError, match="fails with every site off"):
+        localize(SMALL, X, lambda y: False)
+    with pytest.raises(ValueError, match=r"fails with every site off .*\(0\.00 bits, 8 asked\)"):
+        localize(SMALL, X, min_bits=8, reference=torch.zeros(2, 8))
+
+
+def test_metrics_and_references_are_checks_too() -> None:
+    def worst(y: Tensor, r: Tensor) -> Tensor:
+        return (y - r).abs().max()
+
+    assert _names(localize(SMALL, X, (worst, 1e-5))) == _names(localize(SMALL, X, CLOSE))
+    with pytest.raises(NothingFails, match=r"at most 1 asked"):
+        localize(SMALL, X, (worst, 1.0))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "say what a right output is"),
+        ({"check": finite, "min_bits": 3}, "say what a right output is"),
+        ({"check": 3}, "expected a function of the output"),
+        ({"check": lambda y: y[0]}, "check returned Tensor"),
+        ({"check": finite, "level": "lines"}, "level is 'lines'; expected one of modules, nodes, elements"),
+        ({"check": finite, "runs": 0}, "runs=0, limit=None: expected at least 1"),
+    ],
+)
+def test_mistakes_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        localize(Pair(), X, **arguments)
+
+
+def test_a_report_is_data_and_text() -> None:
+    said: list[str] = []
+    found = localize(SMALL, X, CLOSE, progress=said.append)
+    data = json.loads(found.to_json())
+    assert data["sets"][0]["sites"][0]["module"] == "2" and data["executed"] == found.executed == len(said)
+    assert said[-1].startswith(f"{found.executed} runs: 1 found, ")
+    text = str(found)
+    assert "Set 1: fails in " in text and "return (y + self.offset) - self.offset" in text
+    assert f"The other {len(found.passing)} of {found.sites} sites pass, all of them on." in text
+    assert [row["module"] for row in found.table()] == ["2"] and "<table" in found._repr_html_()
+    assert abs(0.05 - (1 - found.overlooked) ** 5) < 1e-12
