@@ -1,4 +1,4 @@
-"""Cancellation is a difference of exponents, computed here with math.frexp; births of NaNs are where they are planted."""
+"""Cancellation is a difference of exponents, checked with math.frexp; births of NaNs are where they are planted."""
 
 from __future__ import annotations
 

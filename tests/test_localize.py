@@ -178,7 +178,7 @@ def test_a_naive_log_sum_exp_overflows_in_the_exp_or_the_sum(x: float, culprits:
 
 
 class Muller(nn.Module):
-    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: every step multiplies an error by about 20 (5 is not attractive, 100 is)."""
+    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: a step multiplies an error by about 20, since 5 repels and 100 attracts."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(12):
@@ -279,7 +279,7 @@ def test_a_check_that_changed_its_mind_is_noticed(tmp_path: Path) -> None:
 def test_a_check_must_pass_with_everything_off() -> None:
     with pytest.raises(ValueError, match="fails with every site off"):
         localize(SMALL, X, lambda y: False)
-    with pytest.raises(ValueError, match=r"fails with every site off .*\(0\.00 bits, 8 asked\)"):
+    with pytest.raises(ValueError, match=r"fails with every site off .*\(0 bits, at least 8 asked\)"):
         localize(SMALL, X, min_bits=8, reference=torch.zeros(2, 8))
 
 
@@ -288,6 +288,9 @@ def test_metrics_and_references_are_checks_too() -> None:
         return (y - r).abs().max()
 
     assert _names(localize(SMALL, X, (worst, 1e-5))) == _names(localize(SMALL, X, CLOSE))
+    assert _names(localize(SMALL, X, ("sqnr", 80))) == _names(localize(SMALL, X, CLOSE))
+    with pytest.raises(ValueError, match="no metric is named 'sqrn'"):
+        localize(SMALL, X, ("sqrn", 80))
     with pytest.raises(NothingFails, match=r"at most 1 asked"):
         localize(SMALL, X, (worst, 1.0))
 

@@ -1,8 +1,8 @@
 """Checks: what it means that an output is wrong.
 
 What is true here. A check says of an output whether it passes, and in words what it saw. It is a user's function of the
-output; or a metric, a function of the output and a reference, that must not exceed a threshold; or a number of bits to
-which every element must agree with the reference.
+output; or a metric that compares it with a reference, and a threshold; or a number of bits to which every element must
+agree with the reference.
 
 Why it is safe. A NaN passes no threshold, and a value that is finite where the reference is not (or the other way
 round) agrees to no bit. A check's ``key`` changes with its code, its defaults and what it closes over.
@@ -13,10 +13,10 @@ round) agrees to no bit. A check's ``key`` changes with its code, its defaults a
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,11 +25,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fxround.analysis.inputs import Call
+from fxround.analysis.metrics import chosen
 from fxround.hashing import hash
 from fxround.numerics.formats import Format
 from fxround.refusals import FORMAT_OF
 
-CheckLike = Callable[[Any], Any] | tuple[Callable[[Any, Any], Any], float] | None
+CheckLike = Callable[[Any], Any] | tuple[str | Callable[[Any, Any], Any], float] | None
 
 
 @dataclass(frozen=True)
@@ -41,26 +43,37 @@ class Check:
     key: str
 
 
-def parse_check(check: CheckLike, min_bits: float | None = None, reference: Any = None) -> Check:
-    """The check that was asked for; ``reference`` is what metrics and bits compare with.
+def parse_check(
+    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
+) -> Check:
+    """The check that was asked for; ``reference`` is what metrics and bits compare with, ``call`` what made the output.
 
-    Raises TypeError for anything but a function, (function, threshold), or None with ``min_bits``.
+    Raises TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an
+    unknown metric.
     """
     if (check is None) == (min_bits is None):
         raise TypeError(
             "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
         )
+    key = str([hash(leaf) for leaf in _tensors(reference)])
     if min_bits is not None:
-        return _threshold(lambda output: -agreement(output, reference), -float(min_bits), "bits", reference)
+        return _threshold(lambda output: agreement(output, reference), float(min_bits), "bits", key, higher=True)
     if callable(check):
-        return Check(functools.partial(_asked, check), lambda output: "", _key(check))
-    if isinstance(check, tuple) and len(check) == 2 and callable(check[0]) and isinstance(check[1], int | float):
-        metric, limit = check
-        return _threshold(lambda output: float(metric(output, reference)), float(limit), _key(metric), reference)
-    raise TypeError(
-        f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
-        "threshold) with a function of the output and the reference"
-    )
+        return Check(partial(_asked, check), lambda output: "", _key(check))
+    if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
+        raise TypeError(
+            f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
+            "threshold) with a metric's name or a function of the output and the reference"
+        )
+    metric, limit = check
+    if not isinstance(metric, str):
+        return _threshold(lambda output: float(metric(output, reference)), limit, "", _key(metric) + key, higher=False)
+    (row,) = chosen(metric, reference)
+
+    def measure(output: Any) -> float:
+        return row.finish(row.measure(output, reference, call or Call(())))
+
+    return _threshold(measure, limit, row.unit, row.name + key, higher=row.better == "higher")
 
 
 def agreement(output: Any, reference: Any) -> float:
@@ -88,13 +101,18 @@ def _tensors(output: Any) -> list[Tensor]:
     return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray | float | int)]
 
 
-def _threshold(measure: Callable[[Any], float], limit: float, name: str, reference: Any) -> Check:
-    def seen(output: Any) -> str:
-        value = measure(output)
-        return f"{-value:.2f} bits, {-limit:g} asked" if name == "bits" else f"{value:g}, at most {limit:g} asked"
+def _threshold(measure: Callable[[Any], float], limit: float, unit: str, key: str, *, higher: bool) -> Check:
+    """Passes where the measure is on the right side of the limit; a NaN is on neither."""
 
-    given = [hash(leaf) for leaf in _tensors(reference)]
-    return Check(lambda output: measure(output) <= limit, seen, f"{name} {limit} {given}")
+    def passes(output: Any) -> bool:
+        return measure(output) >= limit if higher else measure(output) <= limit
+
+    def seen(output: Any) -> str:
+        return (
+            f"{' '.join(f'{measure(output):.4g} {unit}'.split())}, at {'least' if higher else 'most'} {limit:g} asked"
+        )
+
+    return Check(passes, seen, f"{key} {limit} {unit}")
 
 
 def _asked(check: Callable[[Any], Any], output: Any) -> bool:
@@ -116,7 +134,7 @@ def _key(function: Any) -> str:
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return hash(value)
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return _described(value.func), _described(value.args), _described(tuple(value.keywords.items()))
     if isinstance(value, FunctionType):
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())

@@ -46,16 +46,17 @@ def localize(
     seed: int = 0,
     cache: str | Path | None = None,
     limit: int | None = None,
-    progress: bool | Callable[[str], None] = False,
+    progress: bool | Callable[[str], None] | None = None,
 ) -> LocalizeReport:
     """The smallest sets of modules, nodes or elements whose roundings by ``policy`` make the check fail.
 
-    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. check: a function of the
-    output, True where it passes; or (metric, threshold), metric(output, reference) at most the threshold; or None
-    with ``min_bits``, to which every element must agree with the reference. reference: what they compare with (None:
-    the output of the quiet run). quiet: the policy of the sites that are off. runs: samples a set, which fails if one
-    of them does (1 where nothing is random). cache: a directory of verdicts, for going on later. limit: stop after so
-    many sets. progress: True, or a function of a line of text.
+    inputs: a tensor, a tuple of arguments, a dict of keywords, a tuple and a dict, or a DataLoader, of which the first
+    batch is taken. check: a function of the output, True where it passes; or (metric, threshold), a name of
+    ``fxround.analysis.metrics.METRICS`` (worse than the threshold fails) or a function of (output, reference) that may
+    not exceed it; or None with ``min_bits``, to which every element must agree with the reference. reference: what they
+    compare with (None: the output of the quiet run). quiet: the policy of the sites that are off. runs: samples a set,
+    which fails if one of them does (1 where nothing is random). cache: a directory of verdicts, for going on later.
+    limit: stop after so many sets. progress: True, a function of a line of text, or None: in a terminal.
 
     Ctrl-C ends the search with a report of what was found so far. Raises NothingFails (a ValueError) where the check
     passes with every site on, ValueError where it fails with every site off, and what ``fxround.compile`` raises.
@@ -65,7 +66,8 @@ def localize(
     if runs < 1 or (limit is not None and limit < 1):
         raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
     masked = Masked(model, policy, inputs, quiet=quiet)
-    judged = parse_check(check, min_bits, masked.run(seed=seed) if reference is None else reference)
+    compared = masked.run(seed=seed) if reference is None else reference
+    judged = parse_check(check, min_bits, compared, masked.call)
     samples = runs if masked.random else 1
     verdicts = Verdicts(masked, judged, runs=samples, seed=seed, cache=Path(cache) if cache is not None else None)
     return Search(verdicts, level, limit, progress).run(type(model).__name__)

@@ -30,7 +30,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.analysis.bundles import Bundle, bundles
-from fxround.compiler import PolicyLike, _arguments, compile
+from fxround.analysis.inputs import Call, calls
+from fxround.compiler import PolicyLike, compile
 from fxround.graph import PORT, Captured, Port, Site, located, operator_name
 from fxround.hashing import hash
 from fxround.ops import rule_of
@@ -47,9 +48,10 @@ Observer = Callable[[fx.Node, dict[fx.Node, Any], Any], None]
 class Masked:
     """A model whose sites are switched between two policies at run time.
 
-    model, policy: as for ``fxround.compile``. inputs: as its ``example_inputs``; every run computes them. quiet: the
-    policy of the sites that are off. memory: bytes of intermediate values of the quiet run that may be kept, so that a
-    run computes only what its sites can reach; none is where the quiet version draws random bits itself.
+    model, policy: as for ``fxround.compile``. inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple
+    and a dict, which every run computes; of a DataLoader the first batch. quiet: the policy of the sites that are
+    off. memory: bytes of intermediate values of the quiet run that may be kept, so that a run computes only what its
+    sites can reach; none is where the quiet version draws random bits itself.
 
     Raises what ``fxround.compile`` raises.
     """
@@ -57,9 +59,10 @@ class Masked:
     def __init__(
         self, model: nn.Module, policy: PolicyLike, inputs: Any, *, quiet: PolicyLike = QUIET, memory: int = MEMORY
     ) -> None:
-        args, kwargs = _arguments(inputs)
+        self.call: Call = next(calls(model, inputs))
+        args, kwargs = self.call.args, self.call.kwargs
         self.policy, self.quiet = Policy.parse(policy), Policy.parse(quiet)
-        self._compiled = compile(model, self.policy)
+        self._compiled = compile(model, self.policy, fuse=False)
         with torch.no_grad():
             self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
             self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)

@@ -39,16 +39,17 @@ class NothingFails(ValueError):
 
 
 class Search:
-    """A search for disjoint minimal sets. progress: True, a function of a line of text, or False."""
+    """A search for disjoint minimal sets. progress: True, a function of a line of text, or None: in a terminal."""
 
     def __init__(
-        self, verdicts: Verdicts, level: Level, limit: int | None, progress: bool | Callable[[str], None]
+        self, verdicts: Verdicts, level: Level, limit: int | None, progress: bool | Callable[[str], None] | None
     ) -> None:
         self.verdicts, self.masked, self.level, self.limit = verdicts, verdicts.masked, level, limit
         self.found: list[Culprits] = []
         self.rest: Units = tuple(self.masked.sites)
         self.narrowed: Units = self.rest
-        self._say = (_print if progress is True else progress) or (lambda text: None)
+        shown = sys.stderr.isatty() if progress is None else progress
+        self._say = (_print if shown is True else shown) or (lambda text: None)
         verdicts.told = self._told
 
     def run(self, model: str) -> LocalizeReport:
