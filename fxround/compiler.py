@@ -1,11 +1,11 @@
 """Compile: a model and a policy in, a module with explicit roundings out. The only file that sees passes and runtime.
 
 What is true here. A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It
-captures lazily, once for each combination of training flags, dtypes and sizes (the batch left free), lowers the
-graph by the policy, and runs it. A call is a function of its arguments, the state and (seed, sample) alone.
+captures lazily, once for each combination of training flags, grad mode, dtypes and sizes (the batch left free), lowers
+the graph by the policy, and runs it. A call is a function of its arguments, the state and (seed, sample) alone; one
+that trains (training mode, gradients wanted) leaves the next sample behind.
 
-Why it is safe. A graph is used only for arguments that it admits; anything else is captured anew. Gradients do not pass
-(this version compiles inference): where a caller could expect one, the result raises when it is differentiated.
+Why it is safe. A graph is used only for arguments that it admits; anything else is captured anew.
 
     before   model(x)
     after    compiled = fxround.compile(model, "stochastic"); compiled(x); compiled.reseed(0, sample=1); compiled(x)
@@ -16,9 +16,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import networkx as nx
 import torch
@@ -26,6 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround import inspection
+from fxround.differentiation import Step, differentiable, differentiable_later, step_of
 from fxround.errors import FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, Port, capture, export_program, trace_example
@@ -100,19 +101,25 @@ def _random_state(seed: int, sample: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """A captured graph, its lowering, what runs for it, and the modules that own its parameters and buffers."""
+    """A captured graph, its lowering, what runs for it, and the modules that own its parameters and buffers.
+
+    Where gradients are wanted the graphs are joint ones, and the two parts of ``step`` run in their place.
+    """
 
     captured: Captured
     lowered: fx.GraphModule
     running: fx.GraphModule
     owners: tuple[tuple[nn.Module, str] | None, ...]
+    step: Step | None = None
 
     def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """The model's result for flat arguments; buffers and arguments that the model changes are written."""
-        outputs = self.running(*self._inputs(leaves), rng)
-        for port, output in zip(self.captured.outputs, outputs, strict=True):
-            if port.mutation:
-                self._target(port, leaves).copy_(output)
+        inputs = self._inputs(leaves)
+        outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
+        with torch.no_grad():
+            for port, output in zip(self.captured.results, outputs, strict=True):
+                if port.mutation:
+                    self._target(port, leaves).copy_(output)
         return self._result(outputs)
 
     def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
@@ -129,20 +136,25 @@ class Entry:
                 yield node.name, value
 
     def _result(self, outputs: Sequence[Any]) -> Any:
-        results = [o for port, o in zip(self.captured.outputs, outputs, strict=True) if not port.mutation]
+        results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
         return pytree.tree_unflatten(results, self.captured.out_spec)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        pairs = zip(self.captured.inputs, self.owners, strict=True)
+        pairs = zip(self.captured.entering, self.owners, strict=True)
         return [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
 
     def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
         if port.kind == "argument":
             target: Tensor = leaves[port.index]
             return target
-        owner = next(o for p, o in zip(self.captured.inputs, self.owners, strict=True) if p.name == port.name)
+        owner = next(o for p, o in zip(self.captured.entering, self.owners, strict=True) if p.name == port.name)
         assert owner is not None
         return _tensor(*owner)
+
+
+def _following(seed: int, sample: int) -> tuple[int, int]:
+    """What (seed, sample) become after a training step: 2^32 samples are a seed's."""
+    return (seed, sample + 1) if sample + 1 < 1 << 32 else (seed + 1, 0)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
@@ -160,7 +172,8 @@ def _owner(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:
 class RoundedModule(nn.Module):
     """A model with every rounding explicit. Made by ``fxround.compile``; called like the model itself.
 
-    Calling raises what capturing raises. Results carry no gradient: differentiating them raises FxroundError.
+    Calling raises what capturing raises. Gradients flow to the shared parameters and to the arguments, by a backward
+    graph that is rounded as the forward one is.
     """
 
     def __init__(
@@ -172,6 +185,7 @@ class RoundedModule(nn.Module):
         self.__dict__.update({name: getattr(model, name) for name in shared})
         self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse)
         self.__dict__.update(_entries={}, _latest=None)
+        self.__dict__["_differentiated"] = set()
 
     source: nn.Module
     policy: Policy
@@ -180,6 +194,7 @@ class RoundedModule(nn.Module):
     fuse: bool
     _entries: dict[Any, list[Entry]]
     _latest: Entry | None
+    _differentiated: set[int]
 
     @property
     def training(self) -> bool:
@@ -194,15 +209,55 @@ class RoundedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model computes, rounded as the policy says."""
         leaves = pytree.tree_leaves((args, kwargs))
-        with torch.no_grad():
-            result = self._entry(args, kwargs).run(leaves, self.rng)
-        if torch.is_grad_enabled() and self._could_differentiate(leaves):
-            return pytree.tree_map_only(Tensor, _undifferentiable, result)
+        wanted = self._wants_gradients(leaves)
+        with torch.set_grad_enabled(wanted and self.training):
+            entry = self._entry(args, kwargs)
+        if wanted and not self.training:
+            return self._differentiable_in_eval(entry, args, kwargs)
+        with torch.set_grad_enabled(wanted):
+            result = entry.run(leaves, self.rng)
+        if entry.step and self.training:
+            self.reseed(*_following(*self.rng.tolist()))
         return result
 
+    def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        """Results alone, until their gradients are asked for; from then on what the backward needs is kept."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if id(entry) in self._differentiated or any(port.mutation for port in entry.captured.outputs):
+            with torch.enable_grad():
+                return self._entry(args, kwargs).run(leaves, self.rng)
+        key, sources = self._key(args, kwargs), self._sources(leaves)
+
+        def step() -> tuple[Step, list[int]]:
+            if self._key(args, kwargs) != key:
+                raise FxroundError(
+                    "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
+                    "backward of its kind: run the backward before the change."
+                )
+            with torch.enable_grad():
+                joint = self._entry(args, kwargs)
+            if joint.step is None:
+                raise FxroundError("no result of this call depends on anything that requires a gradient")
+            self._differentiated.add(id(entry))
+            places = list(sources)
+            return joint.step, [places.index((port.name, port.index)) for port in joint.captured.entering]
+
+        results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
+        later = differentiable_later(results, step, list(sources.values()), self.rng)
+        return pytree.tree_unflatten(later, spec)
+
+    def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
+        """State by name and arguments by position, as ports speak of them."""
+        named = (self.source.named_parameters, self.source.named_buffers)
+        state = {(name, -1): t for group in named for name, t in group(remove_duplicate=False)}
+        return state | {("", i): leaf for i, leaf in enumerate(leaves)}
+
     def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
-        """Capture and lower for arguments like these, without running; returns the module itself."""
-        with torch.no_grad():
+        """Capture and lower for arguments like these, without running; returns the module itself.
+
+        In training mode the graph has gradients, unless they are off (``torch.no_grad``).
+        """
+        with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
             self._entry(args, kwargs)
         return self
 
@@ -234,18 +289,19 @@ class RoundedModule(nn.Module):
         return self
 
     def graph_text(self, backward: bool = False) -> str:
-        """The latest graph as text, one line a node. Raises ValueError for the backward graph: there is none yet."""
-        if backward:
-            raise ValueError("this version of fxround compiles inference: there is no backward graph to show")
-        return inspection.graph_text(self.graph)
+        """The latest graph as text, one line a node: the forward graph, or the backward one.
+
+        Raises ValueError for a backward graph where the latest call wanted no gradients.
+        """
+        return inspection.graph_text(self.backward_graph if backward else self.graph)
 
     def summary(self) -> Any:
-        """A table of the latest graph: node, operator, module path, source line, rounding."""
-        return inspection.summary(self.graph)
+        """A table of the latest call's operations, forward and backward: node, operator, module, source, rounding."""
+        return inspection.summary(self._called.lowered)
 
     def coverage(self) -> Any:
-        """What is rounded, native (with the reason) and data movement in the latest graph."""
-        return inspection.coverage(self.graph)
+        """What is rounded, native (with the reason) and data movement in the latest call, forward and backward."""
+        return inspection.coverage(self._called.lowered)
 
     def draw(self, path: str | Path) -> Path:
         """Write the latest graph to an SVG file."""
@@ -260,19 +316,30 @@ class RoundedModule(nn.Module):
         return inspection.html(self.graph, title=title) if self._latest else f"<pre>{title}: not captured yet</pre>"
 
     @property
-    def graph(self) -> fx.GraphModule:
-        """The lowered graph that ran or was captured last. Raises ValueError before that."""
+    def _called(self) -> Entry:
         if self._latest is None:
             raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
-        return self._latest.lowered
+        return self._latest
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The lowered (forward) graph that ran or was captured last. Raises ValueError before that."""
+        return self._called.step.shown.forward if self._called.step else self._called.lowered
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The backward graph of the latest call. Raises ValueError where it wanted no gradients."""
+        if self._called.step is None:
+            raise ValueError(
+                "the latest call wanted no gradients, so there is no backward graph: call the module with gradients "
+                "enabled, and parameters or arguments that require them"
+            )
+        return self._called.step.shown.backward
 
     @property
     def captured(self) -> Captured:
-        """The graph before any pass, of the same call as ``graph``."""
-        return self._latest.captured if self._latest else self._uncaptured()
-
-    def _uncaptured(self) -> NoReturn:
-        raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
+        """The graph before any pass, of the same call as ``graph`` (the joint graph, where gradients were wanted)."""
+        return self._called.captured
 
     def export(self, path: str | Path, example_inputs: Any) -> Path:
         """Write a .pt2 that ``fxround.load`` (and ``torch.export.load`` after ``import fxround``) runs: the same bits.
@@ -291,12 +358,17 @@ class RoundedModule(nn.Module):
         seed, sample = self.rng.tolist()
         return RoundedModule, (self.source, self.policy, self.strict, seed, sample, self.fuse)
 
-    def _entry(self, args: Any, kwargs: Any) -> Entry:
+    def _key(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        return spec, tuple(_kind(leaf) for leaf in leaves), self._state_key()
+
+    def _entry(self, args: Any, kwargs: Any) -> Entry:
+        """The graph for these arguments: with gradients if they are enabled."""
+        leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
             refuse_unsupported_tensors(self.source, args, kwargs)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (spec, tuple(_kind(leaf) for leaf in leaves), self._state_key())
+        key = (*self._key(args, kwargs), torch.is_grad_enabled())
         entries = self._entries.setdefault(key, [])
         for entry in entries:
             if entry.captured.sizes.admit(shapes):
@@ -316,8 +388,9 @@ class RoundedModule(nn.Module):
     def _lowered(self, captured: Captured) -> Entry:
         strict = self.policy.strict if self.strict is None else self.strict
         lowered = lower(captured.graph, Plan(self.policy, strict))
-        running = optimize(lowered) if self.fuse else lowered
-        return Entry(captured, lowered, running, tuple(_owner(self.source, port) for port in captured.inputs))
+        owners = tuple(_owner(self.source, port) for port in captured.entering)
+        step = step_of(captured, lowered, self.fuse)
+        return Entry(captured, lowered, optimize(lowered) if self.fuse and not step else lowered, owners, step)
 
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the
@@ -327,9 +400,9 @@ class RoundedModule(nn.Module):
         state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
         return modules, state, torch.get_default_dtype()
 
-    def _could_differentiate(self, leaves: Sequence[Any]) -> bool:
+    def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.source.parameters(), *tensors))
 
 
 def _require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -373,27 +446,6 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-class _Undifferentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, result: Tensor) -> Tensor:
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise FxroundError(
-            "this result was computed by fxround, which compiles inference in this version: no gradient passes. "
-            "Call the compiled module under torch.no_grad(), and train the original model."
-        )
-
-
-def _undifferentiable(result: Tensor) -> Tensor:
-    if not result.is_floating_point():
-        return result
-    anchor = torch.zeros((), requires_grad=True)
-    marked: Tensor = _Undifferentiable.apply(anchor, result)  # type: ignore[no-untyped-call]
-    return marked
-
-
 class _Exportable(nn.Module):
     """The lowered graph beside the model's own state, and (seed, sample) as one more buffer."""
 
@@ -404,7 +456,7 @@ class _Exportable(nn.Module):
         self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
         self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
         owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
-        entry = Entry(entry.captured, entry.lowered, entry.running, owners)
+        entry = replace(entry, owners=owners)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))

@@ -42,16 +42,19 @@ from fxround.refusals import (
     require_tested_torch,
     source_line,
 )
+from fxround.sizes import Sizes, sizes_of
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
 
 META: Final = "fxround"
 PORT: Final = "fxround_port"
+PORTS: Final = "fxround_ports"  # of the output node: one for each output
 ORIGIN: Final = "fxround_origin"
 _SETTLED: Final = "fxround_settled"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
+Direction = Literal["forward", "backward", "update"]
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
@@ -70,6 +73,7 @@ class Site:
     assignment: Assignment | None = None
     status: Status = "native"
     reason: str = ""
+    direction: Direction = "forward"
 
     def __str__(self) -> str:
         where = f" at {self.source}: {self.code}" if self.source else ""
@@ -79,47 +83,37 @@ class Site:
 @dataclass(frozen=True)
 class Port:
     """What a graph input or output stands for: a parameter or buffer by name, an argument or result by position,
-    a mutation of the input that ``name`` or ``index`` says."""
+    a mutation of the input that ``name`` or ``index`` says; a tangent is the gradient of the result ``index``, a
+    gradient that of the parameter ``name`` or the argument ``index``."""
 
-    kind: Literal["parameter", "buffer", "argument", "result", "random"]
+    kind: Literal["parameter", "buffer", "argument", "result", "random", "tangent", "gradient"]
     name: str = ""
     index: int = -1
     mutation: bool = False
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes for which a graph is right: one expression a dimension, and the conditions met while tracing."""
-
-    dimensions: tuple[tuple[Any, ...] | None, ...]
-    conditions: tuple[Any, ...] = ()
-
-    def admit(self, shapes: Sequence[tuple[int, ...] | None]) -> bool:
-        """Whether arguments of these shapes may run the graph (None: not a tensor)."""
-        values: dict[Any, int] = {}
-        pairs = [
-            (expression, size)
-            for dimensions, shape in zip(self.dimensions, shapes, strict=True)
-            if dimensions is not None and shape is not None
-            for expression, size in zip(dimensions, shape, strict=True)
-        ]
-        for expression, size in pairs:
-            if getattr(expression, "is_symbol", False) and values.setdefault(expression, size) != size:
-                return False
-        if any(size != (e if isinstance(e, int) else e.xreplace(values)) for e, size in pairs):
-            return False
-        return not any(condition.xreplace(values) == False for condition in self.conditions)  # noqa: E712 (sympy)
-
-
-@dataclass(frozen=True)
 class Captured:
-    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, ports in the same order."""
+    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, ports in the same order.
+
+    Captured with gradients it is the joint graph: results and gradients of (state, arguments, tangents).
+    """
 
     graph: fx.GraphModule
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     out_spec: pytree.TreeSpec
     sizes: Sizes
+
+    @property
+    def entering(self) -> tuple[Port, ...]:
+        """State and arguments: the inputs but for the tangents."""
+        return tuple(port for port in self.inputs if port.kind != "tangent")
+
+    @property
+    def results(self) -> tuple[Port, ...]:
+        """Results and mutations: the outputs but for the gradients."""
+        return tuple(port for port in self.outputs if port.kind != "gradient")
 
 
 @dataclass(frozen=True)
@@ -214,9 +208,14 @@ def located(node: fx.Node) -> Site:
     path, module = list(stack.values())[-1] if stack else ("", "")
     source, code = source_line(node.meta.get("stack_trace") or "")
     name = module if isinstance(module, str) else module.__name__
+    return Site(_module_path(path), name.rpartition(".")[2], operator_of(node), "", "", source, code)
+
+
+def operator_of(node: fx.Node) -> str:
+    """The name of the node's operator; of the operator that yields the tuple, for ``getitem``."""
     producer = node.args[0] if node.target is operator.getitem else node
     assert isinstance(producer, fx.Node)
-    return Site(_module_path(path), name.rpartition(".")[2], operator_name(producer), "", "", source, code)
+    return operator_name(producer)
 
 
 def operator_name(node: fx.Node) -> str:
@@ -309,6 +308,8 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
         stack.enter_context(tracing_switches())
         try:
             graph = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            if torch.is_grad_enabled():
+                _separate_results(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
             joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=dict(decompositions))
         except Exception as e:  # whatever a model's own code raises, told with its line
@@ -317,18 +318,39 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)))
 
 
+def _separate_results(graph: fx.GraphModule) -> None:
+    """Copy every result: one that is a view of an argument or of another result would be differentiated outside."""
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
+    output.args, output.kwargs = args, kwargs
+    graph.recompile()
+
+
+def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
+    if not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return node
+    copy: fx.Node = graph.graph.call_function(torch.clone, (node,))
+    copy.meta = dict(node.meta)
+    return copy
+
+
 def _describe(traced: _Traced) -> Captured:
     graph: fx.GraphModule = traced.joint.graph_module
     _drop_tokens(graph)
+    _drop_aliases(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
     for node, port in zip(placeholders, inputs, strict=True):
         node.meta[PORT] = port
     _describe_constants(graph)
-    outputs = tuple(_port(desc) for desc in graph.graph.output_node().meta["desc"])
-    values = {port.index: node.meta.get("val") for node, port in zip(placeholders, inputs, strict=True)}
+    output = graph.graph.output_node()
+    outputs = tuple(_port(desc) for desc in output.meta["desc"])
+    output.meta[PORTS] = outputs
+    pairs = zip(placeholders, inputs, strict=True)
+    values = {port.index: node.meta.get("val") for node, port in pairs if port.kind == "argument"}
     arguments = [values.get(i) for i in range(len(traced.leaves))]
-    return Captured(_renamed(graph), inputs, outputs, traced.joint.out_spec, _sizes(arguments))
+    return Captured(_renamed(graph), inputs, outputs, traced.joint.out_spec, sizes_of(arguments))
 
 
 def _drop_tokens(graph: fx.GraphModule) -> None:
@@ -343,13 +365,20 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(taken)
         graph.graph.erase_node(node)
     output = graph.graph.output_node()
-    kept = [i for i, desc in enumerate(output.meta["desc"]) if "Token" not in type(desc).__name__]
+    kept = [i for i, d in enumerate(output.meta["desc"]) if d is not None and "Token" not in type(d).__name__]
     results: Any = output.args[0]
     output.args = (tuple(results[i] for i in kept),)
     output.meta["desc"] = [output.meta["desc"][i] for i in kept]
     for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _drop_aliases(graph: fx.GraphModule) -> None:
+    """``alias`` says that a value is no longer differentiated: nothing, once the graph holds its gradients."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
 
 
 def _describe_constants(graph: fx.GraphModule) -> None:
@@ -375,7 +404,8 @@ def _renamed(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _input_name(port: Port) -> str:
-    return port.name.replace(".", "_") if port.name else f"input_{port.index}"
+    prefix = "tangent" if port.kind == "tangent" else "input"
+    return port.name.replace(".", "_") if port.name else f"{prefix}_{port.index}"
 
 
 def _port(desc: Any) -> Port:
@@ -386,27 +416,23 @@ def _port(desc: Any) -> Port:
         return Port("parameter" if kind == "ParamAOTInput" else "buffer", name=desc.target)
     if kind in ("PlainAOTInput", "PlainAOTOutput"):
         return Port("argument" if kind == "PlainAOTInput" else "result", index=desc.idx)
+    if kind == "GradAOTOutput":
+        return replace(_port(desc.grad_of), kind="gradient")
+    if kind == "TangentAOTInput":
+        return _tangent(_port(desc.output))
     raise CaptureError(
         f"the captured graph has a port of kind {kind}, which fxround does not know. "
         "A model whose outputs are views of one mutated tensor does this: return clones of them."
     )
 
 
-def _sizes(values: Sequence[Any]) -> Sizes:
-    """Dimensions as expressions in the symbols that are left, and the guards in the same symbols."""
-    dimensions: list[tuple[Any, ...] | None] = []
-    environment: Any = None
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            dimensions.append(None)
-            continue
-        sizes: list[Any] = list(value.shape)
-        dimensions.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes))
-        environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), environment)
-    if environment is None:
-        return Sizes(tuple(dimensions))
-    conditions = [environment.replace(guard.expr) for guard in environment.guards]
-    return Sizes(tuple(dimensions), tuple(c for c in dict.fromkeys(conditions) if c != True))  # noqa: E712 (sympy)
+def _tangent(result: Port) -> Port:
+    if result.mutation:
+        raise CaptureError(
+            f"the model changes {result.name or f'argument {result.index}'} in place, and a gradient flows through the "
+            "change: compute a new tensor and return it."
+        )
+    return replace(result, kind="tangent")
 
 
 def _examples(example: Any) -> Iterator[Any]:

@@ -250,7 +250,8 @@ def _port_name(node: fx.Node) -> str:
     port: Port | None = node.meta.get(PORT)
     if port is None:
         return str(node.target)
-    return "seed and sample" if port.kind == "random" else port.name or f"argument {port.index}"
+    positions = {"random": "seed and sample", "tangent": f"gradient of result {port.index}"}
+    return positions.get(port.kind) or port.name or f"argument {port.index}"
 
 
 def _value(node: fx.Node) -> Any:

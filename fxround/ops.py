@@ -122,6 +122,10 @@ _LOWERED: Final[dict[str, OpRule]] = {
     "aten.cumsum.default": OpRule("reduction", lower="cumsum"),
     "aten.scatter_add.default": OpRule("reduction", lower="scatter_add"),
 }
+_CONVOLUTION_GRADIENTS: Final = {
+    (True, False, False): OpRule("contraction", lower="convolution_input_gradient"),
+    (False, True, False): OpRule("contraction", lower="convolution_weight_gradient"),
+}
 _INDEX_PUT: Final = OpRule("reduction", lower="index_put")
 
 # What chooses among its operand and numbers: as a program, it can follow the operation that computes the operand.
@@ -252,6 +256,12 @@ def _product(node: fx.Node) -> OpRule:
     return OpRule("reduction", lower=name) if floating else INTEGER
 
 
+def _convolution_backward(node: fx.Node) -> OpRule:
+    """One of its three results: the formula asks for one at a time."""
+    wanted = tuple(_argument(node, 10, "output_mask"))
+    return _CONVOLUTION_GRADIENTS.get(wanted, RULES["aten.convolution_backward.default"])
+
+
 def _cast(node: fx.Node) -> OpRule:
     """A conversion rounds where the source has values that the result lacks."""
     source, value = node.args[0], node.meta.get("val")
@@ -269,6 +279,7 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     "aten._unsafe_index_put.default": _index_put,
     "aten.scatter_reduce.two": _scatter_reduce,
     "aten._to_copy.default": _cast,
+    "aten.convolution_backward.default": _convolution_backward,
     **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _integer_or_opaque),
     **dict.fromkeys(("aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"), _product),
 }

@@ -37,9 +37,11 @@ NATIVE: Final = "native"
 DTYPE: Final = "dtype"
 
 # What a value is to the model. Only a rule that names the role speaks of what enters a graph (the first
-# four): a weight is no operation, and up_down must not move it.
+# four, and a gradient that comes from outside): a weight is no operation, and up_down must not move it.
 ENTERING: Final = ("weight", "input", "buffer", "constant")
-ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error")
+# Results: forwards; backwards (of a weight; of anything else); in an optimizer's step.
+ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
+DIRECTIONS: Final = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Rule:
     match       glob over module paths; a module's path speaks of what is inside it as well ("layer1", "*.attention")
     operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
     role        one of ROLES; None: the result of any operation
+    direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
     rounding    "format/mode/overflow", format "dtype" for the operation's own; "identity": leave alone
     accumulate  each step's rounding, maybe with "product=..." or "chunk=n combine=..." behind it (Accumulation), or
                 "native": the stock kernel, rounded once
@@ -82,27 +85,32 @@ class Rule:
     accumulate: str | None = None
     order: str | None = None
     optional: bool = False
+    direction: str | None = None
 
     def __post_init__(self) -> None:
         for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE)):
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
             object.__setattr__(self, "order", str(_said(Order.parse, self.order, "order")))
-        if self.role is not None and self.role not in ROLES:
-            near = _nearest(str(self.role), ROLES)
-            raise PolicyError(f"no role is named {self.role!r}{near} Known: {', '.join(ROLES)}")
+        for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
+            if said is not None and said not in known:
+                raise PolicyError(f"no {what} is named {said!r}{_nearest(str(said), known)} Known: {', '.join(known)}")
         if self.rounding is None and self.accumulate is None and self.order is None:
             raise PolicyError(f"the rule {self} says nothing: give it rounding=, accumulate= or order=")
 
     def __str__(self) -> str:
-        where = [f"{key}={value}" for key, value in (("operator", self.operator), ("role", self.role)) if value]
+        selectors = ("operator", "role", "direction")
+        where = [f"{key}={getattr(self, key)}" for key in selectors if getattr(self, key)]
         what = ("rounding", "accumulate", "order")
         said = [f"{key}={getattr(self, key)}" for key in what if getattr(self, key) is not None]
         return " ".join([self.match or '""', *where, "->", *said])
 
-    def matches(self, *, path: str, operator: str, kind: str, role: str) -> bool:
+    def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
         """Whether the rule speaks of an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
-        if role != self.role and (self.role is not None or role in ENTERING):
+        if self.direction not in (None, direction):
+            return False
+        entering = kind == "placeholder" or (role in ENTERING and direction != "update")
+        if role != self.role and (self.role is not None or entering):
             return False
         names = (kind, operator, *_short(operator))
         if self.operator is not None and not any(fnmatchcase(name, self.operator) for name in names):
@@ -131,18 +139,23 @@ class Policy:
         """This policy with more rules after its own, so that they win."""
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
 
-    def matching(self, *, path: str, operator: str, kind: str, role: str) -> tuple[int, ...]:
+    def matching(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
+    ) -> tuple[int, ...]:
         """The positions of the rules that speak of an operation."""
-        said = enumerate(self.rules)
-        return tuple(i for i, r in said if r.matches(path=path, operator=operator, kind=kind, role=role))
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        return tuple(i for i, rule in enumerate(self.rules) if rule.matches(**place))
 
-    def assign(self, *, path: str, operator: str, kind: str, role: str, dtype: str) -> Assignment | None:
+    def assign(
+        self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
+    ) -> Assignment | None:
         """What the policy says of one operation whose result has the format ``dtype`` ("binary32"), or None.
 
         What the matching rules leave unsaid is ``dtype/nearest_even`` and ``lanes:16``. Raises PolicyError
         where the values of the result's rounding would not fit ``dtype``.
         """
-        rules = [self.rules[i] for i in self.matching(path=path, operator=operator, kind=kind, role=role)]
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        rules = [self.rules[i] for i in self.matching(**place)]
         if not rules:
             return None
         said = {key: [r for r in rules if getattr(r, key) is not None] for key in ("rounding", "accumulate", "order")}
@@ -243,7 +256,7 @@ class Policy:
 
 def _in_format(name: str, rounding: Rounding) -> Policy:
     """Results, weights and inputs rounded to a format, accumulators in binary32."""
-    entering = tuple(Rule(role=role, rounding=str(rounding), optional=True) for role in ENTERING)
+    entering = tuple(Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error"))
     return Policy(name, (Rule(rounding=str(rounding), accumulate="binary32", optional=True), *entering))
 
 

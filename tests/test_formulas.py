@@ -72,6 +72,9 @@ def samples() -> dict[Any, list[Call]]:
         aten.vdot.default: [call(t(6), t(6))],
         aten.addr.default: [call(t(3, 6), t(3), t(6), beta=2, alpha=0.5)],
         aten.convolution.default: [call(image, t(6, 4, 3, 3), t(6), [2, 1], [1, 1], [1, 1], False, [0, 0], 1)],
+        aten.convolution_backward.default: [
+            call(t(2, 6, 4, 4), image, t(6, 4, 3, 3), [6], [2, 1], [1, 0], [1, 1], False, [0, 0], 1, [True] * 3),
+        ],
         aten._trilinear.default: [call(t(2, 3), t(5, 3, 4), t(2, 4), [1, 3], [0], [1, 2], [2, 3])],
         aten._cdist_forward.default: [call(x, y, p, None) for p in (2.0, 1.0, 3.0)],
         aten.avg_pool1d.default: [call(image[0], *pool) for pool in pools],

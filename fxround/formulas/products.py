@@ -77,6 +77,21 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> A
     return y + bias.reshape([-1] + [1] * (weight.dim() - 2))
 
 
+@formula(aten.convolution_backward.default)
+def convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any, output_mask: Any = None
+) -> Any:
+    """convolution_backward(g) = (transposed convolution of g with w, sum over (image, pixel) of g * x, sum(g))"""
+    *geometry, mask = rest if output_mask is None else (*rest, output_mask)
+    if list(mask) in ([True, False, False], [False, True, False]):
+        return NotImplemented
+    operands = (gradient, x, weight, None, *geometry)
+    on_input = aten.convolution_backward(*operands, [True, False, False])[0] if mask[0] else None
+    on_weight = aten.convolution_backward(*operands, [False, True, False])[1] if mask[1] else None
+    spatial = [0, *range(2, gradient.dim())]
+    return on_input, on_weight, total(gradient, spatial) if mask[2] else None
+
+
 @formula(aten._trilinear.default)
 def trilinear(
     a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, sumdim: Any, unroll: int = 1

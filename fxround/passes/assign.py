@@ -31,15 +31,17 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
     matched: set[int] = set()
 
     @cache
-    def ask(path: str, operator: str, kind: str, role: str, dtype: str) -> Assignment | None:
-        matched.update(plan.policy.matching(path=path, operator=operator, kind=kind, role=role))
-        return plan.policy.assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype)
+    def ask(path: str, operator: str, kind: str, role: str, direction: str, dtype: str) -> Assignment | None:
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        matched.update(plan.policy.matching(**place))
+        return plan.policy.assign(**place, dtype=dtype)
 
     for node, place in sites(graph):
         values = float_values(node)
         if not values or not (place.kind in _ASKED or (place.role in ENTERING and _enters(node))):
             continue
-        assignment = ask(place.path, place.operator, place.kind, place.role, FORMAT_OF[values[0].dtype])
+        dtype = FORMAT_OF[values[0].dtype]
+        assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=assignment)
     plan.policy.require_matched(matched, [place.path for _, place in sites(graph)])
 

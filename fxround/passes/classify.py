@@ -1,8 +1,9 @@
 """Classify: say of every value where it comes from, what its operator does, and what it is to the model.
 
 What is true here. After this pass every node that yields a tensor has a Site: kind by the table of rules, role by
-what it is computed from (state alone: weight, buffer, statistic; data: input, activation), a number that no policy
-can change. The number is the stream of the node's random bits.
+what it is computed from (state alone: weight, buffer, statistic; data: input, activation) or, backwards, by what it
+becomes (gradient of a weight, or error: gradient of anything else), direction by the pass that it belongs to, and a
+number that no policy can change. The number is the stream of the node's random bits.
 
 Why it is safe. An operator without a rule gets the kind "unknown" and a reason; nothing defaults to "fine".
 
@@ -16,18 +17,31 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph import META, PORT, Port, Site, Status, float_value, float_values, located
+from fxround.graph import (
+    META,
+    PORT,
+    PORTS,
+    Direction,
+    Port,
+    Site,
+    Status,
+    float_value,
+    float_values,
+    located,
+    operator_of,
+)
 from fxround.ops import CONSTANTS, rule_of
 from fxround.passes.rewrite import Plan
 
+_DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
-_ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input"}
+_ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
 _INDEX: Final = "an index in the making, of no data: it only chooses elements"
 _STATISTICS: Final = re.compile(r"(layer|group|batch|instance)_norm|softmax")
 
@@ -36,20 +50,67 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
     """Give every node that yields a tensor its Site."""
     roles: dict[fx.Node, str] = {}
     coordinates = _coordinates(graph)
-    number = 0
+    gradients = _gradients(graph)
+    numbers = _numbers(graph)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        place = _site(node, roles)
+        place = replace(_site(node, roles), direction=direction_of(node), number=numbers.get(node, -1))
+        if node in gradients:
+            place = replace(place, role="gradient")
         roles[node] = place.role
         if node in coordinates:
             place = replace(place, kind="coordinate", role="coordinate", status="integer", reason=_INDEX)
-        if float_value(node) is not None:
-            # Two streams a node: the second is for a rounding behind an operator that draws itself.
-            place = replace(place, number=2 * number)
-            number += 1
         if _yields_tensor(node):
             node.meta[META] = place
+
+
+def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The streams of the values, those of the results first: they are the same with and without gradients.
+
+    Two streams a node: the second is for a rounding behind an operator that draws itself.
+    """
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
+    late = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient"}
+    first = {value for value in pytree.tree_leaves(results) if isinstance(value, fx.Node) and value not in late}
+    for node in reversed(graph.graph.nodes):
+        if node in first:
+            first.update(node.all_input_nodes)
+        elif node.op == "placeholder" and direction_of(node) == "forward":
+            first.add(node)
+    values = [node for node in graph.graph.nodes if float_value(node) is not None]
+    return {node: 2 * i for i, node in enumerate(sorted(values, key=lambda node: node not in first))}
+
+
+def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
+    """Backward values that are the gradient of a parameter, or go into nothing but its sum and its layout."""
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
+    found = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient" and port.name}
+    for node in reversed(graph.graph.nodes):
+        if node not in found and node.users and all(user in found and _carries(user) for user in node.users):
+            found.add(node)
+        elif node in found and _is_moved(node):
+            found.update(node.all_input_nodes)
+    return {node for node in found if isinstance(node, fx.Node) and direction_of(node) == "backward"}
+
+
+def direction_of(node: fx.Node) -> Direction:
+    """The pass that an operation belongs to, by the tag that AOTAutograd gave it."""
+    return "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+
+
+def _carries(node: fx.Node) -> bool:
+    """Whether the node only moves its operand, or adds up the gradient of several uses."""
+    return bool(node.meta.get("is_gradient_acc")) or _is_moved(node)
+
+
+def _is_moved(node: fx.Node) -> bool:
+    rule = rule_of(node) if node.op == "call_function" else None
+    return rule is not None and rule.kind == "movement"
 
 
 def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
@@ -102,10 +163,18 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
         return Site(path, "", node.op, "placeholder", _ROLE_OF_PORT[port.kind], "", "", status="movement")
     if node.op == "get_attr":
         return Site("", "", node.op, "constant", "constant", "", str(node.target), status="movement")
-    place, rule = located(node), rule_of(node)
+    place, rule = located(_consumer(node)), rule_of(node)
     kind = rule.kind if rule else "unknown"
     status, reason = _status(node, kind, rule.reason if rule else f"fxround has no rule for {place.operator}")
-    return replace(place, kind=kind, role=_role(node, kind, roles), status=status, reason=reason)
+    named = replace(place, operator=operator_of(node), kind=kind, role=_role(node, kind, roles))
+    return replace(named, status=status, reason=reason)
+
+
+def _consumer(node: fx.Node) -> fx.Node:
+    """The node itself; for a sum of gradients the node that it is handed to: they belong to one module."""
+    while node.meta.get("is_gradient_acc") and node.users:
+        node = next(iter(node.users))
+    return node
 
 
 def _status(node: fx.Node, kind: str, reason: str) -> tuple[Status, str]:
@@ -126,6 +195,8 @@ def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
         return sources.pop()
     origin = str(node.meta.get("original_aten", ""))
     statistic = kind == "reduction" or str(node.target) in ("aten.amax.default", "aten.amin.default")
+    if sources & _DIFFERENTIAL:
+        return "error"
     if sources <= _STATE or (statistic and _STATISTICS.search(origin)):
         return "statistic"
     return "activation"

@@ -9,39 +9,69 @@ What is true here. acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, cast
 
+import torch
 from torch import fx
 
+from fxround.graph import float_value
 from fxround.numerics.accumulation import Accumulation
 from fxround.ops import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
 from fxround.specialize import contract_kernel
+
+aten = torch.ops.aten
+_BACKWARD: Final = aten.convolution_backward.default
 
 
 def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
-    """Replace mm, bmm and convolution by their fixed-order kernels."""
+    """Replace mm, bmm, convolution and convolution's gradients by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, rule = decided(place), rule_of(node) if place.kind == "contraction" else None
         if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
-        if node.meta["val"].dtype in STORAGES:
-            assignment, rounding = wanted
-            storage = STORAGES[node.meta["val"].dtype]
-            with locating(place):
-                contract_kernel(wanted[0].accumulate, rounding, (storage, storage), storage)
-            operands = _OPERANDS[rule.lower](node)
-            become(
-                graph,
-                node,
-                rule.lower,
-                (*operands, str(assignment.accumulate), str(rounding), rng_of(graph), place.number),
-            )
+        if float_value(node) is None or node.meta["val"].dtype not in STORAGES:
+            continue
+        assignment, rounding = wanted
+        storage = STORAGES[node.meta["val"].dtype]
+        with locating(place):
+            contract_kernel(wanted[0].accumulate, rounding, (storage, storage), storage)
+        operands = _OPERANDS[rule.lower](graph, node)
+        tail = (str(assignment.accumulate), str(rounding), rng_of(graph), place.number)
+        become(graph, node, rule.lower, (*operands, *tail))
+    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not _BACKWARD)
 
 
-def _convolution(node: fx.Node) -> tuple[Any, ...]:
+def _matmul(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.args[:2])
+
+
+def _convolution(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     x, weight, _, *geometry = node.args
     return x, weight, *geometry
 
 
-_OPERANDS = {"matmul": lambda node: tuple(node.args[:2]), "convolution": _convolution}
+def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    """(gradient of the result, the other operand, the size of what is differentiated, the geometry).
+
+    ``node`` takes one result of a convolution_backward, the other operand's place says which.
+    """
+    backward, position = node.args
+    assert isinstance(backward, fx.Node) and isinstance(position, int)
+    gradient, *operands = cast("tuple[fx.Node, ...]", backward.args[:3])
+    geometry = backward.args[4:10]
+    size = [_size(graph, node, operands[position], d) for d in range(len(operands[position].meta["val"].shape))]
+    return gradient, operands[1 - position], size, *geometry
+
+
+def _size(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> Any:
+    size = tensor.meta["val"].shape[dim]
+    return size if isinstance(size, int) else insert(graph, near, aten.sym_size.int, (tensor, dim))
+
+
+_OPERANDS: Final = {
+    "matmul": _matmul,
+    "convolution": _convolution,
+    "convolution_input_gradient": _gradient,
+    "convolution_weight_gradient": _gradient,
+}

@@ -1,0 +1,140 @@
+"""Partition: a lowered joint graph becomes a forward and a backward graph.
+
+What is true here. The forward graph holds what the results need, and nothing that depends on a tangent; the backward
+graph holds the rest. What the backward graph takes from the forward one is returned beside the results: tensors to be
+saved, and sizes. Both get (seed, sample), so a node draws the same bits in whichever graph it lies.
+
+Why it is safe. Nodes are copied, never changed: the two graphs together compute what the joint graph computes, node for
+node. Saving follows from the edges alone, with no recomputation.
+
+    before   joint(state, arguments, tangents, rng) -> (results, gradients)
+    after    forward(state, arguments, rng) -> (results, saved);  backward(saved, tangents, rng) -> gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fxround.graph import PORT, PORTS, Port, site
+from fxround.passes.rewrite import rng_of
+
+aten = torch.ops.aten
+_BACKWARD: Final = ("tangent", "gradient")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The two graphs of a training step, and what passes between them.
+
+    reached: for every gradient the tangents, by position, that it depends on.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    reached: tuple[frozenset[int], ...]
+
+
+def partition(joint: fx.GraphModule) -> Parts:
+    """The forward and the backward part of a lowered joint graph, which stays as it is."""
+    output = joint.graph.output_node()
+    values: Any = output.args[0]
+    ports: tuple[Port, ...] = output.meta[PORTS]
+    results = [_uncopied(joint, v) for v, port in zip(values, ports, strict=True) if port.kind != "gradient"]
+    gradients = [value for value, port in zip(values, ports, strict=True) if port.kind == "gradient"]
+    late = _depend_on_tangents(joint)
+    forward = _needed(joint, [*results, *_effects(joint, late)])
+    forward |= {n for n in _needed(joint, gradients) if n not in late and _is_size(n)}
+    backward = _needed(joint, gradients) - forward
+    saved = [node for node in joint.graph.nodes if _crosses(node, forward, backward)]
+    inputs = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind not in _BACKWARD]
+    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind == "tangent"]
+    result_ports = tuple(port for port in ports if port.kind != "gradient")
+    return Parts(
+        _extracted(joint, inputs, forward, [*results, *saved], result_ports),
+        _extracted(joint, [*saved, *tangents, rng_of(joint)], backward, gradients, ports[len(result_ports) :]),
+        _reached(joint, tangents, gradients),
+    )
+
+
+def _uncopied(joint: fx.GraphModule, value: Any) -> Any:
+    """What was copied to be a result of its own, where it is one already: computed here, and returned once."""
+    if not isinstance(value, fx.Node) or value.target is not aten.clone.default:
+        return value
+    source: Any = value.args[0]
+    place = site(source)
+    returned = sum(clone.target is aten.clone.default for clone in source.users)
+    computed = source.op == "call_function" and place is not None and place.status != "movement"
+    return source if computed and returned == 1 else value
+
+
+def _depend_on_tangents(joint: fx.GraphModule) -> set[fx.Node]:
+    late: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        tangent = node.op == "placeholder" and node.meta[PORT].kind == "tangent"
+        if tangent or any(used in late for used in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _needed(joint: fx.GraphModule, wanted: Iterable[Any]) -> set[fx.Node]:
+    """The operators that the wanted values are computed by."""
+    found = {value for value in wanted if isinstance(value, fx.Node)}
+    for node in reversed(joint.graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return {node for node in found if node.op == "call_function"}
+
+
+def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
+    """Checks that a model asks for: they yield nothing and run all the same."""
+    return [n for n in joint.graph.nodes if n.op == "call_function" and n not in late and n.is_impure()]
+
+
+def _is_size(node: fx.Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return bool(leaves) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _crosses(node: fx.Node, forward: set[fx.Node], backward: set[fx.Node]) -> bool:
+    """Whether the backward graph needs a value that the forward graph has."""
+    enters = node.op == "placeholder" and node.meta[PORT].kind not in (*_BACKWARD, "random")
+    return (node in forward or enters) and any(user in backward for user in node.users)
+
+
+def _extracted(
+    joint: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    kept: set[fx.Node],
+    outputs: Sequence[Any],
+    ports: tuple[Port, ...],
+) -> fx.GraphModule:
+    """A graph of the kept operators: the inputs become placeholders, constants come along."""
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in joint.graph.nodes:
+        if (node.op == "get_attr" and any(user in kept for user in node.users)) or node in kept:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = part.create_node(node.op, node.target, args, kwargs, node.name)
+            copies[node].meta = dict(node.meta)
+    part.output(fx.map_arg(tuple(outputs), copies.__getitem__))
+    part.output_node().meta[PORTS] = ports
+    return fx.GraphModule(joint, part)
+
+
+def _reached(
+    joint: fx.GraphModule, tangents: Sequence[fx.Node], gradients: Sequence[Any]
+) -> tuple[frozenset[int], ...]:
+    found = {node: frozenset([i]) for i, node in enumerate(tangents)}
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            found[node] = frozenset().union(*(found.get(used, frozenset()) for used in node.all_input_nodes))
+    return tuple(found.get(value, frozenset()) for value in gradients)
