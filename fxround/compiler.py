@@ -276,7 +276,8 @@ class RoundedModule(nn.Module):
 
         What is captured is lowered anew, not captured anew. Raises PolicyError and what lowering raises.
         """
-        other = RoundedModule(self.source, Policy.parse(policy), strict, *self.rng.tolist(), fuse=self.fuse)
+        seed, sample = self.rng.tolist()
+        other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
         for key, entries in self._entries.items():
             other._entries[key] = [other._lowered(entry.captured) for entry in entries]
             if self._latest in entries:

@@ -258,7 +258,7 @@ def _product(node: fx.Node) -> OpRule:
 
 def _convolution_backward(node: fx.Node) -> OpRule:
     """One of its three results: the formula asks for one at a time."""
-    wanted = tuple(_argument(node, 10, "output_mask"))
+    wanted = tuple(argument(node, 10))
     return _CONVOLUTION_GRADIENTS.get(wanted, RULES["aten.convolution_backward.default"])
 
 

@@ -112,11 +112,13 @@ class Restricted(Policy):
         path, operator = (name, None) if isolate == "layers" else (None, name)
         return Restricted(f"{base.name}, {name or ROOT} alone", base.rules, False, path, operator)
 
-    def assign(self, *, path: str, operator: str, kind: str, role: str, dtype: str) -> Assignment | None:
+    def assign(
+        self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
+    ) -> Assignment | None:
         """As the base says inside the site; None outside."""
         if self.path not in (None, path) or self.operator not in (None, operator):
             return None
-        return super().assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype)
+        return super().assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype, direction=direction)
 
 
 def isolated(graph: fx.GraphModule, isolate: Isolate) -> tuple[str, ...]:
