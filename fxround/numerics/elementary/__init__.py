@@ -31,7 +31,7 @@ from fxround.numerics.elementary.modulo import fmod, remainder
 from fxround.numerics.elementary.power import power
 from fxround.numerics.elementary.roots import cbrt, hypot, rsqrt
 from fxround.numerics.elementary.trigonometric import cos, sin, tan
-from fxround.numerics.scalar import Expr
+from fxround.numerics.scalar import Expr, Function, param, widen
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class Elementary:
     def build_sticky(self, *args: Expr) -> Expr:
         """The same value rounded to odd: for a later rounding to at most 51 bits, directed modes included."""
         return self.define(*self._checked(args)).sticky()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the listing of what binary32 arguments get: a proof by enumeration is of this code and no other."""
+        params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
+        args = tuple(map(widen, params))
+        return Function(self.name, params, (self.build_sticky(*args),)).digest
 
     def _checked(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
         types = [a.type for a in args]
