@@ -39,12 +39,12 @@ import torch
 
 import fxround  # noqa: F401  (registers the operator)
 from benchmarks.reference import (
+    F64,
     FUNCTIONS,
+    I64,
     MAGNITUDE,
     MODES,
     WINDOW,
-    F64,
-    I64,
     Bool,
     Function,
     Settled,

@@ -220,7 +220,9 @@ FUNCTIONS: Final = MappingProxyType(
         "rsqrt": Function(gmpy2.rec_sqrt, lambda x: 1.0 / np.sqrt(x)),
         "reciprocal": Function(lambda x: 1 / x, lambda x: 1.0 / x),
         "cbrt": Function(gmpy2.cbrt, np.cbrt, parity=-1),
-        "sin": Function(gmpy2.sin, np.sin, _odd_function(-1.0, lambda x: np.minimum(x, 1.0)), parity=-1, monotone=False),
+        "sin": Function(
+            gmpy2.sin, np.sin, _odd_function(-1.0, lambda x: np.minimum(x, 1.0)), parity=-1, monotone=False
+        ),
         "cos": Function(gmpy2.cos, np.cos, _both(-1.0, 1.0), parity=1, monotone=False),
         "tan": Function(gmpy2.tan, np.tan, _odd_function(_below_pole, INF), parity=-1, monotone=False),
         "asin": Function(gmpy2.asin, np.arcsin, _CONVEX, parity=-1),

@@ -28,6 +28,7 @@ from typing import Final
 from fxround.numerics.beyond import MODES_BEYOND, round_beyond
 from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
+from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 from fxround.numerics.rounding import round_expr, widen_exactly
@@ -48,6 +49,8 @@ from fxround.numerics.scalar import (
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]
+_HARDWARE: Final = "binary32/nearest_even/inf"
+"""The rounding of the conversion from binary64 to binary32."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Operator:
     """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
     there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
     elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``) or by a rule
-    that is shown what binary64 loses (``rounded_by``).
+    that is shown what binary64 loses (``rounded_by``), and the short evaluation for binary32 (``quick``).
     ``residual``: ``error`` is a fused residual of the first two operands, which can underflow."""
 
     name: str
@@ -78,6 +81,7 @@ class Operator:
     exact: bool = False
     sticky: Callable[..., Expr] | None = None
     rounded_by: Callable[..., Expr] | None = None
+    quick: Callable[..., Quick] | None = None
     residual: bool = False
 
 
@@ -142,7 +146,12 @@ def to_odd(wide: Wide) -> Expr:
 def _elementary(name: str) -> Operator:
     row = ELEMENTARY[name]
     return Operator(
-        name, row.arity, lambda *args: Wide(row.build(*args)), sticky=row.build_sticky, rounded_by=row.build_rounded_by
+        name,
+        row.arity,
+        lambda *args: Wide(row.build(*args)),
+        sticky=row.build_sticky,
+        rounded_by=row.build_rounded_by,
+        quick=row.quick,
     )
 
 
@@ -229,7 +238,7 @@ def apply(
     if _is_native(operator, carriers, rounding) and operator.native is not None:
         result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
         return _convert(result if any_nan else one_nan(result), out)
-    if name == "identity" and str(rounding) == "binary32/nearest_even/inf" and carriers == ("f64",) and out == "f32":
+    if name == "identity" and str(rounding) == _HARDWARE and carriers == ("f64",) and out == "f32":
         # The conversion of the hardware is this rounding.
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
     if operator.exact:
@@ -240,8 +249,12 @@ def apply(
         # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(nearest, rounding, random), out)
-    value = _before_rounding(operator, tuple(map(widen_exactly, args)), rounding)
-    return _convert(round_expr(value, rounding, random, any_nan), out)
+    operands = tuple(map(widen_exactly, args))
+    value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
+    if operator.quick and str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
+        short = operator.quick(*operands)
+        return rarely(short.doubtful(), value, narrow(short.value))
+    return value
 
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:

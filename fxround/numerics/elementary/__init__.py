@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.error_function import erf, erfc, erfinv
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
@@ -29,6 +30,7 @@ from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
 from fxround.numerics.elementary.logistic import sigmoid, softplus
 from fxround.numerics.elementary.modulo import fmod, remainder
 from fxround.numerics.elementary.power import power
+from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.roots import cbrt, hypot, rsqrt
 from fxround.numerics.elementary.trigonometric import cos, sin, tan
 from fxround.numerics.scalar import Expr, Function, param, widen
@@ -39,7 +41,8 @@ class Elementary:
     """A function of binary64 arguments.
 
     ``error_bound``: of ``build``, in binary64 ulps. ``special``: its values at the edges, in words. ``reference``: the
-    same in mpmath's notation. ``source``: where the method comes from.
+    same in mpmath's notation. ``source``: where the method comes from. ``quick``: the short evaluation for binary32
+    arguments and results to nearest even, if there is one.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Elementary:
     special: str
     reference: str
     source: str
+    quick: Callable[..., Quick] | None = None
 
     def build(self, *args: Expr) -> Expr:
         """f64 expressions in, the value in binary64 out, within ``error_bound`` ulps."""
@@ -64,10 +68,12 @@ class Elementary:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the listing of what binary32 arguments get: a proof by enumeration is of this code and no other."""
+        """SHA-256 of what binary32 arguments get: a proof by enumeration is of this code and no other."""
         params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
         args = tuple(map(widen, params))
-        return Function(self.name, params, (self.build_sticky(*args),)).digest
+        found = self.quick(*args) if self.quick else None
+        short = (found.value, found.doubtful()) if found else ()
+        return Function(self.name, params, (self.build_sticky(*args), *short)).digest
 
     def _checked(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
         types = [a.type for a in args]
@@ -77,22 +83,28 @@ class Elementary:
 
 
 _ROWS: Final = (
-    Elementary("exp", 1, exp, 0.62, "exp(-inf) = +0", "exp(x)", "Tang 1989"),
+    Elementary("exp", 1, exp, 0.62, "exp(-inf) = +0", "exp(x)", "Tang 1989", quick.exp),
     Elementary("exp2", 1, exp2, 0.62, "exact at the integers", "2**x", "Tang 1989"),
     Elementary("expm1", 1, expm1, 1.0, "expm1(+-0) = +-0, expm1(-inf) = -1", "expm1(x)", "Tang 1992"),
-    Elementary("log", 1, log, 0.62, "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0", "log(x)", "Tang 1990"),
+    Elementary("log", 1, log, 0.62, "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0", "log(x)", "Tang 1990", quick.log),
     Elementary("log2", 1, log2, 0.7, "as log; exact at powers of 2", "log(x, 2)", "Tang 1990"),
     Elementary("log10", 1, log10, 0.7, "as log; exact at powers of 10", "log10(x)", "Tang 1990"),
     Elementary("log1p", 1, log1p, 0.65, "log1p(+-0) = +-0, log1p(-1) = -inf", "log1p(x)", "Tang 1990"),
-    Elementary("tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1"),
-    Elementary("sigmoid", 1, sigmoid, 0.65, "sigmoid(-inf) = +0, sigmoid(inf) = 1", "1/(1+exp(-x))", "from exp"),
+    Elementary("tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1", quick.tanh),
+    Elementary(
+        "sigmoid", 1, sigmoid, 0.65, "sigmoid(-inf) = +0, sigmoid(inf) = 1", "1/(1+exp(-x))", "from exp", quick.sigmoid
+    ),
     Elementary("softplus", 1, softplus, 0.7, "softplus(-inf) = +0", "softplus(x)", "from exp and log1p"),
-    Elementary("erf", 1, erf, 1.0, "erf(+-0) = +-0, erf(+-inf) = +-1", "erf(x)", "Shepherd and Laframboise 1981"),
+    Elementary(
+        "erf", 1, erf, 1.0, "erf(+-0) = +-0, erf(+-inf) = +-1", "erf(x)", "Shepherd and Laframboise 1981", quick.erf
+    ),
     Elementary("erfc", 1, erfc, 2.0, "erfc(-inf) = 2, erfc(inf) = +0", "erfc(x)", "Shepherd and Laframboise 1981"),
-    Elementary("sin", 1, sin, 0.85, "sin(+-0) = +-0, sin(+-inf) = NaN", "sin(x)", "Payne and Hanek 1983, fdlibm"),
-    Elementary("cos", 1, cos, 0.85, "cos(+-inf) = NaN", "cos(x)", "Payne and Hanek 1983, fdlibm"),
+    Elementary(
+        "sin", 1, sin, 0.85, "sin(+-0) = +-0, sin(+-inf) = NaN", "sin(x)", "Payne and Hanek 1983, fdlibm", quick.sin
+    ),
+    Elementary("cos", 1, cos, 0.85, "cos(+-inf) = NaN", "cos(x)", "Payne and Hanek 1983, fdlibm", quick.cos),
     Elementary("tan", 1, tan, 1.0, "tan(+-0) = +-0, tan(+-inf) = NaN", "tan(x)", "Payne and Hanek 1983, fdlibm"),
-    Elementary("pow", 2, power, 0.7, "C23, annex F.10.4.4", "x**y", "Markstein 2000"),
+    Elementary("pow", 2, power, 0.7, "C23, annex F.10.4.4", "x**y", "Markstein 2000", quick.power),
     Elementary("asin", 1, asin, 0.7, "asin(+-0) = +-0, asin(|x| > 1) = NaN", "asin(x)", "fdlibm"),
     Elementary("acos", 1, acos, 0.7, "acos(1) = +0, acos(|x| > 1) = NaN", "acos(x)", "fdlibm"),
     Elementary("atan", 1, atan, 0.7, "atan(+-0) = +-0", "atan(x)", "fdlibm"),

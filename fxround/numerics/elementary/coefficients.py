@@ -76,6 +76,14 @@ FITS: Final[dict[str, Fit]] = {
     "erfinv": Fit(lambda m, w: _inverse_ratio(m, w), 1e-12, 5.0, 23, centre=2.5),
     "erfinv_middle": Fit(lambda m, s: _inverse_ratio(m, s * s), 2.236, 4.0, 23, centre=3.0),
     "erfinv_far": Fit(lambda m, s: _inverse_ratio(m, s * s), 4.0, 6.01, 20, centre=5.0),
+    # quick.py. (exp(r) - 1) / r, |r| <= log(2)/2: 2^-37; log1p(f) / f and log2(1 + f) / f on [sqrt(1/2), sqrt(2)] - 1:
+    # 2^-38 and 2^-51; erf(x) / x, z = x^2 <= 16: 2^-38; (sin(r) / r - 1) / z and (cos(r) - 1) / z, |r| <= pi/4: 2^-42
+    "quick_exp": Fit(_at_zero(lambda m: 1, lambda m, r: m.expm1(r) / r), -0.34658, 0.34658, 7),
+    "quick_log": Fit(_at_zero(lambda m: 1, lambda m, f: m.log1p(f) / f), -0.2929, 0.4143, 13),
+    "quick_power": Fit(_at_zero(lambda m: 1 / m.log(2), lambda m, f: m.log1p(f) / f / m.log(2)), -0.2929, 0.4143, 19),
+    "quick_erf": Fit(_at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, z: _ratio("erf", z, m)), 0.0, 16.0, 20, centre=8.0),
+    "quick_sin": Fit(_at_zero(lambda m: -m.mpf(1) / 6, lambda m, z: (_ratio("sin", z, m) - 1) / z), 0.0, 0.61686, 4),
+    "quick_cos": Fit(_at_zero(lambda m: -m.mpf(1) / 2, lambda m, z: (m.cos(m.sqrt(z)) - 1) / z), 0.0, 0.61686, 4),
 }
 
 
