@@ -249,6 +249,8 @@ FUNCTIONS: Final = MappingProxyType(
             _both(lambda x: np.maximum(x, 0.0), INF),
             known=_at({INF: INF, -INF: 0.0}),
         ),
+        "lgamma": Function(_lgamma, _torch(torch.lgamma), _both(-INF, INF), slack=2.0**-42, monotone=False),
+        "digamma": Function(_digamma, _torch(torch.digamma), _both(-INF, INF), slack=2.0**-42, monotone=False),
     }
 )
 

@@ -97,7 +97,7 @@ _POINTWISE: Final = {
 
 _UNARY: Final = """
     exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    erf erfc sigmoid softplus rsqrt reciprocal
+    erf erfc erfinv lgamma digamma sigmoid softplus rsqrt reciprocal
 """
 
 _BINARY: Final = {
@@ -192,7 +192,7 @@ _RANDOM: Final = """
 
 _OPAQUE: Final = {
     "no kernel has this function yet": """
-        erfinv digamma lgamma polygamma i0 special_i0e special_i1 special_i1e special_entr special_ndtri special_erfcx
+        polygamma i0 special_i0e special_i1 special_i1e special_entr special_ndtri special_erfcx
         special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor sinc
         special_log_ndtr xlogy.Tensor angle mvlgamma float_power.Tensor_Scalar""",
     "an algorithm of linear algebra, not a sequence of rounded operations that fxround defines": """

@@ -24,6 +24,7 @@ from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.error_function import erf, erfc, erfinv
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
+from fxround.numerics.elementary.gamma import digamma, lgamma
 from fxround.numerics.elementary.hyperbolic import acosh, asinh, atanh, cosh, sinh, tanh
 from fxround.numerics.elementary.inverse_trigonometric import acos, asin, atan, atan2
 from fxround.numerics.elementary.logarithm import log, log1p, log2, log10
@@ -122,6 +123,12 @@ _ROWS: Final = (
     ),
     Elementary("remainder", 2, remainder, 0.5, "floored; a zero has the sign of x", "fmod(x, y)", "long division"),
     Elementary("erfinv", 1, erfinv, 2.0, "erfinv(+-1) = +-inf, erfinv(|x| > 1) = NaN", "erfinv(x)", "Giles 2010"),
+    Elementary(
+        "lgamma", 1, lgamma, 0.501, "lgamma(1) = lgamma(2) = +0, +inf at the poles", "re(loggamma(x))", "DLMF 5.11.1"
+    ),
+    Elementary(
+        "digamma", 1, digamma, 0.501, "digamma(+-0) = -+inf, NaN at the other poles", "digamma(x)", "DLMF 5.11.2"
+    ),
 )
 
 ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})

@@ -1,0 +1,194 @@
+"""lgamma and digamma: Stirling's series beyond 14, the recurrence below, the reflection for negative arguments.
+
+What is true here. All of it is in pairs, good to 2^-88 absolutely (relatively, where a value is above 1). With p = |x|,
+w = p + 14 if p < 14 and p beyond, P = p (p + 1) ... (p + 13) or 1, and q = sin(pi p) / pi,
+
+    lgamma(x)  = S(w) - log P                          S(w) = (w - 1/2) log w - w + log(2 pi)/2 + 1/(12 w) - ...
+    lgamma(-p) = log(P / (p |q|)) - S(w)               DLMF 5.5.3
+    digamma(x) = D(w) - 1/p - ... - 1/(p + 13)         D(w) = log w - 1/(2 w) - 1/(12 w^2) + ...
+    digamma(-p) = digamma(p + 1) + cos(pi p) / q       DLMF 5.5.4
+
+Why it is safe. The zeros of lgamma (1, 2, and two between negative integers) and of digamma are where terms of up to 2^6
+cancel. A binary32 number other than 1 and 2 is no zero, and none is so near one that a value falls below 2^-27 (by
+enumeration): 2^-61 of it is kept. Of binary64, numbers come 2^-53 close, and there the values are good to 2^-88 only.
+p - round(p) is exact, so sin(pi p) and cos(pi p) need no reduction.
+
+    before   lgamma(-2.4570247) by the reflection in binary64: two digits
+    after    log(P / (p |q|)) - S(w), both to 2^-88
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Final
+
+from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.exponential import LN2
+from fxround.numerics.elementary.logarithm import split
+from fxround.numerics.elementary.pairs import (
+    Pair,
+    add,
+    choose,
+    divide,
+    f64,
+    multiply,
+    negated,
+    polynomial,
+    scaled,
+    two_product,
+    two_sum,
+)
+from fxround.numerics.elementary.reduction import TWO_OVER_PI
+from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select
+
+SHIFT: Final = 14
+PI: Final = Fraction(2 << 1280, TWO_OVER_PI)
+HALF_LOG_2_PI: Final = (0.9189385332046728, -3.8782941580672414e-17)
+LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
+"""log 2 minus the 42 bits of ``LN2``, as a pair."""
+ONE: Final = (1.0, 0.0)
+
+
+def precise_log(x: Pair) -> Pair:
+    """log(x) for a positive x, not too small for its low part, to 2^-93 of max(1, |log x|)."""
+    parts = split(x.hi)
+    f = two_sum(parts.f, x.lo * parts.unit)
+    s = divide(f, add(_constant((2.0, 0.0)), f))
+    z = multiply(s, s)
+    curve = _series(z, [Fraction(1, 2 * n + 1) for n in range(1, 20)], 8)
+    fraction = scaled(add(s, multiply(multiply(s, z), curve)), 2.0)
+    rest = multiply(Pair(parts.k, f64(0.0)), _constant(LN2_REST))
+    return add(Pair(parts.k * LN2[0], f64(0.0)), add(rest, fraction))
+
+
+def _pair(value: Fraction) -> tuple[float, float]:
+    """A rational number to 106 bits."""
+    return float(value), float(value - Fraction(float(value)))
+
+
+def _constant(value: tuple[float, float]) -> Pair:
+    return Pair(f64(value[0]), f64(value[1]))
+
+
+def _series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
+    """c0 + c1 z + ...: the first ``heads`` terms in pairs, what follows in binary64."""
+    tail = polynomial(z.hi, [float(c) for c in coefficients[heads:]])
+    value = Pair(tail, f64(0.0))
+    for c in reversed(coefficients[:heads]):
+        value = add(_constant(_pair(c)), multiply(z, value))
+    return value
+
+
+def bernoulli(count: int) -> list[Fraction]:
+    """B_0 ... B_count."""
+    numbers = [Fraction(1)]
+    for m in range(1, count + 1):
+        total = sum(math.comb(m + 1, k) * b for k, b in enumerate(numbers))
+        numbers.append(-Fraction(total) / (m + 1))
+    return numbers
+
+
+_TERMS: Final = 16
+
+
+def _stirling(degree: int) -> list[Fraction]:
+    """The coefficients of 1 / w^(2n - 1) in lgamma (degree 1) or of 1 / w^2n in log - digamma (degree 0)."""
+    numbers = bernoulli(2 * _TERMS)
+    return [numbers[2 * n] / (2 * n * (2 * n - 1) ** degree) for n in range(1, _TERMS + 1)]
+
+
+def _reciprocal(a: Pair) -> Pair:
+    return divide(_constant(ONE), a)
+
+
+def _shifted(size: Expr, i: int) -> Pair:
+    """size + i, exactly."""
+    return two_sum(size, f64(float(i)))
+
+
+def _sine(g: Expr) -> Pair:
+    """sin(pi g) / pi, |g| <= 1/2, to 2^-98 of it."""
+    coefficients = [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k + 1) for k in range(18)]
+    return multiply(Pair(g, f64(0.0)), _series(two_product(g, g), coefficients, 9))
+
+
+def _cosine(g: Expr) -> Pair:
+    """cos(pi g), |g| <= 1/2, to 2^-98."""
+    return _series(two_product(g, g), [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k) for k in range(18)], 10)
+
+
+def _fraction(size: Expr) -> Expr:
+    """size minus the nearest integer; 0 from 2^52 on."""
+    whole = (size + 2.0**52) - 2.0**52
+    return select(size < 2.0**52, size - whole, 0.0)
+
+
+def lgamma(x: Expr) -> Approximation:
+    """log|Gamma(x)|; +inf at the poles."""
+    size, negative = absolute(x), x < 0.0
+    near, tiny = size < float(SHIFT), size < 2.0**-100
+    w = choose(near, _shifted(size, SHIFT), Pair(size, f64(0.0)))
+    product = Pair(size, f64(0.0))
+    for i in range(1, SHIFT):
+        product = multiply(product, _shifted(size, i))
+    product = choose(near, product, _constant(ONE))
+    g = _fraction(size)
+    sine = _sine(select(g.equals(0.0), 0.25, absolute(g)))
+    quotient = divide(product, multiply(Pair(size, f64(0.0)), sine))
+    argument = choose(negative, quotient, product)
+    # Below 2^-100, lgamma(x) = -log|x| to all the bits there are.
+    argument = choose(tiny, Pair(size, f64(0.0)), argument)
+    total, exponent = _stirling_sum(w, x.op != "widen")
+    total = add(choose(tiny, _constant((0.0, 0.0)), total), negated(precise_log(argument)))
+    total = choose(negative & ~tiny, negated(total), total)
+    pole = (negative & g.equals(0.0)) | size.equals(0.0)
+    zero = x.equals(1.0) | x.equals(2.0)
+    endless = pole | size.equals(math.inf)
+    cases = ((zero, f64(0.0)), (endless, f64(math.inf)), (~x.equals(x), f64(math.nan)))
+    return Approximation(*total, exponent, cases=cases)
+
+
+def _stirling_sum(w: Pair, wide: bool) -> tuple[Pair, Expr | None]:
+    """S(w), times 2^-64 where its exponent is 64 (only where ``wide``: S(w) may overflow binary64)."""
+    logarithm, inverse = precise_log(w), _reciprocal(w)
+    series = multiply(inverse, _series(multiply(inverse, inverse), _stirling(1), 4))
+    rest = add(_constant(HALF_LOG_2_PI), series)
+    exponent: Expr | None = None
+    if wide:
+        huge = w.hi > 2.0**900
+        unit = select(huge, f64(2.0**-64), f64(1.0))
+        w, rest, exponent = scaled(w, unit), scaled(rest, unit), select(huge, const("u64", 64), const("u64", 0))
+        half = unit * -0.5
+    else:
+        half = f64(-0.5)
+    product = multiply(add(w, Pair(half, f64(0.0))), logarithm)
+    return add(add(product, negated(w)), rest), exponent
+
+
+def digamma(x: Expr) -> Approximation:
+    """The derivative of log Gamma; NaN at the negative integers, -inf at +0 and +inf at -0."""
+    size, negative = absolute(x), x < 0.0
+    near = size < float(SHIFT)
+    w = choose(near, _shifted(size, SHIFT), Pair(size, f64(0.0)))
+    inverse = _reciprocal(w)
+    square = multiply(inverse, inverse)
+    tail = add(scaled(inverse, 0.5), multiply(square, _series(square, _stirling(0), 5)))
+    first = _reciprocal(Pair(select(size < 2.0**-1022, 1.0, size), f64(0.0)))
+    terms = _reciprocal(_shifted(size, 1))
+    for i in range(2, SHIFT):
+        terms = add(terms, _reciprocal(_shifted(size, i)))
+    # The recurrence takes 1/p off a positive x; digamma(p + 1) does not have it, and far out it has to be added.
+    nothing = _constant((0.0, 0.0))
+    first = choose(negative, choose(near, nothing, negated(first)), choose(near, first, nothing))
+    recurrence = choose(near, terms, nothing)
+    total = add(add(precise_log(w), negated(tail)), negated(recurrence))
+    g = _fraction(size)
+    inside = select(g.equals(0.0), 0.25, g)
+    turn = divide(_cosine(inside), _sine(inside))
+    total = add(total, negated(first))
+    total = choose(negative, add(turn, total), total)
+    edge = select(size.equals(0.0), negate(1.0 / x), f64(math.nan))
+    pole = (negative & g.equals(0.0)) | size.equals(0.0) | ~x.equals(x)
+    subnormal = size < 2.0**-1022
+    return Approximation(*total, cases=((subnormal, -1.0 / x), (x.equals(math.inf), x), (pole, edge)))
