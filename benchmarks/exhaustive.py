@@ -139,9 +139,11 @@ class Check:
         self.name, self.each = name, each
         self.function: Function = FUNCTIONS[name]
         self.results = Results()
+        self.bounded = False
 
     def unit(self, number: int) -> Results:
         """2^24 encodings and their negatives."""
+        self.bounded = False
         self.results, began = Results(), time.process_time()
         for start in range(number << UNIT_BITS, (number + 1) << UNIT_BITS, 1 << BLOCK_BITS):
             self._block(start)
@@ -183,20 +185,23 @@ class Check:
             return
         with np.errstate(all="ignore"):
             y = np.asarray(self.function.fast(x))
-        good = np.zeros(len(x), np.bool_)
-        if not self.function.slack:
-            middle = _signed(y)
-            good = _agrees(middle - WINDOW, middle + WINDOW, nearest, sticky)
-            if np.count_nonzero(good) < len(x) * 7 // 8:
-                good = self._within_bounds(x, middle, nearest, sticky)
+        good = self._near(x, y, nearest, sticky)
         rest = np.flatnonzero(~good)
         if len(rest):
             self._settle(x[rest], nearest[rest], sticky[rest])
 
-    def _within_bounds(self, x: F64, middle: I64, nearest: Any, sticky: F64) -> Bool:
+    def _near(self, x: F64, y: F64, nearest: Any, sticky: F64) -> Bool:
+        """What the filter settles among normal results; with f's bounds where a block needs them, as the next will."""
+        slack = self.function.slack
+        low, high = (_signed(y - slack), _signed(y + slack)) if slack else [_signed(y)] * 2
+        if not self.bounded:
+            good = _agrees(low - WINDOW, high + WINDOW, nearest, sticky)
+            self.bounded = np.count_nonzero(good) < len(x) * 7 // 8
+            if not self.bounded:
+                return good
         with np.errstate(all="ignore"):
             below, above = map(_signed, map(np.ascontiguousarray, self.function.bounds(x)))
-        return _agrees(np.maximum(middle - WINDOW, below), np.minimum(middle + WINDOW, above), nearest, sticky)
+        return _agrees(np.maximum(low - WINDOW, below), np.minimum(high + WINDOW, above), nearest, sticky)
 
     def _constant(self, x: F64, nearest: Any, sticky: F64) -> bool:
         """Whether the ends of the block have one cell, or no value, and every result is that of this cell."""

@@ -9,8 +9,8 @@ a cell round alike, in every mode, so a ``representative`` of the cell may stand
              which are theorems (tanh x < x for x > 0). If that leaves one cell, y's cell is f(x)'s.
     MPFR     f(x) rounded to odd to 53 bits, for the rest: near-ties, exact values, poles, zeros.
 
-Why it is safe. MPFR rounds correctly (composites and erfinv: 2000 and 250 bits, see their functions). The caller sends to
-MPFR whatever disagrees with the filter too, so that a wrong filter could hide an error only by making the
+Why it is safe. MPFR rounds correctly (composites and erfinv: 2000 and 250 bits, see their functions). The caller sends
+to MPFR whatever disagrees with the filter too, so that a wrong filter could hide an error only by making the
 same one; filter and code under test share nothing.
 
     before   assert abs(y - libm(x)) < 1e-6
@@ -137,6 +137,15 @@ def _both(low: Any, high: Any) -> Bounds:
     return _split((low, high), (low, high))
 
 
+def _unbounded(x: F64) -> tuple[F64, F64]:
+    return np.full_like(x, -INF), np.full_like(x, INF)
+
+
+def _at_a_pole(x: F64) -> Bool:
+    """The poles of lgamma: zero and the negative integers."""
+    return np.asarray((x <= 0) & (x == np.rint(x)))
+
+
 def _torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[F64], F64]:
     return lambda x: np.asarray(function(torch.from_numpy(np.ascontiguousarray(x))).numpy())
 
@@ -164,16 +173,17 @@ class Function:
     bits at least in a context of 2000; ``known`` gives f(x) where that is exact, else None.
     ``slack``: what the filter may be off absolutely besides WINDOW ulps, where its value comes from a cancellation.
     ``parity``: -1 for an odd function, 1 for an even one. ``monotone``: on the positive and on the negative numbers of
-    its domain, which is an interval; NaN outside.
+    its domain, which is an interval; NaN outside. ``infinite``: where f is +inf.
     """
 
     compute: Callable[[Any], Any]
     fast: Callable[[F64], F64]
-    bounds: Bounds = _both(-INF, INF)
+    bounds: Bounds = _unbounded
     slack: float = 0.0
     parity: int = 0
     monotone: bool = True
     known: Callable[[float], float | None] | None = None
+    infinite: Callable[[F64], Bool] | None = None
 
     def exact(self, x: float) -> float:
         """f(x) rounded to odd to binary64: itself, if it is a binary64 number."""
@@ -196,6 +206,7 @@ _GROWTH: Final = _split((0.0, 1.0), (1.0, INF))
 _CONCAVE: Final = _odd_function(-INF, _identity)
 _CONVEX: Final = _odd_function(_identity, INF)
 _TANH: Final = _odd_function(-INF, lambda x: np.minimum(x, 1.0))
+_SINE: Final = _odd_function(-1.0, lambda x: np.minimum(x, 1.0))
 _UNIT: Final = _odd_function(-1.0, 1.0)
 
 
@@ -249,8 +260,8 @@ FUNCTIONS: Final = MappingProxyType(
             _both(lambda x: np.maximum(x, 0.0), INF),
             known=_at({INF: INF, -INF: 0.0}),
         ),
-        "lgamma": Function(_lgamma, _torch(torch.lgamma), _both(-INF, INF), slack=2.0**-42, monotone=False),
-        "digamma": Function(_digamma, _torch(torch.digamma), _both(-INF, INF), slack=2.0**-42, monotone=False),
+        "lgamma": Function(_lgamma, _torch(torch.lgamma), slack=2.0**-42, monotone=False, infinite=_at_a_pole),
+        "digamma": Function(_digamma, _torch(torch.digamma), slack=2.0**-42, monotone=False),
     }
 )
 
@@ -259,7 +270,7 @@ FUNCTIONS: Final = MappingProxyType(
 
 
 def cells(low: F64, high: F64) -> tuple[I64, I64]:
-    """floor of ``low`` and ceiling of ``high`` in half quanta of binary32: low = high is on a boundary if they agree."""
+    """floor of ``low`` and ceiling of ``high`` in half quanta of binary32; they agree for one number on a boundary."""
     return _floor(low), -_floor(-high)
 
 
@@ -316,6 +327,9 @@ def settle(name: str, x: F64) -> Settled:
     special = ~np.isfinite(x) | (x == 0)
     unsettled = ((last - first != 1) & ~np.isnan(y)) | (special & ~np.isnan(x))
     value = np.where(np.isnan(y), np.nan, _inside(first))
+    if function.infinite is not None:
+        poles = function.infinite(x)
+        value[poles], unsettled = INF, unsettled & ~poles
     value[unsettled] = [function.exact(v) for v in x[unsettled].tolist()]
     return Settled(value, unsettled)
 
@@ -360,8 +374,6 @@ def distance(name: str, x: float) -> float | None:
 def _boundary(index: int) -> float:
     """The multiple of half a quantum with this number."""
     k = abs(index)
-    if k <= 1 << 24:
-        size = k / HALF_QUANTA
-    else:
-        size = float(np.int64(_LEAST_NORMAL + ((k - (1 << 24)) << 28)).view(np.float64))
+    normal = float(np.int64(_LEAST_NORMAL + ((k - (1 << 24)) << 28)).view(np.float64))
+    size = normal if k > 1 << 24 else k / HALF_QUANTA
     return -size if index < 0 else size

@@ -149,7 +149,8 @@ def functions() -> dict[str, Layer]:
     x, y, image = torch.randn(3, 6), torch.randn(3, 6), torch.randn(2, 4, 8, 8)
     p, index = x.abs().clamp(0.1, 0.9), torch.tensor([0, 2, 2])
     unary = """exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh
-        atanh erf erfc erfinv lgamma digamma sigmoid square abs neg sign floor ceil round trunc frac logit nan_to_num sgn"""
+        atanh erf erfc erfinv lgamma digamma sigmoid square abs neg sign floor ceil round trunc frac logit nan_to_num
+        sgn"""
     binary = "add sub mul div pow atan2 hypot fmod remainder maximum minimum copysign"
     reduced = "sum mean std var amax amin logsumexp cumsum cummax"
     powers = (3, 2, 1, 0.5, -0.5, -1, 2.5, -2)

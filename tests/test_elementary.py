@@ -103,7 +103,7 @@ OWN_RANGE = {
     "pow": (0, 8), "asin": (-1, 1), "acos": (-1, 1), "atan": (-4, 4), "atan2": (-4, 4), "sinh": (-90, 90),
     "cosh": (-90, 90), "asinh": (-5, 5), "acosh": (1, 5), "atanh": (-1, 1), "cbrt": (-8, 8), "rsqrt": (0, 4),
     "hypot": (-9, 9), "fmod": (-99, 99), "remainder": (-99, 99), "erfinv": (-1, 1), "log1p": (-1, 3),
-    "tanh": (-10, 10), "sigmoid": (-105, 20), "softplus": (-105, 20),
+    "lgamma": (-9, 9), "digamma": (-9, 9), "tanh": (-10, 10), "sigmoid": (-105, 20), "softplus": (-105, 20),
 }  # fmt: skip
 BOUNDARY = [0.5, 1.0, 2.0, 3.0, 0.25, 0.75, 10.0, 2.0**-149, 2.0**-126, 2.0**-30, 2.0**-12, 3.4028234663852886e38]
 
@@ -239,6 +239,10 @@ SPECIAL = [
     ("atan2", (0.0, 0.0), 0.0), ("atan2", (-0.0, 0.0), -0.0), ("atan2", (0.0, 1.0), 0.0), ("atan2", (-0.0, 1.0), -0.0),
     ("atan2", (1.0, INF), 0.0), ("atan2", (-1.0, INF), -0.0),
     ("softplus", (INF,), INF), ("softplus", (-INF,), 0.0),
+    *(("lgamma", (x,), INF) for x in (0.0, -0.0, -1.0, -2.0, -(2.0**60), INF, -INF)),
+    ("lgamma", (1.0,), 0.0), ("lgamma", (2.0,), 0.0),
+    ("digamma", (0.0,), -INF), ("digamma", (-0.0,), INF), ("digamma", (INF,), INF),
+    *(("digamma", (x,), NAN) for x in (-1.0, -2.0, -(2.0**60), -INF)),
 ]  # fmt: skip
 PYTHAGORAS = [(3, 4, 5), (5, 12, 13), (8, 15, 17), (21, 20, 29)]
 EXACT = [

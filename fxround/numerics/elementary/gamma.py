@@ -8,9 +8,9 @@ w = p + 14 if p < 14 and p beyond, P = p (p + 1) ... (p + 13) or 1, and q = sin(
     digamma(x) = D(w) - 1/p - ... - 1/(p + 13)         D(w) = log w - 1/(2 w) - 1/(12 w^2) + ...
     digamma(-p) = digamma(p + 1) + cos(pi p) / q       DLMF 5.5.4
 
-Why it is safe. The zeros of lgamma (1, 2, and two between negative integers) and of digamma are where terms of up to 2^6
-cancel. A binary32 number other than 1 and 2 is no zero, and none is so near one that a value falls below 2^-27 (by
-enumeration): 2^-61 of it is kept. Of binary64, numbers come 2^-53 close, and there the values are good to 2^-88 only.
+Why it is safe. The zeros of lgamma (1, 2, and two between negative integers) and of digamma are where terms of up to
+2^6 cancel. Next to one, neighbouring binary32 numbers have values 2^-22 or more apart, so that half of the 88 bits are
+left even at the nearest of them; of binary64, numbers come 2^-53 close, and there a value is good to 2^-88 only.
 p - round(p) is exact, so sin(pi p) and cos(pi p) need no reduction.
 
     before   lgamma(-2.4570247) by the reflection in binary64: two digits
@@ -40,7 +40,7 @@ from fxround.numerics.elementary.pairs import (
     two_sum,
 )
 from fxround.numerics.elementary.reduction import TWO_OVER_PI
-from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select
+from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 SHIFT: Final = 14
 PI: Final = Fraction(2 << 1280, TWO_OVER_PI)
