@@ -8,6 +8,7 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 """
 
 from fxround.analysis.localize import localize
+from fxround.analysis.perturb import perturb
 from fxround.analysis.report import VariabilityReport
 from fxround.analysis.variability import variability
 from fxround.compiler import LoadedModule, RoundedModule, compile, load
@@ -47,6 +48,7 @@ __all__ = [
     "load",
     "localize",
     "modes",
+    "perturb",
     "policies",
     "round",
     "variability",

@@ -1,10 +1,12 @@
-"""The command line: ``fxround demo`` and ``fxround inspect``.
+"""The command line: ``fxround demo``, ``fxround inspect`` and ``fxround variability``.
 
 What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
-the caller ends with its message on standard error and exit status 2, without a traceback.
+the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
+status 1, a study that was interrupted with 130.
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
+    $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ FOLDER: Final = "fxround-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, or 2 for a mistake of the caller."""
+    """Run a command; returns the exit status: 0, 1 for a failed check, 2 for a caller's mistake, 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
@@ -56,7 +58,93 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     inspect.set_defaults(command=_inspect)
+    _add_variability(commands)
     return parser
+
+
+def _add_variability(commands: Any) -> None:
+    study = commands.add_parser(
+        "variability", help="how many bits of a model's results are real, and which layers lose them?"
+    )
+    study.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    study.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
+    study.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
+    study.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    study.add_argument(
+        "--samples", type=_samples, default=10, metavar="N|auto", help="runs of every batch (default 10)"
+    )
+    study.add_argument("--tolerance", type=float, default=0.5, help="in bits, of --samples auto (default 0.5)")
+    study.add_argument("--capture", choices=("outputs", "layers", "nodes"), default="layers", help="what is looked at")
+    study.add_argument("--isolate", choices=("layers", "operators"), help="perturb them one at a time as well")
+    study.add_argument(
+        "--metric", action="append", metavar="NAME", help="may be given several times (default: what fits)"
+    )
+    study.add_argument("--reference", choices=("binary64", "none"), default="binary64", help="what the mean is held to")
+    study.add_argument("--method", choices=("cnh", "general"), default="cnh", help="of the significant bits")
+    study.add_argument("--batch-size", type=int, help="split the inputs")
+    study.add_argument("--seed", type=int, default=0, help="of the samples (default 0)")
+    study.add_argument("--jobs", type=int, default=1, help="worker processes (default 1, -1: all cores)")
+    for flag, what in _CHECKS:
+        study.add_argument(flag, type=float, help=f"exit with status 1 {what}")
+    study.add_argument("--html", metavar="FILE", type=Path, help="write the report as one page")
+    study.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
+    study.set_defaults(command=_variability)
+
+
+_CHECKS: Final = (
+    ("--min-bits", "if a result has fewer bits in the mean"),
+    ("--min-worst", "if an element of a result has fewer bits"),
+    ("--max-flips", "if a larger share of labels changes"),
+    ("--max-outside", "if a larger share of elements is beyond its spread from a reference"),
+)
+
+
+def _samples(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _variability(arguments: argparse.Namespace) -> int:
+    import fxround
+    from fxround.analysis.report import CheckFailed
+
+    model, inputs = _built(arguments.model)
+    inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
+    if inputs is None or inputs == ():
+        raise ValueError(f"{arguments.model} returned no inputs: return (model, inputs), or give --inputs or --shape")
+    found = fxround.variability(
+        model,
+        inputs,
+        arguments.policy,
+        arguments.samples,
+        tolerance=arguments.tolerance,
+        capture=arguments.capture,
+        isolate=arguments.isolate,
+        metrics=tuple(arguments.metric) if arguments.metric else "auto",
+        reference=None if arguments.reference == "none" else arguments.reference,
+        method=arguments.method,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        n_jobs=arguments.jobs,
+        progress=False if arguments.json == "-" else None,
+    )
+    print(found.to_json() if arguments.json == "-" else found)
+    if arguments.json and arguments.json != "-":
+        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    if arguments.html:
+        found.to_html(arguments.html)
+    try:
+        checks = {flag[2:].replace("-", "_") for flag, _ in _CHECKS}
+        asked = {name: value for name in checks if (value := getattr(arguments, name)) is not None}
+        found.check(**asked, allow_nonfinite=not asked)
+    except CheckFailed as error:
+        print(f"fxround: {error}", file=sys.stderr)
+        return 1 if found.complete else INTERRUPTED
+    return 0
+
+
+INTERRUPTED: Final = 130
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -97,22 +185,53 @@ def load_model(spec: str, shapes: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
 
     Raises ValueError naming what is missing.
     """
+    model, inputs = _built(spec)
+    inputs = _examples(shapes) or (inputs if isinstance(inputs, tuple) else (inputs,))
+    if not inputs:
+        raise ValueError(f"{spec} returned no example inputs: return (model, inputs), or give --shape 1,3,224,224")
+    return model, inputs
+
+
+def load_inputs(spec: str) -> Any:
+    """Inputs of a .pt file (weights only), a .npy file (one tensor), a .npz file (keywords), or of
+    ``MODULE:CALLABLE``."""
+    import numpy as np
     import torch
 
+    path = Path(spec)
+    if path.suffix in (".pt", ".pth"):
+        return torch.load(path, weights_only=True)
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.load(path))
+    if path.suffix == ".npz":
+        return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+    return _called(spec)
+
+
+def _built(spec: str) -> tuple[Any, Any]:
+    """A model in eval mode, and the inputs that came with it: () where there are none."""
+    import torch
+
+    built = _called(spec)
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{spec} returned {type(model).__name__}: expected a torch.nn.Module, or (module, inputs)")
+    return model.eval(), inputs
+
+
+def _called(spec: str) -> Any:
+    """What ``MODULE:CALLABLE`` returns."""
     name, colon, attribute = spec.partition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
     build = getattr(_module(name), attribute, None)
     if not callable(build):
         raise ValueError(f"{name} has no callable {attribute!r}")
-    built = build()
-    model, inputs = built if isinstance(built, tuple) else (built, ())
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{spec} returned {type(model).__name__}: expected a torch.nn.Module, or (module, inputs)")
-    inputs = tuple(_example(shape) for shape in shapes) or (inputs if isinstance(inputs, tuple) else (inputs,))
-    if not inputs:
-        raise ValueError(f"{spec} returned no example inputs: return (model, inputs), or give --shape 1,3,224,224")
-    return model.eval(), inputs
+    return build()
+
+
+def _examples(shapes: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(_example(shape) for shape in shapes)
 
 
 def _module(name: str) -> Any:

@@ -122,6 +122,10 @@ class Entry:
                     self._target(port, leaves).copy_(output)
         return self._result(outputs)
 
+    def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """The same result; nothing is written."""
+        return self._result(self.running(*self._inputs(leaves), rng))
+
     def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
         """Name and value of every operation as it runs, then ``("output", result)``; nothing is written."""
         interpreter = fx.Interpreter(self.lowered)
@@ -260,6 +264,11 @@ class RoundedModule(nn.Module):
         with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
             self._entry(args, kwargs)
         return self
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call returns, without gradients; buffers and arguments that the model changes stay as they are."""
+        return self._entry(args, kwargs).evaluate(pytree.tree_leaves((args, kwargs)), self.rng)
 
     @torch.no_grad()
     def observe(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:

@@ -156,7 +156,7 @@ def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
 
 def drawing(gm: fx.GraphModule, *, title: str = "") -> str:
     """The SVG text that ``draw`` writes."""
-    graph = _drawn(to_networkx(gm))
+    graph = drawn(to_networkx(gm))
     said = Counter(data["rounding"] for _, data in graph.nodes(data=True) if data["status"] == "rounded")
     stripes = {text: _STRIPES[min(i, len(_STRIPES) - 1)] for i, (text, _) in enumerate(said.most_common())}
     for _, data in graph.nodes(data=True):
@@ -282,7 +282,7 @@ def _type(node: fx.Node) -> str:
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})" if texts else type(value).__name__
 
 
-def _drawn(graph: nx.DiGraph) -> nx.DiGraph:
+def drawn(graph: nx.DiGraph) -> nx.DiGraph:
     """Arithmetic, arguments and results; data movement becomes edges, sizes and parameters vanish."""
     shown = graph.copy()
     for name, data in graph.nodes(data=True):

@@ -42,10 +42,10 @@ _PARENT: Final = os.getpid()
 class Workers:
     """A joblib pool that knows one model under one policy. ``n_jobs`` as joblib's."""
 
-    def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, unfused: bool) -> None:
+    def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, fuse: bool) -> None:
         joblib = require("joblib", "distributed")
         self._dumps = require("joblib.externals.cloudpickle", "distributed").dumps
-        self._model = self._packed((model, policy, seed, unfused))
+        self._model = self._packed((model, policy, seed, fuse))
         self._pool = joblib.Parallel(n_jobs=n_jobs, return_as="list")
         self._delayed = joblib.delayed
         self._wave = 2 * max(1, joblib.effective_n_jobs(n_jobs))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
@@ -239,6 +241,17 @@ class VariabilityReport:
     def to_pandas(self) -> Any:
         """A data frame, one row a place. Raises ImportError where pandas is missing."""
         return require("pandas", "report").DataFrame([_flat(f) for f in self.figures])
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Bits per layer, histogram over elements, spread of samples: a matplotlib figure, also written to ``path``."""
+        return import_module("fxround.analysis.plots").plot(self, path)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained page, also written to ``path``."""
+        text: str = import_module("fxround.analysis.html").page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def _repr_html_(self) -> str:
         tables = self.tables

@@ -15,7 +15,6 @@ model in binary64 is a copy.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -23,10 +22,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround import compiler
 from fxround.analysis.inputs import Call
 from fxround.analysis.sites import OUTPUT, RESULT, counterparts, results, value_of
-from fxround.compiler import RoundedModule
+from fxround.compiler import RoundedModule, compile
 from fxround.graph import float_values
 from fxround.policy import IDENTITY, Policy
 
@@ -44,10 +42,9 @@ def sample_number(batch: int, sample: int) -> int:
     return (batch % BATCH) * BATCH + sample
 
 
-def compiled_for(model: nn.Module, policy: Policy, seed: int, unfused: bool) -> RoundedModule:
-    """The model compiled, with one node an operation where nodes are to be seen."""
-    options = {"fuse": False} if unfused and "fuse" in inspect.signature(compiler.compile).parameters else {}
-    return compiler.compile(model, policy, seed=seed, **options)
+def compiled_for(model: nn.Module, policy: Policy, seed: int, fuse: bool) -> RoundedModule:
+    """The model compiled; ``fuse=False`` where every node is to be seen."""
+    return compile(model, policy, seed=seed, fuse=fuse)
 
 
 def sample_stream(compiled: RoundedModule, call: Call, number: int, watch: Watch) -> Iterator[tuple[Key, Any]]:
@@ -57,8 +54,9 @@ def sample_stream(compiled: RoundedModule, call: Call, number: int, watch: Watch
 
 
 def _stream(compiled: RoundedModule, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
-    result = None
-    for node, value in compiled.observe(*call.args, **call.kwargs):
+    if not watch:
+        result = compiled.evaluate(*call.args, **call.kwargs)
+    for node, value in compiled.observe(*call.args, **call.kwargs) if watch else ():
         if node == RESULT:
             result = value
         elif node in watch and (tensor := value_of(value)) is not None:
@@ -70,11 +68,11 @@ def _stream(compiled: RoundedModule, call: Call, watch: Watch) -> Iterator[tuple
 class Runs:
     """A model under a policy, and the two runs that it is compared with."""
 
-    def __init__(self, model: nn.Module, policy: Policy, seed: int, *, unfused: bool, binary64: bool) -> None:
-        self.perturbed = compiled_for(model, policy, seed, unfused)
+    def __init__(self, model: nn.Module, policy: Policy, seed: int, *, fuse: bool, binary64: bool) -> None:
+        self.perturbed = compiled_for(model, policy, seed, fuse)
         self._plain: RoundedModule | None = None
         self._double: RoundedModule | None = None
-        self._unfused, self._binary64 = unfused, binary64
+        self._fuse, self._binary64 = fuse, binary64
         self.notes: list[str] = []
 
     def unperturbed(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
@@ -103,7 +101,7 @@ class Runs:
     def _doubled(self) -> RoundedModule:
         if self._double is None:
             wide = copy.deepcopy(self.perturbed.source).double()
-            self._double = compiled_for(wide, Policy.parse(IDENTITY), 0, self._unfused)
+            self._double = compiled_for(wide, Policy.parse(IDENTITY), 0, self._fuse)
         return self._double
 
     def _say_what_is_narrow(self, double: RoundedModule) -> None:

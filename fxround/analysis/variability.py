@@ -85,14 +85,14 @@ def variability(
     )  # fmt: skip
     _require_known(inputs, plan, seed, n_jobs)
     chosen = Policy.parse(policy)
-    unfused = capture != "outputs"
-    runs = Runs(model, chosen, seed, unfused=unfused, binary64=isinstance(reference, str))
+    fuse = capture == "outputs"
+    runs = Runs(model, chosen, seed, fuse=fuse, binary64=isinstance(reference, str))
     started = time.perf_counter()
     batches = count(inputs, batch_size)
     total = None if batches is None or plan.samples is None or isolate else batches * plan.samples
     with ExitStack() as stack:
         tick = stack.enter_context(shown_progress(f"{chosen.name}", total, progress))
-        fan = stack.enter_context(Workers(n_jobs, model, chosen, seed, unfused)).samples if n_jobs != 1 else None
+        fan = stack.enter_context(Workers(n_jobs, model, chosen, seed, fuse)).samples if n_jobs != 1 else None
         study = Study(runs, plan, fan, tick)
         study.stopping = stack.enter_context(interruptible())
         for call in _until(study, calls(model, inputs, batch_size)):
