@@ -70,9 +70,13 @@ def test_the_model_stays_itself(net: Net) -> None:
 
 
 def test_an_error_restores_the_model(net: Net) -> None:
-    with pytest.raises(RuntimeError, match="theirs"), fxround.perturb(net):
-        net(X, scale=2.0)
-        raise RuntimeError("theirs")
+    def theirs() -> None:
+        with fxround.perturb(net):
+            net(X, scale=2.0)
+            raise RuntimeError("theirs")
+
+    with pytest.raises(RuntimeError, match="theirs"):
+        theirs()
     assert type(net) is Net and not net.training
 
 
