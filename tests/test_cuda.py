@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 
-from fxround.kernel import Contract, Kernel, Map, Reduce, Scan
+from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
@@ -34,7 +34,7 @@ from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.cuda.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
 from fxround.runtime.cuda.source import DEVICE_FLAGS, HOST_FLAGS, HOST_PRELUDE, TABLE, TYPES, device_function
-from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, sum_kernel
+from fxround.specialize import contract_kernel, cumsum_kernel, exact_kernel, map_kernel, scatter_kernel, sum_kernel
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")
@@ -80,6 +80,21 @@ SUM_KERNELS = [
     ("lanes:4", "binary32", "binary16", "f16"),
 ]
 SCAN_KERNELS = ("binary32", "bfloat16/stochastic")
+SCATTER_KERNELS: list[tuple[str, Storage]] = [
+    ("binary32", "f32"),
+    ("binary32/stochastic", "f32"),
+    ("e5m2/up_down", "bf16"),
+    ("binary16/toward_zero", "f16"),
+    ("binary32/stochastic", "f64"),
+]
+EXACT_KERNELS: list[tuple[str, str, Storage]] = [
+    ("binary32", "binary32", "f32"),
+    ("binary32/stochastic", "bfloat16/stochastic", "f32"),
+    ("bfloat16/up_down", "bfloat16", "bf16"),
+    ("binary16/to_odd", "binary16", "f16"),
+    ("binary64", "binary64", "f64"),
+    ("tf32/toward_negative", "binary32", "f64"),
+]
 CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] = {
     "binary32": ("binary32", "binary32", ("f32", "f32"), "f32"),
     "binary32/stochastic": ("binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
@@ -126,6 +141,16 @@ def scan_of(accumulate: str) -> Scan:
 
 
 @cache
+def scatter_of(accumulate: str, storage: Storage) -> Scatter:
+    return scatter_kernel(Rounding.parse(accumulate), storage)
+
+
+@cache
+def exact_of(accumulate: str, rounding: str, storage: Storage) -> Exact:
+    return exact_kernel(Rounding.parse(accumulate), Rounding.parse(rounding), storage, storage)
+
+
+@cache
 def contraction(name: str) -> Contract:
     accumulate, rounding, loads, result = CONTRACT_KERNELS[name]
     return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(rounding), loads, result)
@@ -140,6 +165,8 @@ def kernels() -> tuple[Kernel, ...]:
         *(sum_of(*row) for row in SUM_KERNELS),
         *map(scan_of, SCAN_KERNELS),
         *map(contraction, CONTRACT_KERNELS),
+        *(scatter_of(*row) for row in SCATTER_KERNELS),
+        *(exact_of(*row) for row in EXACT_KERNELS),
     )
 
 
@@ -292,7 +319,13 @@ def elements(shape: tuple[int, ...], storage: Storage, seed: int) -> Array:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
     special = rng.choice([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-8, 65504.0, -(2.0**-126)], shape)
-    x = np.where(rng.random(shape) < 1 / 6, special, x).astype(np.float32)
+    return as_stored(np.where(rng.random(shape) < 1 / 6, special, x).astype(np.float32), storage)
+
+
+def as_stored(x: Array, storage: Storage) -> Array:
+    if storage == "f64":
+        return x.astype(np.float64)
+    x = x.astype(np.float32)
     if storage == "f16":
         return x.astype(np.float16).view(np.uint16)
     if storage == "bf16":
@@ -348,7 +381,7 @@ def lines_of(x: Array) -> Array:
     return widened(x.transpose(0, 2, 1).reshape(x.shape[0] * x.shape[2], x.shape[1]))
 
 
-def run_lines(host: Host, kernel: Reduce | Scan, x: Array, shape: tuple[int, ...]) -> Array:
+def run_lines(host: Host, kernel: Reduce | Scan | Exact, x: Array, shape: tuple[int, ...]) -> Array:
     outer, length, inner = x.shape
     out = np.zeros(shape, memory(kernel.results[0]))
     sizes = [ctypes.c_uint64(v) for v in (outer * inner, length, inner)]
@@ -373,6 +406,39 @@ def test_scans(host: Host, accumulate: str, shape: tuple[int, int, int]) -> None
     kernel, x = scan_of(accumulate), elements(shape, "f32", 5)
     lines = reference.scan(kernel, lines_of(x), KEY).reshape(shape[0], shape[2], shape[1])
     assert_same(run_lines(host, kernel, x, shape), np.ascontiguousarray(lines.transpose(0, 2, 1), np.float32))
+
+
+@pytest.mark.parametrize("row", EXACT_KERNELS, ids=" ".join)
+def test_exact_sums(host: Host, row: tuple[str, str, Storage]) -> None:
+    """Ordinary numbers, special ones, both ends of the range, and sums that cancel to their last bit."""
+    kernel, storage = exact_of(*row), row[2]
+    for shape in (*SHAPES, (2, 300, 3)):
+        x = elements(shape, storage, 5)
+        assert_same(run_exact(host, kernel, x), reference.exact(kernel, lines_of(x), KEY))
+    finite = elements((1, 64, 5), "f64", 6)
+    finite = np.where(np.isfinite(finite), finite, 1.0)
+    far = {"f64": 900, "f16": 8}.get(storage, 100)
+    spread = finite * np.exp2(np.linspace(-far, far, 64))[:, None]
+    x = as_stored(np.concatenate([finite, spread, -finite, -spread, finite[:, :1] * 2.0**-20], 1), storage)
+    assert_same(run_exact(host, kernel, x), reference.exact(kernel, lines_of(x), KEY))
+
+
+def run_exact(host: Host, kernel: Exact, x: Array) -> Array:
+    return run_lines(host, kernel, x, (x.shape[0] * x.shape[2],))
+
+
+@pytest.mark.parametrize("row", SCATTER_KERNELS, ids=" ".join)
+def test_scatters(host: Host, row: tuple[str, Storage]) -> None:
+    kernel, storage = scatter_of(*row), row[1]
+    own, source = elements((6, 3), storage, 1), elements((40, 3), storage, 2)
+    rows = np.random.default_rng(3).integers(0, 5, 40)
+    order, starts = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(7))
+    out = np.empty((6, 3), memory(storage))
+    sizes = [ctypes.c_uint64(v) for v in (own.size, 3)]
+    host.launch(kernel, (2, 3), *sizes, out, own, source, starts.astype(np.int64), order.astype(np.int64), Key(*KEY))
+    places = (rows[:, None] * 3 + np.arange(3)).reshape(-1)
+    want = reference.scatter(kernel, widened(own).reshape(-1), places, widened(source).reshape(-1), KEY)
+    assert_same(out.reshape(-1), want)
 
 
 @pytest.mark.parametrize("groups", [0, 2])

@@ -31,10 +31,10 @@ _RESULT: Final = 128
 
 def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Sum ``dims`` (ascending, none negative) of x; the result has the others."""
+    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
     x, lines = described(x, dims, ordered=False)
     if lines.length >= 1 << 35:
         raise ValueError(f"an exact sum of {lines.length} elements: its bins hold sums of fewer than 2^35")
-    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
     if lines.count == 0:
         return result
     inner = lines.results[-1]

@@ -31,8 +31,8 @@ _ENOUGH: Final = 1 << 15
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Reduce ``dims`` (ascending, none negative) of x; the result has the others."""
-    x, lines = described(x, dims)
     result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
+    x, lines = described(x, dims)
     if lines.count == 0:
         return result
     one, neighbours = one_register(kernel), _neighbours(kernel, lines)
@@ -52,7 +52,11 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
 
 def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
     """Every prefix along ``dim``. Returns x's shape."""
-    x, lines = described(x, [dim], scan=True)
+    x = x.detach()
+    lines = Lines.of(x, [dim], scan=True)
+    if not lines.fits:
+        x = x.contiguous()
+        lines = Lines.of(x, [dim], scan=True)
     result = torch.empty(x.shape, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
@@ -66,14 +70,15 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
     return result
 
 
-def described(x: Tensor, dims: Sequence[int], scan: bool = False, ordered: bool = True) -> tuple[Tensor, Lines]:
-    """The operand and its lines; an operand of more dimensions than a description holds is copied."""
+def described(x: Tensor, dims: Sequence[int], ordered: bool = True) -> tuple[Tensor, Lines]:
+    """An operand and its lines; what has more dimensions than a description holds is copied, with ``dims`` last."""
     x = x.detach()
-    lines = Lines.of(x, dims, scan, ordered)
+    lines = Lines.of(x, dims, ordered=ordered)
     if lines.fits:
         return x, lines
-    x = x.contiguous()
-    return x, Lines.of(x, dims, scan, ordered)
+    kept = [d for d in range(x.dim()) if d not in dims]
+    x = x.permute(*kept, *dims).contiguous()
+    return x, Lines.of(x, range(len(kept), x.dim()), ordered=ordered)
 
 
 def _neighbours(kernel: Reduce | Scan, lines: Lines) -> int:

@@ -1,13 +1,15 @@
 """The loop nests of kernels as CUDA C++ text: one emitter a shape.
 
 What is true here. Every kernel is one ``__global__`` function over raw pointers. A Map gives a thread the four elements
-that share a Philox block; a Reduce, Scan or Contract gives a thread one output element, whose chains, stream
-and order are its own. Sizes and steps are arguments, so a text serves every shape.
+that share a Philox block; every other shape gives a thread one output element, whose chains, stream and
+order are its own. Sizes and steps are arguments, so a text serves every shape.
 
     map       (layout, out, out1, ..., x0, x1, ..., key, node1, ...)   layout: sizes of the results, steps of operands
     reduce    (results, length, inner, out, x, key)              x: (outer, length, inner), row-major
     scan      (lines, length, inner, out, x, key)                the same, out like x
     contract  (shape, out, a, b, key)                            out: (batch, rows, columns), row-major; see ``SHAPE``
+    scatter   (elements, inner, out, self, x, starts, order, key)    row r takes rows order[starts[r] .. starts[r + 1]]
+    exact     (results, length, inner, out, x, key)              as reduce
 
 Why it is safe. No thread reads what another writes, and no number depends on the grid: any grid of any block size walks
 all elements, one after the other. Indices have 64 bits.
@@ -23,11 +25,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-from fxround.errors import UnsupportedOperator
 from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, stream_functions
 from fxround.numerics.scalar import Function, param
-from fxround.numerics.storage import Storage
+from fxround.numerics.storage import CARRIER_OF, Storage
+from fxround.runtime.cuda.limbs import LIMBS, SIZES
 from fxround.runtime.cuda.source import TYPES, device_function
 
 MEMORY: Final = MappingProxyType({"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short"})
@@ -63,7 +65,7 @@ __device__ __forceinline__ u64 item_step() {{ return (u64)gridDim.x * blockDim.x
 @cache
 def preamble() -> str:
     """What every kernel's text relies on, once a translation unit: types, and the streams of ``randomness``."""
-    return _HEAD + "".join(device_function(f) for f in stream_functions()) + _DRAW
+    return _HEAD + "".join(device_function(f) for f in stream_functions()) + _DRAW + LIMBS
 
 
 _DRAW: Final = """\
@@ -93,8 +95,10 @@ def kernel_text(kernel: Kernel) -> str:
             return _scan(kernel)
         case Contract():
             return _contract(kernel)
-        case Scatter() | Exact():
-            raise UnsupportedOperator(f"a {type(kernel).__name__} kernel has no CUDA form; run it on the CPU")
+        case Scatter():
+            return _scatter(kernel)
+        case Exact():
+            return _exact(kernel)
 
 
 def kernel_source(kernels: Iterable[Kernel]) -> str:
@@ -193,8 +197,14 @@ def _map_store(kernel: Map, body: str, arguments: list[str]) -> str:
 # ---- one thread, one output element ----
 
 
-def _bodies(kernel: Reduce | Scan | Contract) -> str:
-    functions = {"step": kernel.step, "finish": kernel.finish}
+def _bodies(kernel: Reduce | Scan | Contract | Scatter | Exact) -> str:
+    functions = {"finish": kernel.finish}
+    if isinstance(kernel, Exact):
+        functions["read"] = kernel.read
+    else:
+        functions["step"] = kernel.step
+    if isinstance(kernel, Scatter):
+        functions["lift"] = kernel.lift
     if isinstance(kernel, Reduce):
         functions["combine"] = kernel.combine
     if isinstance(kernel, Contract):
@@ -204,9 +214,15 @@ def _bodies(kernel: Reduce | Scan | Contract) -> str:
     return "".join(device_function(f, f"{kernel_name(kernel)}_{role}") for role, f in functions.items())
 
 
-def _stream(kernel: Reduce | Scan | Contract, declaration: str, element: str) -> str:
+def _draws(kernel: Reduce | Scan | Contract | Scatter | Exact) -> bool:
+    if isinstance(kernel, Exact):
+        return any(kernel.draws)
+    return kernel.draws or (not isinstance(kernel, Scatter) and kernel.finish_draws)
+
+
+def _stream(kernel: Reduce | Scan | Contract | Scatter | Exact, declaration: str, element: str) -> str:
     """A stream's first state, where the kernel draws at all."""
-    if not (kernel.draws or kernel.finish_draws):
+    if not _draws(kernel):
         return ""
     return f"{declaration} = start_stream({element}, key.seed_low, key.seed_high, key.sample, key.node);\n"
 
@@ -259,7 +275,7 @@ def _reduce(kernel: Reduce) -> str:
     return _bodies(kernel) + _global(name, _line_parameters(kernel, "results"), body)
 
 
-def _line_parameters(kernel: Reduce | Scan, count: str) -> list[str]:
+def _line_parameters(kernel: Reduce | Scan | Exact, count: str) -> list[str]:
     sizes = [f"const u64 {n}" for n in (count, "length", "inner")]
     out, x = _pointer(kernel.result, "out", readonly=False), _pointer(kernel.loads[0], "x")
     return [*sizes, out, x, "const Key key"]
@@ -334,3 +350,74 @@ def _contract(kernel: Contract) -> str:
     operands = [_pointer(kernel.loads[0], "a"), _pointer(kernel.loads[1], "b")]
     parameters = ["const Shape shape", _pointer(kernel.result, "out", readonly=False), *operands, "const Key key"]
     return _bodies(kernel) + _global(name, parameters, body)
+
+
+_SCATTER: Final = """\
+  for (u64 i = first_item(); i < elements; i += item_step()) {{
+    const u64 row = i / inner, column = i % inner;
+    {type} acc = {name}_lift({own});
+{start}    for (i64 c = starts[row]; c < starts[row + 1]; ++c)
+      acc = {name}_step(acc, {element}, {step_bits});
+    out[i] = {value};
+  }}
+"""
+
+
+def _scatter(kernel: Scatter) -> str:
+    name, storage = kernel_name(kernel), kernel.loads[0]
+    body = _SCATTER.format(
+        name=name,
+        type=TYPES[kernel.accumulator],
+        own=_element(storage, "self[i]"),
+        start=_stream(kernel, "    u64 state", "i"),
+        element=_element(storage, "x[(u64)order[c] * inner + column]"),
+        step_bits=_bits(kernel.draws, "state"),
+        value=_stored(kernel.result, f"{name}_finish(acc, 0u)"),
+    )
+    operands = [_pointer(storage, "self"), _pointer(storage, "x")]
+    places = [f"const i64* __restrict__ {n}" for n in ("starts", "order")]
+    out = _pointer(kernel.result, "out", readonly=False)
+    parameters = ["const u64 elements", "const u64 inner", out, *operands, *places, "const Key key"]
+    return _bodies(kernel) + _global(name, parameters, body)
+
+
+_EXACT: Final = """\
+  for (u64 i = first_item(); i < results; i += item_step()) {{
+    const {memory}* line = x + i / inner * length * inner + i % inner;
+    i64 limbs[{count}] = {{0}};
+    u32 flags = 0;
+    for (u64 k = 0; k < length; ++k) {{
+      const u64 code = {name}_read({element});
+      const u32 field = (u32)(code >> {trailing}) & {last}u;
+      const u64 fraction = code & ((1ull << {trailing}) - 1);
+      const bool negative = code >> {sign} & 1;
+      if (field == {last}u) flags |= fraction ? 4u : negative ? 2u : 1u;
+      else add_limbs(limbs, field ? field : 1u, fraction | (u64)(field != 0) << {trailing}, -(i64)negative);
+      if ((k + 1) % (1u << 30) == 0) carry_limbs(limbs, {count});
+    }}
+    const double total = flags ? special_of(flags) : total_of(limbs, {count}, {bias}, {to_odd});
+{start}    const u32 once = {once}, again = {again};
+    out[i] = {value};
+  }}
+"""
+
+
+def _exact(kernel: Exact) -> str:
+    name, storage = kernel_name(kernel), kernel.loads[0]
+    count, trailing, last, bias = SIZES[CARRIER_OF[storage]]
+    body = _EXACT.format(
+        name=name,
+        memory=MEMORY[storage],
+        element=_element(storage, "line[k * inner]"),
+        count=count,
+        trailing=trailing,
+        last=last,
+        sign=31 if CARRIER_OF[storage] == "f32" else 63,
+        bias=bias,
+        to_odd="true" if kernel.to_odd else "false",
+        start=_stream(kernel, "    u64 state", "i"),
+        once=_bits(kernel.draws[0], "state"),
+        again=_bits(kernel.draws[1], "state"),
+        value=_stored(kernel.result, f"{name}_finish(total, once, again)"),
+    )
+    return _bodies(kernel) + _global(name, _line_parameters(kernel, "results"), body)
