@@ -316,7 +316,7 @@ def test_a_report_is_data_and_text() -> None:
     found = localize(SMALL, X, CLOSE, progress=said.append)
     data = json.loads(found.to_json())
     assert data["sets"][0]["sites"][0]["module"] == "2" and data["executed"] == found.executed == len(said)
-    assert said[-1].startswith(f"{found.executed} runs: 1 found, ")
+    assert said[-1].startswith(f"{found.executed} runs, 1 found, ")
     text = str(found)
     assert "Set 1: fails in " in text and "return (y + self.offset) - self.offset" in text
     assert f"The other {len(found.passing)} of {found.sites} sites pass, all of them on." in text

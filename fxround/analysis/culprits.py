@@ -139,7 +139,7 @@ class LocalizeReport:
         work = f"{self.executed} runs{f' and {self.recalled} from the cache' if self.recalled else ''}"
         doubt = (
             f" A set that fails in {100 * self.overlooked:.0f} % of samples is seen to fail in {self.runs} runs with"
-            f" {CONFIDENCE:.0%} probability; {self.passed} sets were taken for passing."
+            f" {CONFIDENCE:.0%} probability; {self.passed} different sets were taken for passing."
             if self.random
             else ""
         )
@@ -152,7 +152,8 @@ def _runs(count: int) -> str:
 
 def _lines(site: Blame) -> str:
     """A site's place, and the lines around it with the guilty one marked."""
-    place = f"  {site.module or '(root)'}  {site.operator}  {site.source or site.code}"
+    result = f"{site.operator} -> {list(site.shape)}"
+    place = f"  {site.module or '(root)'}  {result}  {site.source or site.code}  (node {site.node})"
     amplified = [f"    amplified by {site.amplifier}: {site.cancelled:.0f} bits cancel"] if site.amplifier else []
     elements = [f"    elements {_shown_elements(site)}"] if site.elements is not None else []
     line = int(site.source.rpartition(":")[2]) if site.excerpt else 0

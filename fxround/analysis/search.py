@@ -210,8 +210,8 @@ class Search:
         return cancelled(self.masked)
 
     def _told(self) -> None:
-        sets = f"{len(self.found)} found, " if self.found else ""
-        self._say(f"{self.verdicts.executed} runs: {sets}{len(self.narrowed)} of {len(self.masked.sites)} sites fail")
+        among = f"the next is among {len(self.narrowed)} of {len(self.masked.sites)} sites"
+        self._say(f"{self.verdicts.executed} runs, {len(self.found)} found, {among}")
 
 
 def _cut(ranges: Ranges) -> Ranges:
