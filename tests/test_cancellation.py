@@ -68,6 +68,17 @@ def test_a_vanished_result_has_lost_everything_but_a_softmax_its_maximum_nothing
     assert of(Difference(), x, 0 * x)["sub"].lost == 0
 
 
+def test_coordinates_of_an_interpolation_are_no_arithmetic_of_the_model() -> None:
+    class Rise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
+
+    # a + w (b - a) along each dimension: three differences and three sums of pixels, beside those of coordinates.
+    found = cancellations(Rise(), torch.arange(1.0, 17.0).reshape(1, 1, 4, 4)).nodes
+    assert sorted(n.operator.split(".")[1] for n in found) == ["add"] * 3 + ["sub"] * 3
+    assert {n.elements for n in found} == {64}
+
+
 def test_the_report_is_sorted_and_data() -> None:
     a = torch.ones(5, 4) + torch.arange(20).reshape(5, 4) * 2.0**-12
     found = cancellations(Everything(), (a, torch.ones(5, 4)), bits=3)

@@ -178,7 +178,7 @@ def test_a_naive_log_sum_exp_overflows_in_the_exp_or_the_sum(x: float, culprits:
 
 
 class Muller(nn.Module):
-    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: a step multiplies an error by about 20, since 5 repels and 100 attracts."""
+    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: an error grows 20-fold a step: 5 repels, 100 attracts."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(12):

@@ -6,7 +6,8 @@ the operand's place; in a matrix product or a convolution the sum of its product
 lost the whole precision, but for ``x - amax(x)``, whose zeros are exact by construction.
 
 Why it is safe. It is a statement about exponents of the numbers that occurred, not an estimate. A cancellation is
-harmless where the operands are exact: what it means for the output is for ``localize`` to say.
+harmless where the operands are exact: what it means for the output is for ``localize`` to say. Indices in the making
+are left out.
 
     before   var = (x * x).mean() - x.mean() ** 2          # -16.0?
     after    cancellations(model, x)                       # sub, model.py:7: 23 bits cancel, 1.0e8 to 16
@@ -114,7 +115,8 @@ def cancelled(
     found: list[Cancellation] = []
 
     def note(node: fx.Node, operands: Operands, value: Any) -> None:
-        largest = _largest(node, operands)
+        place = masked.place(node.name)
+        largest = _largest(node, operands) if place is not None and place.kind != "coordinate" else None
         if largest is not None and float_value(node) is not None and value.numel():
             found.append(_cancellation(node, largest.expand(value.shape).double(), value, bits))
 

@@ -5,7 +5,8 @@ output; or a metric that compares it with a reference, and a threshold; or a num
 agree with the reference.
 
 Why it is safe. A NaN passes no threshold, and a value that is finite where the reference is not (or the other way
-round) agrees to no bit. A check's ``key`` changes with its code, its defaults and what it closes over.
+round) agrees to no bit. A check's ``key`` changes with its code, its defaults, what it
+closes over and the plain globals that it names.
 
     before   assert abs(y - expected) < 1e-3 after    parse_check(lambda y: y.isfinite().all()); parse_check((metric,
     1e-3), reference=y); parse_check(None, min_bits=10)
@@ -14,16 +15,17 @@ round) agrees to no bit. A check's ``key`` changes with its code, its defaults a
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxround.analysis.inputs import Call
 from fxround.analysis.metrics import chosen
@@ -127,20 +129,31 @@ def _asked(check: Callable[[Any], Any], output: Any) -> bool:
 
 
 def _key(function: Any) -> str:
-    """A digest of a function's code, defaults and closure; of anything else its representation."""
-    return hashlib.sha256(repr(_described(function)).encode()).hexdigest()
+    """A digest of a function's code, defaults, closure and plain globals; of other objects, of what ``repr`` shows."""
+    return hashlib.sha256(repr(_described(function, ())).encode()).hexdigest()
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray):
-        return hash(value)
+def _described(value: Any, outer: tuple[int, ...]) -> Any:
+    """Plain data that changes with the value; ``outer``: what is being described, which may refer to itself."""
+    inside = (*outer, id(value))
+    if id(value) in outer:
+        return "itself"
+    if isinstance(value, Tensor | np.ndarray | nn.Module):
+        return type(value).__qualname__, hash(value)
     if isinstance(value, partial):
-        return _described(value.func), _described(value.args), _described(tuple(value.keywords.items()))
+        return tuple(_described(v, inside) for v in (value.func, value.args, tuple(value.keywords.items())))
+    if isinstance(value, MethodType):
+        return _described(value.__func__, inside), _described(value.__self__, inside)
     if isinstance(value, FunctionType):
-        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        return _described(value.__code__), _described(value.__defaults__ or ()), _described(cells)
+        seen = inspect.getclosurevars(value)
+        named = {**seen.nonlocals, **{k: v for k, v in seen.globals.items() if isinstance(v, _PLAIN)}}
+        parts = (value.__code__, value.__defaults__ or (), tuple(sorted(named.items())))
+        return tuple(_described(part, inside) for part in parts)
     if isinstance(value, CodeType):
-        return value.co_code, value.co_names, _described(value.co_consts)
+        return value.co_code, value.co_names, _described(value.co_consts, inside)
     if isinstance(value, tuple | list):
-        return tuple(map(_described, value))
+        return tuple(_described(item, inside) for item in value)
     return repr(value)
+
+
+_PLAIN: Final = (bool, int, float, str, tuple, list, Tensor, np.ndarray, FunctionType)

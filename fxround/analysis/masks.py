@@ -75,10 +75,14 @@ class Masked:
         pure = not self._dropout and not any(bundle.random for bundle in self._off.values())
         self._memory, self._kept = (memory if pure else 0), Values()
 
-    @property
+    @cached_property
     def nodes(self) -> list[fx.Node]:
         """The captured graph's nodes, in order, without the output."""
         return list(self.captured.graph.graph.nodes)[:-1]
+
+    def place(self, name: str) -> Site | None:
+        """What the loud policy's lowering says of a captured node; None for what yields no floating point."""
+        return self._on[name].site
 
     @property
     def output(self) -> fx.Node:
