@@ -1,4 +1,4 @@
-"""The command line: ``fxround demo``, ``fxround inspect`` and ``fxround variability``.
+"""The command line: ``fxround demo``, ``inspect``, ``variability`` and ``localize``.
 
 What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
 the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
@@ -7,6 +7,7 @@ status 1, a study that was interrupted with 130.
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
+    $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.analysis.localize_cli import add_localize
 from fxround.errors import FxroundError
 
 FOLDER: Final = "fxround-demo"
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     inspect.set_defaults(command=_inspect)
     _add_variability(commands)
+    add_localize(commands, _loaded, _named)
     return parser
 
 
@@ -109,10 +112,7 @@ def _variability(arguments: argparse.Namespace) -> int:
     import fxround
     from fxround.analysis.report import CheckFailed
 
-    model, inputs = _built(arguments.model)
-    inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
-    if inputs is None or inputs == ():
-        raise ValueError(f"{arguments.model} returned no inputs: return (model, inputs), or give --inputs or --shape")
+    model, inputs = _loaded(arguments)
     found = fxround.variability(
         model,
         inputs,
@@ -208,6 +208,15 @@ def load_inputs(spec: str) -> Any:
     return _called(spec)
 
 
+def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that came with it."""
+    model, inputs = _built(arguments.model)
+    inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
+    if inputs is None or inputs == ():
+        raise ValueError(f"{arguments.model} returned no inputs: return (model, inputs), or give --inputs or --shape")
+    return model, inputs
+
+
 def _built(spec: str) -> tuple[Any, Any]:
     """A model in eval mode, and the inputs that came with it: () where there are none."""
     import torch
@@ -221,13 +230,19 @@ def _built(spec: str) -> tuple[Any, Any]:
 
 def _called(spec: str) -> Any:
     """What ``MODULE:CALLABLE`` returns."""
+    return _named(spec)()
+
+
+def _named(spec: str) -> Callable[..., Any]:
+    """What ``MODULE:CALLABLE`` is."""
     name, colon, attribute = spec.partition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
     build = getattr(_module(name), attribute, None)
     if not callable(build):
         raise ValueError(f"{name} has no callable {attribute!r}")
-    return build()
+    found: Callable[..., Any] = build
+    return found
 
 
 def _examples(shapes: Sequence[str]) -> tuple[Any, ...]:
