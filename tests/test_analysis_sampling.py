@@ -54,7 +54,7 @@ CASES = {f"normal {d}": normal(d) for d in (0.3, 0.7, 1.0, 1.5, 2.0, 4.0)} | {
 def test_the_mean_is_within_the_tolerance_as_often_as_asked(case: str) -> None:
     values, truth = CASES[case]
     covered, _ = simulated(values, truth, TOLERANCE)
-    # A rule with exactly 95 % would fall four standard errors (1.4 %) below in 3 of 100,000 sets of seeds; they are fixed.
+    # A rule with exactly 95 % would fall four standard errors (1.4 %) below for 3 of 100,000 seeds; these are fixed.
     assert covered >= 0.95 - 4 * math.sqrt(0.95 * 0.05 / RUNS)
 
 

@@ -253,3 +253,17 @@ def test_other_randomness_is_told(x: Tensor) -> None:
     with pytest.warns(UserWarning, match="PyTorch's own generator"):
         found = fxround.variability(noisy, x, samples=5)
     assert any("model.eval()" in note for note in found.notes)
+
+
+class Structured(nn.Module):
+    """Results in a structure, one of them of integers."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = x * 1.1
+        return {"logits": y, "states": (y.exp(), y.sum(1)), "labels": y.argmax(1)}
+
+
+def test_results_are_named_by_where_they_are(x: Tensor) -> None:
+    found = fxround.variability(Structured(), x, samples=5, reference=None)
+    assert [f.place.name for f in found.figures] == ["output.logits", "output.states[0]", "output.states[1]"]
+    assert found["output.states[1]"].elements == 10

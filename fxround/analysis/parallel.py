@@ -44,7 +44,7 @@ class Workers:
 
     def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, fuse: bool) -> None:
         joblib = require("joblib", "distributed")
-        self._dumps = require("joblib.externals.cloudpickle", "distributed").dumps
+        self._dumps = require("cloudpickle", "distributed").dumps
         self._model = self._packed((model, policy, seed, fuse))
         self._pool = joblib.Parallel(n_jobs=n_jobs, return_as="list")
         self._delayed = joblib.delayed
@@ -82,7 +82,7 @@ def _work(model: NDArray[np.uint8], key: str, batch: NDArray[np.uint8], at: str,
 def _kept(slot: str, key: str, data: NDArray[np.uint8], make: Any) -> Any:
     """What the bytes hold, made once a thread."""
     if getattr(_KEPT, slot, (None,))[0] != key:
-        loads = require("joblib.externals.cloudpickle", "distributed").loads
+        loads = require("cloudpickle", "distributed").loads
         setattr(_KEPT, slot, (key, make(loads(data.tobytes()))))
     return getattr(_KEPT, slot)[1]
 

@@ -126,12 +126,12 @@ class VariabilityReport:
         return tuple(f for f in self.figures if f.place.kind != OUTPUT)
 
     def metric(self, name: str) -> Measured:
-        """A metric's values. Raises KeyError with the names there are."""
+        """A metric's values. Raises ValueError with the names there are."""
         for metric in self.metrics:
             if metric.name == name:
                 return metric
         names = ", ".join(m.name for m in self.metrics) or "none"
-        raise KeyError(f"no metric {name!r} was measured; measured: {names}. Ask for it with metrics=({name!r},)")
+        raise ValueError(f"no metric {name!r} was measured; measured: {names}. Ask for it with metrics=({name!r},)")
 
     # ---- views ----
 
