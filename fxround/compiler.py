@@ -35,6 +35,7 @@ from fxround.policy import Policy
 from fxround.refusals import refuse_unsupported_tensors
 from fxround.runtime import library
 from fxround.runtime.execute import Draw
+from fxround.runtime.schedule import schedule
 
 PolicyLike = Any
 RNG_BUFFER = "fxround_rng"
@@ -101,13 +102,15 @@ def _random_state(seed: int, sample: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """A captured graph, its lowering, what runs for it, and the modules that own its parameters and buffers.
+    """A captured graph, its lowering, and the modules that own its parameters and buffers.
 
+    fused: the lowering in fewer passes over memory, of the same bits. running: what a call runs for it.
     Where gradients are wanted the graphs are joint ones, and the two parts of ``step`` run in their place.
     """
 
     captured: Captured
     lowered: fx.GraphModule
+    fused: fx.GraphModule
     running: fx.GraphModule
     owners: tuple[tuple[nn.Module, str] | None, ...]
     step: Step | None = None
@@ -400,7 +403,8 @@ class RoundedModule(nn.Module):
         lowered = lower(captured.graph, Plan(self.policy, strict))
         owners = tuple(_owner(self.source, port) for port in captured.entering)
         step = step_of(captured, lowered, self.fuse)
-        return Entry(captured, lowered, optimize(lowered) if self.fuse and not step else lowered, owners, step)
+        fused = optimize(lowered) if self.fuse and not step else lowered
+        return Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)
 
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the
@@ -466,7 +470,7 @@ class _Exportable(nn.Module):
         self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
         self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
         owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
-        entry = replace(entry, owners=owners)
+        entry = replace(entry, running=entry.fused, owners=owners)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))

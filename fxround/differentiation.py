@@ -25,6 +25,7 @@ from fxround.errors import FxroundError
 from fxround.graph import Captured, Port
 from fxround.passes import optimize
 from fxround.passes.partition import Parts, partition
+from fxround.runtime.schedule import schedule
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | N
     entering, results = captured.entering, captured.results
     return Step(
         parts,
-        optimize(parts.forward) if fuse else parts.forward,
-        optimize(parts.backward) if fuse else parts.backward,
+        schedule(optimize(parts.forward) if fuse else parts.forward),
+        schedule(optimize(parts.backward) if fuse else parts.backward),
         len(results),
         tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
         parts.reached,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxround
@@ -52,20 +51,19 @@ def run(model: nn.Module, policy: str, fuse: bool, *args: Tensor) -> tuple[Round
 
 def nodes(compiled: RoundedModule, name: str) -> int:
     assert compiled._latest is not None
-    return sum(str(node.target) == name for node in compiled._latest.running.graph.nodes)
+    return sum(str(node.target) == name for node in compiled._latest.fused.graph.nodes)
 
 
 X = torch.randn(5, 77, generator=torch.Generator().manual_seed(0))
 ROW = torch.randn(77, generator=torch.Generator().manual_seed(1))
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=12),
-    st.integers(1, 4),
-    st.sampled_from(["stochastic", "up_down", "bfloat16", "e5m2"]),
-)
-def test_any_graph_keeps_its_bits(steps: list[tuple[int, int, int]], results: int, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["stochastic", "up_down", "bfloat16", "e5m2"])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_graph_keeps_its_bits(seed: int, policy: str) -> None:
+    chosen = random.Random(f"{seed} {policy}")
+    steps = [(chosen.randrange(99), chosen.randrange(99), chosen.randrange(99)) for _ in range(20)]
+    results = chosen.randrange(1, 5)
     model = Graph(steps, results)
     _, plain = run(model, policy, False, X, ROW)
     _, fused = run(model, policy, True, X, ROW)

@@ -55,7 +55,7 @@ def test_no_float_operation_is_left_unrounded(case: Case) -> None:
 
 def test_fusion_changes_no_bit(case: Case) -> None:
     compiled = fxround.compile(case.example.model, "stochastic", example_inputs=case.inputs, seed=3, fuse=False)
-    assert compiled._latest is not None and compiled._latest.running is compiled._latest.lowered
+    assert compiled._latest is not None and compiled._latest.fused is compiled._latest.lowered
     assert torch.equal(case.run(compiled), case.run(case.stochastic))
 
 

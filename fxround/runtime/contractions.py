@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernel import Contract
+from fxround.runtime import buffers
 from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.llvm.contract import build_contract
@@ -69,7 +70,7 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if right.k_offsets.numel() != length or g != (groups or batch):
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
+    result = buffers.empty((batch, rows, columns), dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     block = kernel.chunk or min(max(length, 1), _BLOCK)

@@ -13,10 +13,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from fxround.kernel import Exact
+from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.llvm.exact import build_exact, lines_across
@@ -31,7 +31,7 @@ _RESULT: Final = 128
 
 def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Sum ``dims`` (ascending, none negative) of x; the result has the others."""
-    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
+    result = buffers.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype_of(kernel.result))
     x, lines = described(x, dims, ordered=False)
     if lines.length >= 1 << 35:
         raise ValueError(f"an exact sum of {lines.length} elements: its bins hold sums of fewer than 2^35")

@@ -25,6 +25,7 @@ from fxround.kernel import Map
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.program import Program
+from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.threads import split
@@ -164,7 +165,7 @@ def _result_storage(dtype: torch.dtype) -> Storage:
 def _run_map(kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None]) -> list[Tensor]:
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
     results = [
-        torch.empty(shape, dtype=dtype_of(storage)) if out is None else out
+        buffers.empty(shape, dtype_of(storage)) if out is None else out
         for storage, out in zip(kernel.results, outs, strict=True)
     ]
     total = math.prod(shape)

@@ -138,9 +138,13 @@ _OPERATORS: Final[tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
     *reductions.OPERATORS,
 )
 
+# What a graph's operator runs, for callers that need no dispatcher.
+KERNELS: Final[dict[Any, Callable[..., Any]]] = {}
+
 for _schema, _kernel, _fake in _OPERATORS:
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _name = _schema.partition("(")[0]
     _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _refuse_cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+    KERNELS[getattr(torch.ops.fxround, _name).default] = _kernel

@@ -13,10 +13,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fxround.kernel import Reduce, Scan
+from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.lines import Lines
@@ -31,7 +31,7 @@ _ENOUGH: Final = 1 << 15
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Reduce ``dims`` (ascending, none negative) of x; the result has the others."""
-    result = torch.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype=dtype_of(kernel.result))
+    result = buffers.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype_of(kernel.result))
     x, lines = described(x, dims)
     if lines.count == 0:
         return result
@@ -57,7 +57,7 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
     if not lines.fits:
         x = x.contiguous()
         lines = Lines.of(x, [dim], scan=True)
-    result = torch.empty(x.shape, dtype=dtype_of(kernel.result))
+    result = buffers.empty(x.shape, dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     one, neighbours = one_register(kernel), _neighbours(kernel, lines)
