@@ -11,7 +11,7 @@ from fxround.analysis.localize import localize
 from fxround.analysis.perturb import perturb
 from fxround.analysis.report import VariabilityReport
 from fxround.analysis.variability import variability
-from fxround.compiler import LoadedModule, RoundedModule, compile, load
+from fxround.compiler import RoundedModule, compile
 from fxround.eager import round
 from fxround.errors import (
     CaptureError,
@@ -22,6 +22,7 @@ from fxround.errors import (
     VerificationError,
 )
 from fxround.hashing import hash
+from fxround.loading import LoadedModule, load
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule

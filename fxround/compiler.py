@@ -30,15 +30,14 @@ from fxround.differentiation import Step, differentiable, differentiable_later, 
 from fxround.errors import FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, Port, capture, export_program, trace_example
+from fxround.loading import RNG_BUFFER, LoadedModule, random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.refusals import refuse_unsupported_tensors
 from fxround.runtime import library
-from fxround.runtime.execute import Draw
 from fxround.runtime.schedule import schedule
 
 PolicyLike = Any
-RNG_BUFFER = "fxround_rng"
 
 
 def compile(
@@ -75,11 +74,6 @@ def compile(
     return compiled
 
 
-def load(path: str | Path) -> LoadedModule:
-    """The module that ``RoundedModule.export`` wrote: the same bits, without the model's source."""
-    return LoadedModule(torch.export.load(path).module())
-
-
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -93,11 +87,6 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is a {type(example).__name__}; expected a tensor, a tuple of arguments, a dict of "
         "keywords, or a tuple and a dict"
     )
-
-
-def _random_state(seed: int, sample: int) -> Tensor:
-    drawn = Draw(seed, sample)
-    return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -186,7 +175,7 @@ class RoundedModule(nn.Module):
     def __init__(
         self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
     ) -> None:
-        rng = _random_state(seed, sample)
+        rng = random_state(seed, sample)
         super().__init__()
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
@@ -298,7 +287,7 @@ class RoundedModule(nn.Module):
 
     def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
         """Set what the random bits are a function of; no graph is captured anew. Returns the module itself."""
-        self.rng = _random_state(seed, sample)
+        self.rng = random_state(seed, sample)
         return self
 
     def graph_text(self, backward: bool = False) -> str:
@@ -477,26 +466,6 @@ class _Exportable(nn.Module):
 
         forward.__signature__ = inspect.signature(source.forward)  # type: ignore[attr-defined]
         self.__dict__["forward"] = forward
-
-
-class LoadedModule(nn.Module):
-    """An exported program: callable, reseedable, without the model's source."""
-
-    def __init__(self, program: nn.Module) -> None:
-        super().__init__()
-        if RNG_BUFFER not in dict(program.named_buffers()):
-            raise ValueError(f"the file holds no program of fxround: it has no buffer {RNG_BUFFER!r}")
-        self.program = program
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the exported module computed, bit for bit."""
-        with torch.no_grad():
-            return self.program(*args, **kwargs)
-
-    def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
-        """Set what the random bits are a function of; returns the module itself."""
-        self.program.get_buffer(RNG_BUFFER).copy_(_random_state(seed, sample))
-        return self
 
 
 assert library.NAMESPACE == "fxround"

@@ -36,6 +36,7 @@ RANKS = {
     "runtime": 3,
     "eager": 4,
     "differentiation": 4,
+    "loading": 4,
     "compiler": 4,
     "__init__": 5,
     "analysis": 5,
