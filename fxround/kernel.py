@@ -31,6 +31,7 @@ from functools import cached_property
 from fxround.numerics.orders import Order
 from fxround.numerics.scalar import Function, Type
 from fxround.numerics.storage import Storage
+from fxround.numerics.truncation import Direction
 
 
 def _digest(*parts: object) -> str:
@@ -118,6 +119,9 @@ class Contract:
 
     lifts: a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
     after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random).
+    direction: how the hardware must round while the kernel runs; other than "nearest", subnormal results are flushed,
+    and the results count only if nothing overflowed, was subnormal, or ended infinite or NaN.
+    quick: such a kernel, whose results, where they count, are this one's.
     """
 
     lifts: tuple[Function, Function]
@@ -130,12 +134,15 @@ class Contract:
     accumulator: Type
     draws: bool
     finish_draws: bool
+    direction: Direction = "nearest"
+    quick: Contract | None = None
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         functions = (*self.lifts, self.step, self.finish, self.combine or "")
-        return _digest("contract", *functions, self.chunk, self.loads, self.result, self.draws, self.finish_draws)
+        parts = (*functions, self.chunk, self.loads, self.result, self.draws, self.finish_draws, self.direction)
+        return _digest("contract", *parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,9 @@ from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
-from fxround.numerics.scalar import Expr, Function, Type, bits, const, narrow, param, substitute
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, from_bits, narrow, param, select, substitute
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step
 from fxround.program import Program, Statement
 
 
@@ -317,6 +318,43 @@ def contract_kernel(
         accumulator=accumulator,
         draws=how.random,
         finish_draws=_finish_draws(last, rounding),
+        quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
+    )
+
+
+def _quick_contract(
+    how: Accumulation, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+) -> Contract | None:
+    """The contraction by binary32 steps under a hardware rounding direction, where there is one.
+
+    Its store is made of integer operators, which no rounding direction reaches.
+    """
+    simple = how.product is None and how.chunk is None and {CARRIER_OF[s] for s in (*loads, result)} == {"f32"}
+    if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
+        return None
+    a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
+    found = directed_step(how.step, a, b, acc)
+    if found is None:
+        return None
+    direction, value = found
+    finish = _finish(how.step, rounding, "f32", result)
+    if any(node.op in HARDWARE_ROUNDED for node in finish.schedule):
+        return None
+    # Towards -infinity an exact zero is -0; the chain's own is +0.
+    zero = from_bits(select(bits(acc).equals(1 << 31), 0, bits(acc)))
+    stored = substitute(finish.results, {finish.params[0]: zero}) if direction == "down" else finish.results
+    return Contract(
+        lifts=(_lift(loads[0], "f32"), _lift(loads[1], "f32")),
+        step=Function("step", (a, b, acc, random), (value,)),
+        finish=Function("finish", finish.params, tuple(stored)),
+        chunk=0,
+        combine=None,
+        loads=loads,
+        result=result,
+        accumulator="f32",
+        draws=False,
+        finish_draws=_finish_draws(how.step, rounding),
+        direction=direction,
     )
 
 

@@ -12,6 +12,7 @@ Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -25,16 +26,16 @@ from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.llvm.contract import build_contract
 from fxround.runtime.llvm.render import bytes_of
-from fxround.runtime.llvm.tile import ContractVariant, tile_for
+from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.threads import split
 
-_CONTRACT: Final = signature(14, 7)
+_CONTRACT: Final = signature(14, 8)
 # A thread is worth waking for this many steps.
 _ENOUGH: Final = 1 << 15
 # Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
-_BLOCK: Final = 256
-_CHUNK_BYTES: Final = 1 << 19
-_PARKED_BYTES: Final = 1 << 20
+_BLOCK: Final = 192
+_CHUNK_BYTES: Final = 1 << 20
+_PARKED_BYTES: Final = 1 << 21
 
 
 @lru_cache(maxsize=256)
@@ -74,34 +75,57 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if result.numel() == 0:
         return result
     block = kernel.chunk or min(max(length, 1), _BLOCK)
-    variant = tile_for(kernel, current_machine(), max(block, _BLOCK))
-    run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
-    panels = _ceiling(columns, variant.width)
-    chunk, wide = _cut(variant, batch, rows, panels)
-    items = batch * _ceiling(rows, chunk) * _ceiling(panels, wide)
-    sizes = (rows, columns, length, panels, chunk, wide, block, groups, *a.stride(), right.step)
+    machine = current_machine()
+    general = tile_for(kernel, machine, max(block, _BLOCK))
+    quick = quick_for(kernel, machine)
+    first = general if quick is None else tile_for(quick, machine, max(block, _BLOCK))
+    chunk, wide = _cut(general, first, batch, rows, columns)
     tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
     pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in tensors)
     key = draw.key()
 
-    def work(begin: int, end: int) -> None:
-        scratch = torch.empty(variant.scratch_bytes(chunk, wide, block), dtype=torch.uint8)
-        run(begin, end, *sizes, *pointers, ctypes.c_void_p(scratch.data_ptr()), key)
+    def calls(variant: ContractVariant) -> Callable[[int, int], bool]:
+        """Run items begin ... end by this variant; whether the results count."""
+        run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
+        panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
+        sizes = (rows, columns, length, panels, chunk, panels_wide, block, groups, *a.stride(), right.step)
 
-    split(work, items, max(1, _ENOUGH // max(1, chunk * wide * variant.width * length)))
+        def call(begin: int, end: int) -> bool:
+            scratch = torch.empty(variant.scratch_bytes(chunk, panels_wide, block), dtype=torch.uint8)
+            flags = ctypes.c_int32(0)
+            run(begin, end, *sizes, *pointers, ctypes.c_void_p(scratch.data_ptr()), key, ctypes.byref(flags))
+            return flags.value == 0
+
+        return call
+
+    def work(begin: int, end: int) -> None:
+        if quick is None:
+            calls(general)(begin, end)
+            return
+        for item in range(begin, end):
+            if not calls(first)(item, item + 1):
+                calls(general)(item, item + 1)
+
+    items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
+    split(work, items, max(1, _ENOUGH // max(1, chunk * wide * length)))
     return result
 
 
-def _cut(variant: ContractVariant, batch: int, rows: int, panels: int) -> tuple[int, int]:
-    """Rows and panels of an item: as many as the scratch allows, and some items for every thread."""
-    tallest = max(variant.rows[0], _CHUNK_BYTES // (variant.pitch * bytes_of(variant.kernel.accumulator)))
-    chunk = _even(rows, tallest, variant.rows[0])
-    widest = max(1, _PARKED_BYTES // (chunk * variant.width * variant.parked_bytes))
+def _cut(general: ContractVariant, first: ContractVariant, batch: int, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
+
+    Both variants work on the same items: an item's columns are whole panels of either.
+    """
+    tallest = max(first.rows[0], _CHUNK_BYTES // (general.pitch * bytes_of(general.kernel.accumulator)))
+    chunk = _even(rows, tallest, first.rows[0])
+    unit = max(general.width, first.width)
+    panels = _ceiling(columns, unit)
+    widest = max(1, _PARKED_BYTES // (chunk * unit * general.parked_bytes))
     threads = torch.get_num_threads()
     if threads > 1:
         share = batch * _ceiling(rows, chunk)
         widest = min(widest, max(1, panels * share // (2 * threads)))
-    return chunk, _even(panels, widest, 1)
+    return chunk, _even(panels, widest, 1) * unit
 
 
 def _even(total: int, most: int, unit: int) -> int:
@@ -118,4 +142,5 @@ def scratch_of(kernel: Contract, batch: int, rows: int, columns: int, length: in
     """Bytes that one thread packs and parks in."""
     block = kernel.chunk or min(max(length, 1), _BLOCK)
     variant = tile_for(kernel, current_machine(), max(block, _BLOCK))
-    return variant.scratch_bytes(*_cut(variant, batch, rows, _ceiling(columns, variant.width)), block)
+    chunk, wide = _cut(variant, variant, batch, rows, columns)
+    return variant.scratch_bytes(chunk, wide // variant.width, block)

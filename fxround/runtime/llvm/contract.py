@@ -24,7 +24,7 @@ from fxround.runtime.llvm.tile import Block, ContractVariant, Item
 
 SIZES: Final = ("begin", "end", "rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
 STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch")
-POINTERS: Final = ("a", "b", "b_k", "b_n", "out", "scratch", "key")
+POINTERS: Final = ("a", "b", "b_k", "b_n", "out", "scratch", "key", "flags")
 
 
 def build_contract(variant: ContractVariant) -> str:
@@ -32,11 +32,12 @@ def build_contract(variant: ContractVariant) -> str:
 
     Items count (batch, chunk of rows, ``wide`` panels), the panels fastest. a: element (g, m, k) at
     g * a_batch + m * a_row + k * a_k, with g = batch mod groups (groups 0: g = batch). b: element (k, n) at
-    batch * b_batch + b_k[k] + b_n[n]. out: (batch, rows, columns), row-major.
+    batch * b_batch + b_k[k] + b_n[n]. out: (batch, rows, columns), row-major. flags: an i32, made nonzero where the
+    results of a kernel with a rounding direction do not count.
     """
     module = ir.Module("contract")
     args = [*((n, I64) for n in SIZES + STRIDES), *((n, PTR) for n in POINTERS)]
-    b, a = define(module, "contract", args)
+    b, a = define(module, "contract", args, variant.kernel.direction)
     work = Item(b, a, variant)
     # A sum of no products still has one block, of no steps: it stores +0.
     some = b.icmp_signed(">", a["length"], I64(0))
@@ -49,6 +50,7 @@ def build_contract(variant: ContractVariant) -> str:
                 work.each_row(work.start_stream)
         with count(b, I64(0), length, a["block"]) as k:
             _block(work, _block_at(b, a, k))
+    work.report()
     b.ret_void()
     return str(module)
 

@@ -12,14 +12,18 @@ blocks, tiles and threads. ``Item._store`` is the one place where a result is wr
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from fxround.kernel import Contract
+from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.scalar import WIDTH, Expr, Function
 from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.loops import (
+    I32,
     I64,
     MEMORY,
     Carried,
@@ -85,11 +89,32 @@ def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
     many = machine.registers >= 32
     # Sixteen more than a power of two: rows that are one apart lie in other sets of the first-level cache.
     pitch = -(-block // 16) * 16 + 16
-    if len(kernel.step.schedule) < 8:
+    work = _usual(kernel.step)
+    if work < 3:
         return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1), pitch)
-    if len(kernel.step.schedule) < 24:
+    if kernel.accumulator == "f32":
+        return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch)
+    if work < 12:
         return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch)
     return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch)
+
+
+def _usual(step: Function) -> int:
+    """Operators of a step, what is seldom needed left out."""
+    seen: set[Expr] = set()
+    stack = list(step.results)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend((node.args[0], node.args[2]) if node.op == "rarely" else node.args)
+    return sum(node.op not in ("const", "param", "bits", "from_bits", "widen") for node in seen)
+
+
+def quick_for(kernel: Contract, machine: Machine) -> Contract | None:
+    """The kernel's quick equal, where the processor has a fused multiply-add and its flags are known."""
+    known = platform.machine() in ("x86_64", "AMD64") and machine.vector_bytes >= 32
+    return kernel.quick if known else None
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,9 @@ class Item:
         self.accs = at(b, self.panel, b.mul(a["block"], I64(variant.width)), self.value)
         parked = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
         self.states = at(b, self.accs, parked, self.value)
+        self.directed = self.kernel.direction != "nearest"
+        self.bad = scratch(b, I32, 1)
+        b.store(I32(0), self.bad)
 
     def enter(self, item: Any) -> None:
         """Which rows and panels of which batch this item is: the panels fastest, then the rows."""
@@ -240,6 +268,8 @@ class Item:
     def _store(self, row: Any, vector: int, value: Any, state: Any, whole: bool) -> None:
         """The store's rounding, and the store; whole: every lane has its column."""
         b, kernel, result = self.b, self.kernel, self.kernel.result
+        if self.directed:
+            self._look_at(value)
         bits, _ = advance(b, state, self.lanes, kernel.finish_draws)
         (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
         index, column = self._index(row, vector)
@@ -252,6 +282,21 @@ class Item:
         store_vector(b, rounded, b.select(short, self.ends, here), result, self.lanes)
         with b.if_then(b.and_(short, b.icmp_signed(">", left, I64(0)))):
             copy_elements(b, here, self.ends, left, MEMORY[result])
+
+    def _look_at(self, value: Any) -> None:
+        """Note an infinity or a NaN."""
+        b, carrier = self.b, CARRIERS[self.kernel.accumulator]
+        magnitude = literal(carrier.code, (1 << (WIDTH[carrier.code] - 1)) - 1, self.lanes)
+        ordinal = b.and_(b.bitcast(value, magnitude.type), magnitude)
+        beyond = b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes))
+        some = b.icmp_unsigned("!=", b.bitcast(beyond, ir.IntType(self.lanes)), ir.IntType(self.lanes)(0))
+        b.store(b.or_(b.load(self.bad, typ=I32), b.zext(some, I32)), self.bad)
+
+    def report(self) -> None:
+        """Say whether a result was infinite or NaN, where that makes the results not count."""
+        if self.directed:
+            b, flags = self.b, self.a["flags"]
+            b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
 
     def packed(self, step: Any, vector: int) -> Any:
         """Where the panel holds a vector of step ``step``."""

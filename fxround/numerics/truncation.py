@@ -1,0 +1,80 @@
+"""A rounded multiply-add in binary32 under a hardware rounding direction: the fast equal of the general step.
+
+What is true here. Rounding twice in one direction is rounding once, so that what the hardware has rounded towards
+zero to 24 bits, cut to fewer, is the exact value cut. Nearest needs one thing more: whether the exact value lies on a
+midpoint, and that can only be where its 24 bits do, seldom.
+
+Why it is safe. Binary32 has fewer exponents than a chain is defined with: whoever runs these steps flushes subnormal
+results to zero, and looks afterwards at the hardware's flags (overflow, underflow, subnormal operand) and at the
+result (infinite or NaN). If any is raised the chain is run again by the general step; if none is, no value left
+binary32's normal numbers, where the two formats differ by nothing. ``_is_exact`` holds towards zero; see there.
+
+    before   t = fma64(a, b, acc), to odd if need be; (bits(t) + addend) >> 45 << 45
+    after    m = fma32(a, b, acc) towards zero; (bits(m) + half) >> 16 << 16
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.modes import Rounding
+from fxround.numerics.scalar import Expr, bits, fma, from_bits, rarely, select, widen
+
+Direction = Literal["nearest", "zero", "up", "down"]
+_DIRECTIONS: Final[dict[str, Direction]] = {
+    "toward_zero": "zero",
+    "toward_positive": "up",
+    "toward_negative": "down",
+    "nearest_even": "zero",
+    "nearest_away": "zero",
+    "nearest_zero": "zero",
+}
+# The operators of the IR that a rounding direction reaches.
+HARDWARE_ROUNDED: Final = frozenset({"fadd", "fsub", "fmul", "fdiv", "sqrt", "fma", "narrow", "signed_to_f64"})
+
+
+def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr) -> tuple[Direction, Expr] | None:
+    """R(a * b + acc) of binary32 values, and the direction that the hardware must round in; None if there is none.
+
+    rounding: of a format with binary32's exponents and subnormals that overflows to infinity.
+    """
+    carrier = CARRIERS["f32"]
+    drop = carrier.format.precision - rounding.format.precision
+    mode = rounding.mode.name
+    nearest = mode.startswith("nearest_")
+    if mode not in _DIRECTIONS or rounding.format.precision < 2 or drop < int(nearest):
+        return None
+    direction, rounded = _DIRECTIONS[mode], fma(a, b, acc)
+    if not drop:
+        return direction, rounded
+    code, unit = bits(rounded), 1 << drop
+    if nearest:
+        return direction, _nearest(mode, unit, a, b, acc, rounded)
+    outward = {"zero": None, "up": code < (1 << 31), "down": code >= (1 << 31)}[direction]
+    if outward is not None:
+        code = code + select(outward, unit - 1, code ^ code)
+    return direction, from_bits(code & (1 << 32) - unit)
+
+
+def _nearest(mode: str, unit: int, a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:
+    """The nearest value, from the exact one cut to 24 bits."""
+    half_up = bits(cut) + (unit >> 1)
+    away = half_up & (1 << 32) - unit
+    if mode == "nearest_away":
+        return from_bits(away)
+    # A midpoint, or a little more than one.
+    tie = (half_up & (unit - 1)).equals(0)
+    down = away & (1 << 32) - 2 * unit if mode == "nearest_even" else away - unit
+    return rarely(tie, from_bits(select(_is_exact(a, b, acc, cut), down, away)), from_bits(away))
+
+
+def _is_exact(a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:
+    """bool: a * b + acc = cut, where ``cut`` is that sum cut, and every operator rounds towards zero.
+
+    The product p is exact in binary64. Let d = p + acc - cut, not zero, so of cut's sign; say positive. One of p and
+    acc is positive, and of the other's equation the difference falls short of it: cut - acc = p - d < p if p is, and
+    cut - p = acc - d < acc if acc is. Towards zero neither rounds up to what it falls short of.
+    """
+    product, total, addend = widen(a) * widen(b), widen(cut), widen(acc)
+    return (total - addend).equals(product) & (total - product).equals(addend)

@@ -1,0 +1,245 @@
+"""Contractions, encoding for encoding: against the reference and a second computation, whatever shapes, strides,
+neighbours, threads and instruction sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxround  # noqa: F401  registers the operators
+from fxround.kernel import Contract
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import MODES, Rounding
+from fxround.runtime import reference
+from fxround.runtime.compiled import instruction_set
+from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.execute import Draw
+from fxround.runtime.llvm.engine import instruction_sets
+from fxround.specialize import contract_kernel
+
+OPS = torch.ops.fxround
+RNE = "binary32/nearest_even/inf"
+DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
+KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
+ACCUMULATORS = (
+    *(f"binary32/{mode}" for mode in MODES),
+    *(f"bfloat16/{mode}" for mode in MODES),
+    "tf32",
+    "ieee(8,23)",
+    "ieee(8,2)/nearest_zero",
+    "binary16/stochastic",
+    "e5m2/up_down/saturate",
+    "bfloat16 chunk=7 combine=binary32",
+    "binary32/stochastic product=bfloat16",
+)
+# Those with a quick equal: see numerics.truncation.
+DIRECTED = (
+    "binary32/toward_zero",
+    "binary32/toward_positive",
+    "binary32/toward_negative",
+    "bfloat16/nearest_even",
+    "bfloat16/nearest_away",
+    "bfloat16/nearest_zero",
+    "bfloat16/toward_zero",
+    "bfloat16/toward_positive",
+    "bfloat16/toward_negative",
+    "tf32/nearest_even",
+    "ieee(8,23)/nearest_even",
+    "ieee(8,2)/nearest_zero",
+)
+SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-126), 3.4e38, -3.4e38, 1e-30]
+KINDS = ("normal", "integers", "tiny", "huge", "special", "zeros", "halves")
+
+
+def values(shape: tuple[int, ...], seed: int, kind: str = "normal") -> Tensor:
+    """binary32 of many binades; integers, where midpoints are frequent; near either end of the range; specials."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
+    if kind == "integers":
+        x = rng.integers(-20, 20, shape).astype(np.float64)
+    if kind == "halves":
+        # One long significand, the rest powers of two: sums come close to midpoints, from both sides.
+        x = np.exp2(rng.integers(-14, 3, shape)) * rng.choice([1, -1, 1.5, 1 + 2.0**-23, 1 - 2.0**-24], shape)
+    if kind in ("tiny", "huge"):
+        x = x * 2.0 ** (-70 if kind == "tiny" else 62)
+    if kind in ("special", "zeros"):
+        x = np.where(rng.random(shape) < 0.3, rng.choice(SPECIALS[: 2 if kind == "zeros" else None], shape), x)
+    return torch.from_numpy(np.asarray(x, dtype=np.float32))
+
+
+def kernel_of(accumulate: str) -> Contract:
+    return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(RNE), ("f32", "f32"), "f32")
+
+
+def encodings(x: Tensor | Any) -> Any:
+    return np.ascontiguousarray(x.contiguous().numpy() if isinstance(x, Tensor) else x).view(np.uint32)
+
+
+def same(got: Tensor, want: Tensor | Any) -> None:
+    found, expected = encodings(got), encodings(want)
+    assert found.shape == expected.shape
+    different = np.argwhere(found != expected)
+    assert len(different) == 0, (different[:5], found[found != expected][:5], expected[found != expected][:5])
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 1))[:, 1:-1, 3:-2],
+    "strided": lambda x: torch.stack([x, x + 1], dim=3)[..., 0],
+    "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> None:
+    size = st.integers(0, 40)
+    batch, rows, length, columns = data.draw(st.tuples(st.integers(1, 3), size, size, size))
+    left, right = (LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))] for _ in range(2))
+    kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 1000))
+    a, b = values((batch, rows, length), seed, kind), values((batch, length, columns), seed + 1, kind)
+    kernel = kernel_of(accumulate)
+    with threads(data.draw(st.integers(1, 3))):
+        got = run_contract(kernel, left(a), Right.matrices(right(b)), 0, DRAW)
+    same(got, reference.contract(kernel, a.numpy(), b.numpy(), KEY))
+
+
+@pytest.mark.parametrize("accumulate", [RNE, "binary32/stochastic", "binary32/up_down", "bfloat16/nearest_even"])
+@pytest.mark.parametrize("length", [191, 192, 193, 1025, 5000])
+def test_long_chains_equal_the_reference(accumulate: str, length: int) -> None:
+    a, b = values((1, 3, length), 1), values((1, length, 2), 2)
+    kernel = kernel_of(accumulate)
+    same(
+        run_contract(kernel, a, Right.matrices(b), 0, DRAW),
+        reference.contract(kernel, a.numpy(), b.numpy(), KEY),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulate", DIRECTED)
+def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate: str, kind: str) -> None:
+    kernel = kernel_of(accumulate)
+    assert kernel.quick is not None
+    a, b = values((1, 37, 230), 1, kind), values((1, 230, 70), 2, kind)
+    for left, right in ((a, b), (a[:, :3, :9], b[:, :9, :50])):
+        right_operand = Right.matrices(right)
+        same(
+            run_contract(kernel, left, right_operand, 0, DRAW),
+            run_contract(replace(kernel, quick=None), left, right_operand, 0, DRAW),
+        )
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("accumulate", ["binary32/toward_negative", "bfloat16", "binary32/up_down", RNE])
+def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: str, isa: str) -> None:
+    kernel = kernel_of(accumulate)
+    with instruction_set(isa):
+        for kind in KINDS:
+            a, b = values((1, 9, 20), 5, kind), values((1, 20, 35), 6, kind)
+            same(
+                run_contract(kernel, a, Right.matrices(b), 0, DRAW),
+                reference.contract(kernel, a.numpy(), b.numpy(), KEY),
+            )
+
+
+def test_an_exact_zero_is_positive_in_every_mode() -> None:
+    a, b = torch.tensor([[[1.0, -1.0, 0.0]]]), torch.tensor([[[3.0], [3.0], [-1.0]]])
+    for mode in MODES:
+        if mode != "up_down":
+            got = run_contract(kernel_of(f"binary32/{mode}"), a, Right.matrices(b), 0, DRAW)
+            assert encodings(got).item() == 0, mode
+
+
+@pytest.mark.parametrize("accumulate", [RNE, "binary32/toward_zero", "bfloat16", "binary32/nearest_away"])
+def test_a_row_is_the_same_alone_and_in_company(accumulate: str) -> None:
+    """Deterministic modes: the row's number does not matter either."""
+    a, b = values((67, 300), 1), values((300, 90), 2)
+    rng = torch.tensor([1, 2])
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = OPS.matmul(x, y, accumulate, RNE, rng, 1)
+        return result
+
+    whole = product(a, b)
+    for row in (0, 13, 14, 66):
+        same(product(a[row : row + 1], b)[0], whole[row])
+        same(product(a[row : row + 1].expand(5, 300), b)[4], whole[row])
+        same(product(b.t(), a[row][:, None])[:, 0], whole[row])
+    same(product(a[3:50:2], b), whole[3:50:2])
+    same(product(a, b[:, 5:6])[:, 0], whole[:, 5])
+    same(OPS.matmul(a.expand(3, 67, 300), b.expand(3, 300, 90), accumulate, RNE, rng, 1)[2], whole)
+
+
+@pytest.mark.parametrize("accumulate", ["binary32/stochastic", "binary32/up_down", "bfloat16/stochastic"])
+def test_a_stream_belongs_to_its_element(accumulate: str) -> None:
+    """The first rows of a product are those of any longer one, however it is cut and whoever computes it."""
+    a, b = values((300, 200), 1), values((200, 130), 2)
+    rng = torch.tensor([1, 2])
+    whole = OPS.matmul(a, b, accumulate, RNE, rng, 1)
+    for number in (1, 2, 3):
+        with threads(number):
+            same(OPS.matmul(a, b, accumulate, RNE, rng, 1), whole)
+            same(OPS.matmul(a[:7], b, accumulate, RNE, rng, 1), whole[:7])
+
+
+def windows(x: Tensor, w: Tensor, stride: int, padding: int, dilation: int, groups: int) -> tuple[Tensor, Tensor]:
+    """A convolution's operands as the matrices of its definition, (image, group) by (image, group)."""
+    images, channels, taps = x.shape[0], x.shape[1] // groups, w.shape[2:]
+    columns = torch.nn.functional.unfold(x, taps, dilation, padding, stride)
+    right = columns.reshape(images * groups, channels * taps.numel(), -1)
+    left = w.reshape(groups, w.shape[0] // groups, -1).repeat(images, 1, 1)
+    return left, right
+
+
+@pytest.mark.parametrize("accumulate", [RNE, "binary32/stochastic", "binary32/up_down", "bfloat16", "binary16"])
+@settings(max_examples=12, deadline=None)
+@given(
+    images=st.integers(1, 3),
+    group=st.sampled_from([(1, 3, 5), (2, 4, 6), (4, 4, 4), (5, 5, 10), (3, 3, 3)]),
+    size=st.tuples(st.integers(5, 40), st.integers(5, 40)),
+    taps=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    kind=st.sampled_from(["normal", "integers", "special"]),
+)
+def test_convolutions_are_products_of_their_windows(
+    accumulate: str,
+    images: int,
+    group: tuple[int, int, int],
+    size: tuple[int, int],
+    taps: tuple[int, int],
+    stride: int,
+    padding: int,
+    dilation: int,
+    kind: str,
+) -> None:
+    groups, channels, out = group
+    x, w = values((images, channels, *size), 1, kind), values((out, channels // groups, *taps), 2, kind)
+    geometry = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
+    rng = torch.tensor([3, 1])
+    got = OPS.convolution(x, w, *geometry, accumulate, RNE, rng, 5)
+    left, right = windows(x, w, stride, padding, dilation, groups)
+    same(got.reshape(-1), OPS.matmul(left, right, accumulate, RNE, rng, 5).reshape(-1))
