@@ -99,8 +99,45 @@ def samples() -> dict[Any, list[Call]]:
         aten.elu.default: [call(x, 1.5, 0.5, 2.0), call(x)],
         aten._prelu_kernel.default: [call(x, y)],
         aten.native_dropout.default: [call(x, 0.3, False), call(x, 1.0, True), call(x, 0.0, True)],
+        aten.dist.default: [call(x, y, p) for p in (0, 1, 2, 3.5, math.inf)],
+        aten.scatter_reduce.two: [
+            call(x, 0, torch.tensor([[0, 1, 1], [2, 1, 0]]), y, how, include_self=own)
+            for how in ("sum", "mean")
+            for own in (True, False)
+        ],
+        aten.scatter.reduce: [call(x, 1, torch.tensor([[0, 1, 1], [2, 1, 0]]), y, reduce="add")],
+        aten.index_reduce.default: [
+            call(x, 1, torch.tensor([0, 4, 4]), y[:, :3], "mean", include_self=own) for own in (True, False)
+        ],
+        **{op: bags(x, y[0]) for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)},
+        aten._embedding_bag_backward.default: bag_gradients(x, y[0]),
+        aten._embedding_bag_per_sample_weights_backward.default: [
+            call(x, y, torch.tensor([0, 2, 1, 1]), torch.tensor([0, 2, 2]), torch.tensor([0, 0, 2, 2]), 0, p)
+            for p in (-1, 1)
+        ],
         aten.index_add.default: [call(x, 1, torch.tensor([0, 4, 4]), y[:, :3], alpha=0.5)],
     }
+
+
+def bag_gradients(grad: Tensor, weights: Tensor) -> list[Call]:
+    """As PyTorch calls it: bags of each index and their sizes come from the forward call."""
+    indices, offsets, found = torch.tensor([0, 2, 1, 1, 0, 2]), torch.tensor([0, 2, 2]), []
+    for mode, own, padding in ((0, weights, -1), (1, None, -1), (0, None, 1), (1, None, 1)):
+        _, *saved = aten._embedding_bag(grad, indices, offsets, False, mode, False, own, False, padding)
+        found.append(call(grad, indices, offsets, *saved, 3, False, mode, False, own, padding))
+    return found
+
+
+def bags(w: Tensor, weights: Tensor) -> list[Call]:
+    """Sums and means, with weights, an empty bag, a last offset, padding."""
+    indices, offsets, more = torch.tensor([0, 2, 1, 1, 0, 2]), torch.tensor([0, 2, 2]), torch.tensor([0, 2, 2, 6])
+    return [
+        call(w, indices, offsets, False, 0, False, weights),
+        call(w, indices, offsets, False, 1, False, None),
+        call(w, indices, more, False, 0, False, None, True),
+        call(w, indices, offsets, False, 0, False, None, False, 1),
+        call(w, indices, offsets, False, 1, False, None, False, 1),
+    ]
 
 
 SAMPLES = samples()
@@ -136,6 +173,9 @@ def test_formulas_leave_integers_and_primitives_alone() -> None:
     assert FORMULAS[aten.add.Tensor](x, x) is NotImplemented
     assert FORMULAS[aten.pow.Tensor_Scalar](x, 3) is NotImplemented
     assert FORMULAS[aten.arange.start_step](0, 5, 1, dtype=torch.float32) is NotImplemented
+    i = torch.zeros(2, 3, dtype=torch.int64)
+    assert FORMULAS[aten.scatter_reduce.two](x, 0, i, x, "prod") is NotImplemented
+    assert FORMULAS[aten.scatter.reduce](x, 0, i, x, reduce="multiply") is NotImplemented
 
 
 # ---- the compiled graph against NumPy, bit for bit ----

@@ -277,6 +277,38 @@ def test_a_model_that_scatters_and_multiplies_is_rounded() -> None:
     assert all(f"fxround.{name}" in text for name in ("scatter_add", "index_put", "prod", "cumprod"))
 
 
+def added_in_turn(x: Tensor, index: Tensor, rows: Tensor) -> Any:
+    """x with rows added at index, one binary32 addition after the other, in the order of the rows."""
+    found = x.detach().numpy().copy()
+    for place, row in zip(index.reshape(-1).tolist(), rows.detach().reshape(-1, x.shape[1]).numpy(), strict=True):
+        found[place] += row
+    return found
+
+
+def test_index_add_and_an_embeddings_gradient_add_in_the_order_of_their_source() -> None:
+    tokens, x, rows = torch.arange(600).reshape(4, 150) * 7 % 5, values((5, 6), 1), values((600, 6), 2)
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(1))
+    assert (added_in_turn(x, tokens, rows) != added_in_turn(x, tokens.reshape(-1)[order], rows[order])).any()
+
+    class Add(torch.nn.Module):
+        def forward(self, x: Tensor, i: Tensor, rows: Tensor) -> Tensor:
+            return x.index_add(0, i, rows)
+
+    got = fxround.compile(Add(), "reproducible")(x, tokens.reshape(-1), rows)
+    same(got, added_in_turn(x, tokens, rows))
+    embedding = torch.nn.Embedding(5, 6)
+    fxround.compile(embedding, "reproducible")(tokens).backward(rows.reshape(4, 150, 6))
+    assert embedding.weight.grad is not None
+    same(embedding.weight.grad, added_in_turn(torch.zeros(5, 6), tokens, rows))
+    bag = torch.nn.EmbeddingBag(5, 6, mode="sum")
+    found = fxround.compile(bag, "reproducible")(tokens)
+    bags = torch.arange(4).repeat_interleave(150)
+    same(found.detach(), added_in_turn(torch.zeros(4, 6), bags, bag.weight[tokens]))
+    found.backward(rows[:4])
+    assert bag.weight.grad is not None
+    same(bag.weight.grad, added_in_turn(torch.zeros(5, 6), tokens, rows[:4].repeat_interleave(150, 0)))
+
+
 @pytest.mark.parametrize("length", [63, 64, 200])
 def test_a_statistic_of_a_row_meets_its_row(length: int) -> None:
     """One number repeated along the innermost dimension, in blocks within a row and across rows."""

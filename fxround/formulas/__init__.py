@@ -9,7 +9,16 @@ so the nodes inherit the module path and the source line of the operator that th
     after    e = exp(x - amax(x)); y = e / sum(e)
 """
 
-from fxround.formulas import activations, normalization, pooling, products, reductions
+from fxround.formulas import activations, normalization, pooling, products, reductions, scatters
 from fxround.formulas.table import FORMULAS, decompositions
 
-__all__ = ["FORMULAS", "activations", "decompositions", "normalization", "pooling", "products", "reductions"]
+__all__ = [
+    "FORMULAS",
+    "activations",
+    "decompositions",
+    "normalization",
+    "pooling",
+    "products",
+    "reductions",
+    "scatters",
+]

@@ -84,6 +84,12 @@ def linalg_vector_norm(
     return (powers if ord == 1 else powers ** (1.0 / ord)).to(kept)
 
 
+@formula(aten.dist.default)
+def dist(x: Tensor, y: Tensor, p: Any = 2) -> Tensor:
+    """dist(x, y) = norm(x - y)"""
+    return linalg_vector_norm(x - y, p)  # type: ignore[no-any-return]
+
+
 @formula(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """logsumexp(x) = log(sum(exp(x - m))) + m, m = amax(x), and 0 where that is infinite"""
