@@ -32,7 +32,7 @@ def samples() -> dict[Any, list[Call]]:
     generator = torch.Generator().manual_seed(3)
 
     def t(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     x, y, image, volume, weight = t(3, 6), t(3, 6), t(2, 4, 7, 6), t(2, 4, 5, 6, 4), t(4)
     stats = (t(4), t(4).abs() + 0.5)
@@ -75,6 +75,7 @@ def samples() -> dict[Any, list[Call]]:
         aten.convolution_backward.default: [
             call(t(2, 6, 4, 4), image, t(6, 4, 3, 3), [6], [2, 1], [1, 0], [1, 1], False, [0, 0], 1, [True] * 3),
         ],
+        **backward_samples(t),
         aten._trilinear.default: [call(t(2, 3), t(5, 3, 4), t(2, 4), [1, 3], [0], [1, 2], [2, 3])],
         aten._cdist_forward.default: [call(x, y, p, None) for p in (2.0, 1.0, 3.0)],
         aten.avg_pool1d.default: [call(image[0], *pool) for pool in pools],
@@ -140,6 +141,95 @@ def bags(w: Tensor, weights: Tensor) -> list[Call]:
     ]
 
 
+def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
+    """Arguments for the formulas of derivatives and losses."""
+    x, g, image, volume, w = t(3, 6), t(3, 6), t(2, 4, 7, 6), t(2, 4, 5, 6, 4), t(4)
+    unit, other = t(3, 6).sigmoid(), t(3, 6).sigmoid()
+    found = {op: [call(g, x)] for op in (aten.silu_backward.default, aten.mish_backward.default)}
+    found |= {op: [call(g, x * 4)] for op in (aten.hardsigmoid_backward.default, aten.hardswish_backward.default)}
+    found |= {op: [call(g, x, 0.4)] for op in (aten.softshrink_backward.default, aten.hardshrink_backward.default)}
+    found |= {op: [call(g, unit)] for op in (aten.sigmoid_backward.default, aten.tanh_backward.default)}
+    found |= {op: [call(g, x, 1, x.dtype)] for op in (aten._softmax_backward_data.default,)}
+    classes = torch.tensor([1, -100, 5])
+    pixels = torch.tensor([3, 0, -100, 2, 1, 1]).expand(2, 7, 6)
+    nll = aten.nll_loss_forward(x, classes, t(6).abs(), 1, -100)[1]
+    pooled, at = aten.max_pool2d_with_indices(image, [3, 2], [2, 2], [1, 0])
+    tiles, tiled = aten.max_pool2d_with_indices(image, [2, 2])
+    cubes, cubed = aten.max_pool3d_with_indices(volume, [2, 2, 2], [1, 1, 1])
+    wide, widely = aten.adaptive_max_pool2d(image, [3, 4])
+    deep, deeply = aten.adaptive_max_pool3d(volume, [2, 4, 3])
+    normal = aten.native_layer_norm(image, [7, 6], t(7, 6), t(7, 6), 1e-3)
+    groups = aten.native_group_norm(image, w, t(4), 2, 4, 42, 2, 1e-5)
+    batch = aten._native_batch_norm_legit.no_stats(image, w, t(4), True, 0.1, 1e-5)
+    same, everything = t(2, 4, 7, 6), [True] * 3
+    stats = (t(4), t(4).abs() + 0.5)
+    padded = [([1, 2], t(2, 4, 10)), ([1, 2, 0, 3], t(2, 4, 10, 9)), ([1, 2, 0, 3, 2, 1], t(2, 4, 8, 9, 7))]
+    sources = (t(2, 4, 7), image, volume)
+    pads = [getattr(aten, f"replication_pad{d}d_backward").default for d in (1, 2, 3)]
+    found |= {op: [call(p[1], s, p[0])] for op, p, s in zip(pads, padded, sources, strict=True)}
+    return found | {
+        aten._log_softmax_backward_data.default: [call(g, x.log_softmax(1), 1, x.dtype)],
+        aten.gelu_backward.default: [call(g, x), call(g, x, approximate="tanh")],
+        aten.elu_backward.default: [call(g, 1.5, 0.5, 2.0, False, x), call(g, 1.5, 0.5, 2.0, True, x.clamp(-0.7))],
+        aten.leaky_relu_backward.default: [call(g, x, 0.1, False)],
+        aten._prelu_kernel_backward.default: [call(g, x, t(1, 6))],
+        aten.softplus_backward.default: [call(g, x, 2.0, 1.0), call(g, x, 1, 20)],
+        aten.log_sigmoid_backward.default: [call(g, x, (-x.abs()).exp())],
+        aten.glu_backward.default: [call(g[:, :3], x, 1)],
+        aten.native_dropout_backward.default: [call(g, x > 0, 1.25)],
+        aten.embedding_dense_backward.default: [
+            call(t(2, 3, 5), torch.tensor([[0, 3, 3], [1, 3, 0]]), 4, 1, scaled) for scaled in (False, True)
+        ],
+        aten._weight_norm_interface_backward.default: [
+            call(g, x, t(3, 1), torch.linalg.vector_norm(x, dim=1, keepdim=True), 0)
+        ],
+        aten.mse_loss.default: [call(x, g, reduction) for reduction in range(3)],
+        aten.mse_loss_backward.default: [call(t(), x, g, 1), call(g, x, x * 2, 0)],
+        aten.smooth_l1_loss.default: [call(x, g, 1, 0.5), call(x, g, 2, 0.0)],
+        aten.smooth_l1_loss_backward.default: [call(t(), x, g, 1, 0.5), call(t(), x, g, 2, 0.0)],
+        aten.huber_loss.default: [call(x, g, 1, 0.5), call(x, g, 0, 1.0)],
+        aten.huber_loss_backward.default: [call(t(), x, g, 1, 0.5)],
+        aten.binary_cross_entropy.default: [call(unit, other), call(unit, other, x.abs(), 2)],
+        aten.binary_cross_entropy_backward.default: [call(t(), unit, other), call(t(), unit, other, x.abs(), 2)],
+        aten.binary_cross_entropy_with_logits.default: [call(x, unit), call(x, unit, g.abs(), t(6).abs(), 2)],
+        aten.nll_loss_forward.default: [call(x, classes, v, r, -100) for v in (None, t(6)) for r in range(3)],
+        aten.nll_loss2d_forward.default: [call(image, pixels, w, r, -100) for r in range(3)],
+        aten.nll_loss_backward.default: [
+            call(t(), x, classes, t(6), 1, -100, nll),
+            call(t(3), x, classes, None, 0, -100, nll),
+        ],
+        aten.nll_loss2d_backward.default: [call(t(), image, pixels, w, 1, -100, nll)],
+        aten.avg_pool2d_backward.default: [
+            call(t(2, 4, 3, 3), image, [2, 2], [], [0, 0], False, True, None),
+            call(t(2, 4, 4, 3), image, [3, 2], [2, 2], [1, 0], False, False, None),
+            call(t(2, 4, 2, 2), image[:, :, :6], [3, 3], [3, 3], [0, 0], False, True, 5),
+        ],
+        aten.avg_pool3d_backward.default: [
+            call(t(2, 4, 4, 5, 3), volume, [2, 2, 2], [1, 1, 1], [0, 0, 0], False, True, None)
+        ],
+        aten._adaptive_avg_pool2d_backward.default: [call(t(2, 4, 3, 4), image), call(t(2, 4, 7, 6), image)],
+        aten._adaptive_avg_pool3d_backward.default: [call(t(2, 4, 2, 4, 3), volume)],
+        aten.max_pool2d_with_indices_backward.default: [
+            call(t(*pooled.shape), image, [3, 2], [2, 2], [1, 0], [1, 1], False, at),
+            call(t(*tiles.shape), image, [2, 2], [], [0, 0], [1, 1], False, tiled),
+        ],
+        aten.max_pool3d_with_indices_backward.default: [
+            call(t(*cubes.shape), volume, [2, 2, 2], [1, 1, 1], [0, 0, 0], [1, 1, 1], False, cubed)
+        ],
+        aten.adaptive_max_pool2d_backward.default: [call(t(*wide.shape), image, widely)],
+        aten.adaptive_max_pool3d_backward.default: [call(t(*deep.shape), volume, deeply)],
+        aten.native_layer_norm_backward.default: [
+            call(same, image, [7, 6], *normal[1:], t(7, 6), t(7, 6), everything),
+            call(same, image, [7, 6], *normal[1:], None, None, [True, False, False]),
+        ],
+        aten.native_group_norm_backward.default: [call(same, image, *groups[1:], w, 2, 4, 42, 2, everything)],
+        aten.native_batch_norm_backward.default: [
+            call(same, image, w, *stats, *batch[1:], True, 1e-5, everything),
+            call(same, image, w, *stats, None, None, False, 1e-5, everything),
+        ],
+    }
+
+
 SAMPLES = samples()
 
 
@@ -163,8 +253,10 @@ def test_a_formula_computes_its_operator(op: Any) -> None:
         for ours, reference in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
             # A second result of no elements is scratch that nothing reads.
             if isinstance(ours, Tensor) and ours.numel():
-                # A tolerance: in binary64, the stock operator adds in another order than the formula.
-                torch.testing.assert_close(ours.reshape(reference.shape), reference, rtol=1e-11, atol=1e-12)
+                # A tolerance: in binary64, the stock operator adds in another order than the formula; one multiplies
+                # by a binary32 number for 1/6.
+                loose = 1e-7 if op is aten.hardsigmoid_backward.default else 1e-11
+                torch.testing.assert_close(ours.reshape(reference.shape), reference, rtol=loose, atol=1e-12)
 
 
 def test_formulas_leave_integers_and_primitives_alone() -> None:

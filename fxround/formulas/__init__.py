@@ -9,13 +9,24 @@ so the nodes inherit the module path and the source line of the operator that th
     after    e = exp(x - amax(x)); y = e / sum(e)
 """
 
-from fxround.formulas import activations, normalization, pooling, products, reductions, scatters
+from fxround.formulas import (
+    activations,
+    derivatives,
+    losses,
+    normalization,
+    pooling,
+    products,
+    reductions,
+    scatters,
+)
 from fxround.formulas.table import FORMULAS, decompositions
 
 __all__ = [
     "FORMULAS",
     "activations",
     "decompositions",
+    "derivatives",
+    "losses",
     "normalization",
     "pooling",
     "products",

@@ -2,6 +2,8 @@
 
 Batch norm multiplies rsqrt and weight first (once a channel), layer and group norm multiply by rsqrt, then by weight.
 
+Backwards, h stands for the normalised values d * rsqrt, and the sums are shared by the three gradients.
+
     before   y = aten.native_layer_norm.default(x, [n], w, b, eps)[0]
     after    d = x - sum(x) / n; y = (d * rsqrt(sum(d * d) / n + eps)) * w + b
 """
@@ -105,6 +107,87 @@ def batch_norm(
     new_mean = running_mean * (1 - momentum) + (center * momentum).to(running_mean.dtype)
     new_var = running_var * (1 - momentum) + (squares / (n - 1) * momentum).to(running_var.dtype)
     return y, center, rstd, new_mean, new_var
+
+
+def _normalized_backward(g: Tensor, h: Tensor, dims: Sequence[int]) -> Tensor:
+    """(g - sum(g) / n) - h * (sum(g * h) / n): what is left of a gradient of the normalised values h."""
+    n = count(h, dims)
+    return (g - total(g, dims, True) / n) - h * (total(g * h, dims, True) / n)
+
+
+def _affine_backward(gradient: Tensor, h: Tensor, dims: Sequence[int], mask: Sequence[bool]) -> tuple[Any, Any]:
+    """The gradients of weight and bias."""
+    return total(gradient * h, dims) if mask[1] else None, total(gradient, dims) if mask[2] else None
+
+
+@formula(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> Any:
+    """layer_norm_backward(g) = ((v - sum(v) / n - h * (sum(v * h) / n)) * rstd, sum(g * h), sum(g)), v = g * weight"""
+    inner = list(range(x.dim() - len(shape), x.dim()))
+    g, r = widened(gradient), widened(rstd)
+    h = (widened(x) - widened(mean)) * r
+    on_weight, on_bias = _affine_backward(g, h, list(range(x.dim() - len(shape))), mask)
+    on_x = _normalized_backward(g if weight is None else g * weight, h, inner) * r if mask[0] else None
+    return tuple(None if t is None else t.to(x.dtype) for t in (on_x, on_weight, on_bias))
+
+
+@formula(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    N: Any,
+    C: Any,
+    HxW: Any,
+    group: int,
+    mask: Sequence[bool],
+) -> Any:
+    """group_norm_backward(g) = as layer_norm_backward over each group; weight and bias over batch and space"""
+    g, r = widened(gradient), widened(rstd).reshape(N, group, 1)
+    h = (widened(x).reshape(N, group, -1) - widened(mean).reshape(N, group, 1)) * r
+    on_weight, on_bias = _affine_backward(g, h.reshape(x.shape), [0, *range(2, x.dim())], mask)
+    v = g if weight is None else g * channels(weight, x)
+    on_x = (_normalized_backward(v.reshape(N, group, -1), h, [2]) * r).reshape(x.shape) if mask[0] else None
+    return tuple(None if t is None else t.to(x.dtype) for t in (on_x, on_weight, on_bias))
+
+
+@formula(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    """batch_norm_backward(g) = (v * (rstd * weight), sum(g * h), sum(g)), v = g - sum(g) / n - h * (sum(g * h) / n)"""
+    if not train:
+        assert running_mean is not None and running_var is not None
+        mean, rstd = running_mean, (widened(running_var) + eps).rsqrt()
+    assert mean is not None and rstd is not None
+    g, r = widened(gradient), channels(widened(rstd), x)
+    dims = [0, *range(2, x.dim())]
+    h = (widened(x) - channels(widened(mean), x)) * r
+    on_weight, on_bias = _affine_backward(g, h, dims, mask)
+    scale = r if weight is None else r * channels(weight, x)
+    on_x = (_normalized_backward(g, h, dims) if train else g) * scale if mask[0] else None
+    kinds = (x.dtype, x.dtype if weight is None else weight.dtype)
+    return tuple(None if t is None else t.to(kinds[i > 0]) for i, t in enumerate((on_x, on_weight, on_bias)))
 
 
 @formula(aten._weight_norm_interface.default)

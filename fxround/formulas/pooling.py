@@ -1,4 +1,7 @@
-"""Formulas of average pooling: a sum over the window in the order of its elements, divided by the count.
+"""Formulas of pooling: a sum over the window in the order of its elements, divided by the count; and the gradients.
+
+Backwards, every element of a window gets the window's share; where windows overlap, an element adds up its shares in
+the order of the windows.
 
 A window is a view (``unfold``), so no element is copied; windows of unequal lengths are filled with zeros at the end.
 
@@ -101,3 +104,145 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
     taken = x.index_select(dim, index.reshape(-1)).unflatten(dim, (len(starts), longest)).movedim(dim + 1, -1)
     inside = k < _table(lengths).reshape([-1] + [1] * (taken.dim() - dim - 1))
     return torch.where(inside, taken, torch.zeros([], dtype=x.dtype))
+
+
+def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], lengths: Sequence[list[int]]) -> Tensor:
+    """g (..., windows) given to every element of its windows, (..., *sizes): window k of dimension d starts at
+    starts[d][k] and has lengths[d][k] elements, of which those outside of the sizes get nothing."""
+    n = len(sizes)
+    flat: Tensor | None = None
+    for d, size in enumerate(sizes):
+        tap = torch.arange(max(lengths[d]))
+        position = _table(starts[d]).unsqueeze(1) + tap
+        inside = (tap < _table(lengths[d]).unsqueeze(1)) & (position >= 0) & (position < size)
+        # One row more than there are elements: what is given to nobody.
+        own = torch.where(inside, position, size).reshape(_axes(position, d, n))
+        flat = own if flat is None else flat * (size + 1) + own
+    assert flat is not None
+    windows, taps = math.prod(len(s) for s in starts), math.prod(max(k) for k in lengths)
+    rows = g.reshape(-1, windows).t()
+    source = rows.unsqueeze(1).expand(windows, taps, rows.shape[1]).reshape(windows * taps, rows.shape[1])
+    full = [size + 1 for size in sizes]
+    empty = torch.zeros([math.prod(full), rows.shape[1]], dtype=g.dtype)
+    spread: Tensor = aten.index_put(empty, [flat.reshape(-1)], source, True).t().reshape([-1, *full])
+    for d, size in enumerate(sizes):
+        spread = spread.narrow(d + 1, 0, size)
+    return spread.reshape([*g.shape[: g.dim() - n], *sizes])
+
+
+def _axes(table: Tensor, d: int, n: int) -> list[int]:
+    """The shape of a (window, tap) table of dimension d among n dimensions of windows and n of taps."""
+    shape = [1] * (2 * n)
+    shape[d], shape[n + d] = table.shape
+    return shape
+
+
+@formula(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def avg_pool_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    """avg_pool_backward(g) = sum of g / count over the windows of an element, in their order"""
+    n = 3 if len(kernel_size) == 3 or x.dim() == 5 else 2
+    full = [list(v) * n if len(v) == 1 else list(v) for v in (kernel_size, stride or kernel_size, padding)]
+    sizes, outs = list(x.shape[-n:]), list(gradient.shape[-n:])
+    rows = list(zip(sizes, outs, *full, strict=True))
+    counts = [_window_counts(size, out, k, s, p, count_include_pad) for size, out, k, s, p in rows]
+    g = widened(gradient)
+    share = g / (divisor_override or _divisor(counts, g))
+    if all(size == out * k and s == k and p == 0 for size, out, k, s, p in rows):
+        return _repeated(share, full[0]).to(gradient.dtype)
+    starts = [[i * s - p for i in range(out)] for _, out, _, s, p in rows]
+    return _spread(share, sizes, starts, [[k] * out for _, out, k, _, _ in rows]).to(gradient.dtype)
+
+
+def _repeated(share: Tensor, taps: Sequence[int]) -> Tensor:
+    """Every element repeated over its window, where the windows tile the plane."""
+    n = len(taps)
+    lead, outs = list(share.shape[: share.dim() - n]), list(share.shape[share.dim() - n :])
+    apart = share.reshape([*lead, *(size for out in outs for size in (out, 1))])
+    tiled = apart.expand([*lead, *(size for pair in zip(outs, taps, strict=True) for size in pair)])
+    return tiled.reshape([*lead, *(out * k for out, k in zip(outs, taps, strict=True))])
+
+
+@formula(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """adaptive_avg_pool_backward(g) = sum of g / count over the windows of an element, in their order"""
+    return _adaptive_avg_backward(gradient, x, 2)
+
+
+@formula(aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool3d_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """adaptive_avg_pool_backward(g) = sum of g / count over the windows of an element, in their order"""
+    return _adaptive_avg_backward(gradient, x, 3)
+
+
+def _adaptive_avg_backward(gradient: Tensor, x: Tensor, n: int) -> Tensor:
+    sizes, outs = list(x.shape[-n:]), list(gradient.shape[-n:])
+    starts = [[i * size // out for i in range(out)] for size, out in zip(sizes, outs, strict=True)]
+    ends = [[-(-(i + 1) * size // out) for i in range(out)] for size, out in zip(sizes, outs, strict=True)]
+    lengths = [[e - s for s, e in zip(*pair, strict=True)] for pair in zip(starts, ends, strict=True)]
+    g = widened(gradient)
+    return _spread(g / _divisor(lengths, g), sizes, starts, lengths).to(gradient.dtype)
+
+
+@formula(
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
+def replication_pad_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """replication_pad_backward(g) = sum of g over the copies of an element, in their order"""
+    n = len(padding) // 2
+    sizes = list(x.shape[-n:])
+    lows = [padding[2 * (n - 1 - d)] for d in range(n)]
+    outs = list(gradient.shape[-n:])
+    copies = [[min(max(i - lows[d], 0), sizes[d] - 1) for i in range(outs[d])] for d in range(n)]
+    return _spread(gradient, sizes, copies, [[1] * out for out in outs])
+
+
+@formula(
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+)
+def max_pool_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """max_pool_backward(g) = g added at the maxima, in the order of the windows; moved there where none overlap"""
+    n = 3 if len(kernel_size) == 3 or x.dim() == 5 else 2
+    full = [list(v) * n if len(v) == 1 else list(v) for v in (kernel_size, stride or kernel_size, dilation)]
+    apart = all(s > d * (k - 1) for k, s, d in zip(*full, strict=True))
+    return _at_maxima(gradient, x, indices, n, apart)
+
+
+@formula(aten.adaptive_max_pool2d_backward.default)
+def adaptive_max_pool2d_backward(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """adaptive_max_pool_backward(g) = g added at the maxima, in the order of the windows"""
+    return _at_maxima(gradient, x, indices, 2, apart=False)
+
+
+@formula(aten.adaptive_max_pool3d_backward.default)
+def adaptive_max_pool3d_backward(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """adaptive_max_pool_backward(g) = g added at the maxima, in the order of the windows"""
+    return _at_maxima(gradient, x, indices, 3, apart=False)
+
+
+def _at_maxima(gradient: Tensor, x: Tensor, indices: Tensor, n: int, apart: bool) -> Tensor:
+    plane = math.prod(x.shape[-n:])
+    empty = torch.zeros_like(x).reshape(-1, plane)
+    where, values = (t.reshape(empty.shape[0], -1) for t in (indices, gradient))
+    moved = empty.scatter(1, where, values) if apart else empty.scatter_add(1, where, values)
+    return moved.reshape(x.shape)

@@ -131,3 +131,17 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     w = widened(x)
     shifted = w - torch.amax(w, [dim], True)
     return (shifted - total(shifted.exp(), [dim], True).log()).to(kept)
+
+
+@formula(aten._softmax_backward_data.default)
+def softmax_backward(gradient: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """softmax_backward(g) = y * (g - sum(g * y))"""
+    g, w = widened(gradient), widened(y)
+    return (w * (g - total(g * w, [dim], True))).to(input_dtype)
+
+
+@formula(aten._log_softmax_backward_data.default)
+def log_softmax_backward(gradient: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """log_softmax_backward(g) = g - exp(y) * sum(g)"""
+    g, w = widened(gradient), widened(y)
+    return (g - w.exp() * total(g, [dim], True)).to(input_dtype)
