@@ -468,6 +468,11 @@ def _module_path(path: str) -> str:
 
 def _refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
+        if node.target in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
+            raise CaptureError(
+                f"{located(node)}: ctc_loss adds over alignments in an order that no formula of fxround defines. "
+                "Compile the model up to its log probabilities, and compute this loss outside."
+            )
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise CaptureError(
                 f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "

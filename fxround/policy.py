@@ -42,6 +42,13 @@ ENTERING: Final = ("weight", "input", "buffer", "constant")
 # Results: forwards; backwards (of a weight; of anything else); in an optimizer's step.
 ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
 DIRECTIONS: Final = ("forward", "backward", "update")
+_DIRECTIONS_OF_ROLE: Final = {
+    **dict.fromkeys(ENTERING, ("forward", "update")),
+    "error": ("backward",),
+    "gradient": ("backward", "update"),
+    "state": ("update",),
+    "update": ("update",),
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,12 @@ class Rule:
         what = ("rounding", "accumulate", "order")
         said = [f"{key}={getattr(self, key)}" for key in what if getattr(self, key) is not None]
         return " ".join([self.match or '""', *where, "->", *said])
+
+    @property
+    def directions(self) -> frozenset[str]:
+        """The passes that the rule can speak of."""
+        of_role = _DIRECTIONS_OF_ROLE.get(self.role or "", DIRECTIONS)
+        return frozenset(d for d in of_role if self.direction in (None, d))
 
     def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
         """Whether the rule speaks of an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
@@ -175,14 +188,17 @@ class Policy:
             how = Accumulation.parse(_with_dtype(accumulate, dtype))
         return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen))
 
-    def require_matched(self, matched: Collection[int], paths: Iterable[str] = ()) -> None:
+    def require_matched(
+        self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS
+    ) -> None:
         """Raises PolicyError if a rule that is not optional has its position outside ``matched``.
 
-        ``paths``, the module paths of the model, serve to suggest what was meant.
+        ``paths``, the module paths of the model, serve to suggest what was meant. ``directions``: the passes that the
+        graph has; a rule that speaks of none of them may match nothing.
         """
         known = sorted(set(paths))
         for position, rule in enumerate(self.rules):
-            if position not in matched and not rule.optional:
+            if position not in matched and not rule.optional and not rule.directions.isdisjoint(directions):
                 raise PolicyError(
                     f"policy {self.name!r}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
                     f"{_nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."

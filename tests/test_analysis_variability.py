@@ -250,7 +250,7 @@ def test_a_loader_is_read_once(model: nn.Module, x: Tensor) -> None:
 
 def test_other_randomness_is_told(x: Tensor) -> None:
     noisy = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).train()
-    with pytest.warns(UserWarning, match="PyTorch's own generator"):
+    with pytest.warns(UserWarning, match="random by themselves"):
         found = fxround.variability(noisy, x, samples=5)
     assert any("model.eval()" in note for note in found.notes)
 

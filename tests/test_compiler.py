@@ -57,15 +57,13 @@ def test_changed_weights_are_seen(model: nn.Module, x: Tensor) -> None:
 
 
 def test_train_and_eval_are_those_of_the_model(x: Tensor) -> None:
-    source = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5))
+    source = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     rounded = fxround.compile(source, "identity")
     assert rounded.eval() is rounded and not source.training and not source[1].training
     source.train()
     assert rounded.training
     reference = copy.deepcopy(source)
-    torch.manual_seed(0)
     ours = rounded(x)
-    torch.manual_seed(0)
     with torch.no_grad():
         expected = reference(x)
     # A tolerance: the formula of batch norm orders its operations differently from the stock kernel.

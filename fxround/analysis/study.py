@@ -145,8 +145,8 @@ class Study:
         drawing = [n.name for n in nodes if (entry := site(n)) is not None and entry.kind == "random"]
         if drawing:
             note = (
-                f"{len(drawing)} operations draw from PyTorch's own generator ({drawing[0]}, ...): not all of the "
-                "spread is rounding, and it cannot be repeated; call model.eval()"
+                f"{len(drawing)} operations are random by themselves ({drawing[0]}, ...): not all of the spread is "
+                "rounding; call model.eval()"
             )
             self.runs.notes.append(note)
             warnings.warn(note, stacklevel=4)

@@ -176,7 +176,7 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 @formula(aten.native_dropout.default)
 def dropout(x: Tensor, p: float, train: bool | None = True) -> Any:
-    """dropout(x) = (x * mask) * (1 / (1 - p)), mask 0 or 1 from PyTorch's generator"""
+    """dropout(x) = (x * mask) * (1 / (1 - p)), mask 1 with probability 1 - p, else 0"""
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:

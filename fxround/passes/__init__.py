@@ -20,6 +20,7 @@ from fxround.graph import ORIGIN, settle
 from fxround.passes.assign import assign
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
+from fxround.passes.draws import lower_draws
 from fxround.passes.entries import add_random_state, round_entries
 from fxround.passes.fuse import fuse
 from fxround.passes.normalize import normalize
@@ -34,6 +35,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     classify,
     assign,
     add_random_state,
+    lower_draws,
     lower_contractions,
     lower_reductions,
     lower_pointwise,

@@ -43,7 +43,8 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         dtype = FORMAT_OF[values[0].dtype]
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=assignment)
-    plan.policy.require_matched(matched, [place.path for _, place in sites(graph)])
+    found = sites(graph)
+    plan.policy.require_matched(matched, [p.path for _, p in found], {p.direction for _, p in found})
 
 
 def _enters(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from fxround.graph import float_value
 from fxround.numerics.accumulation import Accumulation
 from fxround.ops import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites, size_of
 from fxround.specialize import contract_kernel
 
 aten = torch.ops.aten
@@ -60,13 +60,8 @@ def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     assert isinstance(backward, fx.Node) and isinstance(position, int)
     gradient, *operands = cast("tuple[fx.Node, ...]", backward.args[:3])
     geometry = backward.args[4:10]
-    size = [_size(graph, node, operands[position], d) for d in range(len(operands[position].meta["val"].shape))]
+    size = [size_of(graph, node, operands[position], d) for d in range(len(operands[position].meta["val"].shape))]
     return gradient, operands[1 - position], size, *geometry
-
-
-def _size(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> Any:
-    size = tensor.meta["val"].shape[dim]
-    return size if isinstance(size, int) else insert(graph, near, aten.sym_size.int, (tensor, dim))
 
 
 _OPERANDS: Final = {

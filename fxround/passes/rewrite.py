@@ -92,6 +92,12 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
     return new
 
 
+def size_of(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> Any:
+    """A size of the tensor: a number, or a node before ``near`` that asks for it."""
+    size = tensor.meta["val"].shape[dim]
+    return size if isinstance(size, int) else insert(graph, near, torch.ops.aten.sym_size.int, (tensor, dim))
+
+
 def round_after(graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int) -> fx.Node:
     """Insert ``identity @ rounding`` behind a node and give it all the node's uses as a tensor."""
     value, place = float_value(node), site(node)

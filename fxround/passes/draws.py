@@ -1,0 +1,61 @@
+"""Draws: masks of dropout come from (seed, sample), not from PyTorch's generator.
+
+What is true here. Whatever the policy says of roundings, a coin that shows 1 with probability p is p rounded
+stochastically to an integer: one draw of the node's own stream, the same on every machine, in training and in
+``train()`` without gradients alike. A backward graph gets the mask of its forward. Other distributions keep PyTorch's
+generator and say so.
+
+Why it is safe. The rounding is the one of every other kernel: P(1) = floor(p 2^32) / 2^32 for the binary32 value p.
+
+    before   %mask = aten.bernoulli.p(%empty, 0.75)
+    after    %mask = fxround.pointwise([%p], "t0 = identity(x0) @ custom(2,1,...)/stochastic/saturate", ...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxround.graph import META
+from fxround.numerics.formats import Format
+from fxround.passes.rewrite import STORAGES, Plan, become, insert, rng_of, sites, size_of
+
+aten = torch.ops.aten
+
+# The integers 0, 1, 2, 3.
+INTEGERS: Final = Format.custom(precision=2, emin=1, maximum=3.0, inf=False)
+_COIN: Final = f"t0 = identity(x0) @ {INTEGERS}/stochastic/saturate"
+
+
+def lower_draws(graph: fx.GraphModule, plan: Plan) -> None:
+    """Replace Bernoulli draws by draws of the policy's own."""
+    for node, place in sites(graph):
+        if place.kind != "random" or node.target not in _PROBABILITIES or node.meta["val"].dtype not in STORAGES:
+            continue
+        probability = _PROBABILITIES[node.target](graph, node)
+        args = ([probability], _COIN, node.meta["val"].dtype, rng_of(graph), place.number)
+        shape: Any = node.args[0]
+        become(graph, node, "pointwise", args)
+        node.meta[META] = replace(place, status="exact", reason="")
+        if not shape.users and shape.op == "call_function":
+            graph.graph.erase_node(shape)
+
+
+def _number(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """bernoulli.p(x, p): the number p in the shape of x."""
+    like: Any = node.args[0]
+    scalar = insert(graph, node, aten.scalar_tensor.default, (node.args[1],), dtype=node.meta["val"].dtype)
+    shape = [size_of(graph, node, like, d) for d in range(like.meta["val"].dim())]
+    return insert(graph, node, aten.expand.default, (scalar, shape))
+
+
+def _tensor(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """bernoulli(p): a probability an element."""
+    assert isinstance(node.args[0], fx.Node)
+    return node.args[0]
+
+
+_PROBABILITIES: Final[dict[Any, Any]] = {aten.bernoulli.p: _number, aten.bernoulli.default: _tensor}
