@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +26,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround import inspection
-from fxround.differentiation import Step, differentiable, differentiable_later, step_of
+from fxround.differentiation import Step, differentiable_later, step_of
+from fxround.entry import Entry, Function, owner_of
 from fxround.errors import FxroundError
 from fxround.formulas import decompositions
-from fxround.graph import Captured, Port, capture, export_program, trace_example
+from fxround.graph import Captured, capture, export_program, trace_example
 from fxround.loading import RNG_BUFFER, LoadedModule, random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
@@ -41,7 +42,7 @@ PolicyLike = Any
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     policy: PolicyLike,
     *,
     example_inputs: Any = None,
@@ -51,7 +52,8 @@ def compile(
 ) -> RoundedModule:
     """A module that computes ``model`` with the roundings of ``policy``.
 
-    model: any ``nn.Module`` that can be captured whole; it is shared, not copied. policy: a preset's name, a
+    model: any ``nn.Module`` that can be captured whole; it is shared, not copied; or a function of tensors, a loss for
+    instance. policy: a preset's name, a
     format or a rounding as text, a path to a TOML file, a dict or a Policy. example_inputs: captures at once (a
     tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
     strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
@@ -63,8 +65,10 @@ def compile(
     """
     if isinstance(model, RoundedModule | LoadedModule):
         raise TypeError(f"the model is a {type(model).__name__} already; compile the original module")
+    if not callable(model) or isinstance(model, type):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module or a function of tensors")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module (wrap a function in one)")
+        model = Function(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
@@ -89,80 +93,9 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A captured graph, its lowering, and the modules that own its parameters and buffers.
-
-    fused: the lowering in fewer passes over memory, of the same bits. running: what a call runs for it.
-    Where gradients are wanted the graphs are joint ones, and the two parts of ``step`` run in their place.
-    """
-
-    captured: Captured
-    lowered: fx.GraphModule
-    fused: fx.GraphModule
-    running: fx.GraphModule
-    owners: tuple[tuple[nn.Module, str] | None, ...]
-    step: Step | None = None
-
-    def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
-        """The model's result for flat arguments; buffers and arguments that the model changes are written."""
-        inputs = self._inputs(leaves)
-        outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
-        with torch.no_grad():
-            for port, output in zip(self.captured.results, outputs, strict=True):
-                if port.mutation:
-                    self._target(port, leaves).copy_(output)
-        return self._result(outputs)
-
-    def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
-        """The same result; nothing is written."""
-        return self._result(self.running(*self._inputs(leaves), rng))
-
-    def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
-        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written."""
-        interpreter = fx.Interpreter(self.lowered)
-        interpreter.args_iter = iter([*self._inputs(leaves), rng])
-        for node in self.lowered.graph.nodes:
-            value = interpreter.env[node] = interpreter.run_node(node)
-            for spent in interpreter.user_to_last_uses.get(node, ()):
-                del interpreter.env[spent]
-            if node.op == "output":
-                yield node.name, self._result(value)
-            elif node.op == "call_function":
-                yield node.name, value
-
-    def _result(self, outputs: Sequence[Any]) -> Any:
-        results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
-        return pytree.tree_unflatten(results, self.captured.out_spec)
-
-    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        pairs = zip(self.captured.entering, self.owners, strict=True)
-        return [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
-
-    def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
-        if port.kind == "argument":
-            target: Tensor = leaves[port.index]
-            return target
-        owner = next(o for p, o in zip(self.captured.entering, self.owners, strict=True) if p.name == port.name)
-        assert owner is not None
-        return _tensor(*owner)
-
-
 def _following(seed: int, sample: int) -> tuple[int, int]:
     """What (seed, sample) become after a training step: 2^32 samples are a seed's."""
     return (seed, sample + 1) if sample + 1 < 1 << 32 else (seed + 1, 0)
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    tensor: Tensor = getattr(module, name)
-    return tensor
-
-
-def _owner(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:
-    if port.kind == "argument":
-        return None
-    path, _, name = port.name.rpartition(".")
-    return model.get_submodule(path), name
 
 
 class RoundedModule(nn.Module):
@@ -290,6 +223,21 @@ class RoundedModule(nn.Module):
         self.rng = random_state(seed, sample)
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, and under ``"fxround_rng"`` the (seed, sample) of the next call, int64 of shape [2].
+
+        ``load_state_dict`` takes it up again, and leaves seed and sample alone where the key is missing.
+        """
+        state = super().state_dict(*args, **kwargs)
+        state[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{RNG_BUFFER}"] = self.rng.clone()
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)
+        if saved is not None:
+            self.reseed(*saved.tolist())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def graph_text(self, backward: bool = False) -> str:
         """The latest graph as text, one line a node: the forward graph, or the backward one.
 
@@ -390,7 +338,7 @@ class RoundedModule(nn.Module):
     def _lowered(self, captured: Captured) -> Entry:
         strict = self.policy.strict if self.strict is None else self.strict
         lowered = lower(captured.graph, Plan(self.policy, strict))
-        owners = tuple(_owner(self.source, port) for port in captured.entering)
+        owners = tuple(owner_of(self.source, port) for port in captured.entering)
         step = step_of(captured, lowered, self.fuse)
         fused = optimize(lowered) if self.fuse and not step else lowered
         return Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)

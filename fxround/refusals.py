@@ -87,6 +87,10 @@ def innermost(stack_trace: str) -> tuple[str, int, str] | None:
 
 
 _ADVICE: Final = (
+    (
+        "_ctc_loss",
+        "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
+    ),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
     ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from fxround.compiler import Entry
+from fxround.entry import Entry
 
 
 class Small(nn.Module):

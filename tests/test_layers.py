@@ -37,6 +37,7 @@ RANKS = {
     "eager": 4,
     "differentiation": 4,
     "loading": 4,
+    "entry": 4,
     "compiler": 4,
     "__init__": 5,
     "analysis": 5,

@@ -12,7 +12,7 @@ from models import ZOO, Example, build
 from torch import Tensor
 
 import fxround
-from fxround.compiler import Entry
+from fxround.entry import Entry
 
 
 class Case:

@@ -49,8 +49,11 @@ def partition(joint: fx.GraphModule) -> Parts:
     gradients = [value for value, port in zip(values, ports, strict=True) if port.kind == "gradient"]
     late = _depend_on_tangents(joint)
     forward = _needed(joint, [*results, *_effects(joint, late)])
-    forward |= {n for n in _needed(joint, gradients) if n not in late and _is_size(n)}
-    backward = _needed(joint, gradients) - forward
+    wanted = _needed(joint, gradients)
+    for node in joint.graph.nodes:
+        if node in wanted and _is_early_size(node, forward, late):
+            forward.add(node)
+    backward = wanted - forward
     saved = [node for node in joint.graph.nodes if _crosses(node, forward, backward)]
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind not in _BACKWARD]
     tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind == "tangent"]
@@ -96,9 +99,12 @@ def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
     return [n for n in joint.graph.nodes if n.op == "call_function" and n not in late and n.is_impure()]
 
 
-def _is_size(node: fx.Node) -> bool:
+def _is_early_size(node: fx.Node, forward: set[fx.Node], late: set[fx.Node]) -> bool:
+    """Whether a number that the backward needs can be had in the forward: no tensor is kept for its shape alone."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
-    return bool(leaves) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if node in late or not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return False
+    return all(used in forward or used.op != "call_function" for used in node.all_input_nodes)
 
 
 def _crosses(node: fx.Node, forward: set[fx.Node], backward: set[fx.Node]) -> bool:

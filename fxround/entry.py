@@ -1,0 +1,107 @@
+"""Entry: a captured graph beside the modules that own its state, ready to run.
+
+What is true here. Parameters and buffers are looked up at every call, so that what is assigned to a module is seen.
+What the model changes in place is written after the graph has run.
+
+Why it is safe. A graph is functional: it is this file alone that writes to a tensor of the caller's.
+
+    before   lowered(weight, bias, x, rng)                  # whose weight?
+    after    entry.run([x], rng)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.differentiation import Step, differentiable
+from fxround.graph import Captured, Port
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A captured graph, its lowering, and the modules that own its parameters and buffers.
+
+    fused: the lowering in fewer passes over memory, of the same bits. running: what a call runs for it.
+    Where gradients are wanted the graphs are joint ones, and the two parts of ``step`` run in their place.
+    """
+
+    captured: Captured
+    lowered: fx.GraphModule
+    fused: fx.GraphModule
+    running: fx.GraphModule
+    owners: tuple[tuple[nn.Module, str] | None, ...]
+    step: Step | None = None
+
+    def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """The model's result for flat arguments; buffers and arguments that the model changes are written."""
+        inputs = self._inputs(leaves)
+        outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
+        with torch.no_grad():
+            for port, output in zip(self.captured.results, outputs, strict=True):
+                if port.mutation:
+                    self._target(port, leaves).copy_(output)
+        return self._result(outputs)
+
+    def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """The same result; nothing is written."""
+        return self._result(self.running(*self._inputs(leaves), rng))
+
+    def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
+        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written."""
+        interpreter = fx.Interpreter(self.lowered)
+        interpreter.args_iter = iter([*self._inputs(leaves), rng])
+        for node in self.lowered.graph.nodes:
+            value = interpreter.env[node] = interpreter.run_node(node)
+            for spent in interpreter.user_to_last_uses.get(node, ()):
+                del interpreter.env[spent]
+            if node.op == "output":
+                yield node.name, self._result(value)
+            elif node.op == "call_function":
+                yield node.name, value
+
+    def _result(self, outputs: Sequence[Any]) -> Any:
+        results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
+        return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        pairs = zip(self.captured.entering, self.owners, strict=True)
+        return [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+
+    def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
+        if port.kind == "argument":
+            target: Tensor = leaves[port.index]
+            return target
+        owner = next(o for p, o in zip(self.captured.entering, self.owners, strict=True) if p.name == port.name)
+        assert owner is not None
+        return _tensor(*owner)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    tensor: Tensor = getattr(module, name)
+    return tensor
+
+
+def owner_of(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:
+    """The module and the name that hold a parameter or buffer; None for an argument."""
+    if port.kind == "argument":
+        return None
+    path, _, name = port.name.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class Function(nn.Module):
+    """A function of tensors as a module without parameters, so that it is captured like one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        return self.function(*args, **kwargs)
