@@ -1,4 +1,4 @@
-"""Capture: a model and its arguments in, one ATen graph out. The only file that calls PyTorch's private APIs.
+"""Capture: a model and its arguments in, one ATen graph out. With tracing.py, the only user of PyTorch's private APIs.
 
 What is true here. Dynamo captures the whole model (one graph, or a ``CaptureError`` that names the line);
 AOTAutograd turns it into functional ATen operators and splits composite ones by the formulas it is given.
@@ -16,22 +16,18 @@ skipped LSTMs), and what cannot be represented (complex or quantized numbers, ``
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import operator
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
-from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxround.errors import CaptureError
 from fxround.refusals import (
@@ -43,6 +39,7 @@ from fxround.refusals import (
     source_line,
 )
 from fxround.sizes import Sizes, sizes_of
+from fxround.tracing import asked_sizes, quickened, tracing_switches, uncollected
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
@@ -133,6 +130,7 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+@uncollected()
 def capture(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
 ) -> Captured:
@@ -144,11 +142,13 @@ def capture(
     require_tested_torch()
     refuse_unsupported_tensors(model, args, kwargs)
     error: CaptureError | None = None
-    for example in _examples((tuple(args), dict(kwargs))):
+    for example, doubled in _examples((tuple(args), dict(kwargs))):
         try:
-            traced = _trace(model, example, decompositions)
+            traced = _trace(model, example, decompositions, doubled)
         except CaptureError as e:
             error = error or e
+            continue
+        if traced is None:
             continue
         captured = _describe(traced)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
@@ -158,7 +158,7 @@ def capture(
 
 def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as they are traced: copies, a batch of one duplicated."""
-    example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))
+    example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))[0]
     return example
 
 
@@ -171,7 +171,7 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with _asked_sizes():
+    with asked_sizes():
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
@@ -266,39 +266,10 @@ def fake_mode(graph: fx.GraphModule) -> Any:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
 
 
-@contextlib.contextmanager
-def tracing_switches() -> Iterator[None]:
-    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped."""
-    mha = torch.backends.mha.get_fastpath_enabled()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # said of every set_flags
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        stack.enter_context(
-            torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
-        )
-        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
-        stack.enter_context(_asked_sizes())
-        stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
-        stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield
-
-
-def _asked_sizes() -> contextlib.AbstractContextManager[None]:
-    """Sizes of 0 and 1 become conditions where a model asks for them, not assumptions."""
-    config: Any = importlib.import_module("torch.fx.experimental._config")
-    patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
-    return patched
-
-
-def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """What the caller said: PyTorch would compare the mask's values, and apply it in either case."""
-    return bool(is_causal)
-
-
-def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions) -> _Traced:
+def _trace(
+    model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool = False
+) -> _Traced | None:
+    """The joint graph; None if the example's batch was doubled and the model treats a batch of one apart."""
     # Imported at the first capture: they cost as much time as the rest of torch.
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -306,8 +277,11 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
     args, kwargs = example
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
+        stack.enter_context(quickened())
         try:
             graph = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            if doubled and _excludes_one(graph):
+                return None
             if torch.is_grad_enabled():
                 _separate_results(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
@@ -316,6 +290,13 @@ def _trace(model: torch.nn.Module, example: Any, decompositions: Decompositions)
             raise explained(model, e) from e
     _refuse_unsupported_nodes(joint.graph_module)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)))
+
+
+def _excludes_one(graph: fx.GraphModule) -> bool:
+    """Whether a condition met so far fails for a batch of one: only batches have symbols."""
+    environment = graph.meta["tracing_context"].fake_mode.shape_env
+    conditions = [environment.replace(guard.expr) for guard in environment.guards]
+    return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
 
 
 def _separate_results(graph: fx.GraphModule) -> None:
@@ -435,14 +416,17 @@ def _tangent(result: Port) -> Port:
     return replace(result, kind="tangent")
 
 
-def _examples(example: Any) -> Iterator[Any]:
-    """Examples to trace with, best first: at least two in the batch and its dimension symbolic; the batch as it is."""
+def _examples(example: Any) -> Iterator[tuple[Any, bool]]:
+    """Examples to trace with, best first, and whether the batch was doubled.
+
+    At least two in the batch and its dimension symbolic; the batch as it is.
+    """
     leaves, spec = pytree.tree_flatten(example)
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
     twice = sizes == {1}
     symbolic = [_copied(leaf, twice, symbolic=twice or _shape(leaf) not in (None, ())) for leaf in leaves]
-    yield pytree.tree_unflatten(symbolic, spec)
-    yield pytree.tree_unflatten([_copied(leaf, False, symbolic=False) for leaf in leaves], spec)
+    yield pytree.tree_unflatten(symbolic, spec), twice
+    yield pytree.tree_unflatten([_copied(leaf, False, symbolic=False) for leaf in leaves], spec), False
 
 
 def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:

@@ -29,6 +29,7 @@ from fxround.passes.reductions import lower_reductions
 from fxround.passes.results import round_results, round_selections
 from fxround.passes.rewrite import Pass, Plan
 from fxround.passes.verify import verify, verify_accounted
+from fxround.tracing import quickened, uncollected
 
 PIPELINE: Final[tuple[Pass, ...]] = (
     normalize,
@@ -45,6 +46,8 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 )
 
 
+@uncollected()
+@quickened()
 def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """A new graph, lowered by every pass of the pipeline; ``graph`` stays as it is.
 
@@ -65,6 +68,8 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return lowered
 
 
+@uncollected()
+@quickened()
 def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
     """A new graph of the same bits in fewer passes over memory; ``lowered``, which can be read, stays as it is.
 

@@ -1,0 +1,137 @@
+"""Tracing: the state of PyTorch in which a model is captured. Beside graph.py the only user of PyTorch's private APIs.
+
+What is true here. ``tracing_switches`` turns off what would hide arithmetic from the graph. ``quickened`` spares what
+tracing does again and again with symbolic sizes: without it the graph has the same operators on the same sizes.
+
+Why it is safe. Every switch is set back, whatever the model raises. What is remembered is a pure function of its key:
+the two expressions, all that a symbolic number carries beside them, and the version of what is known of the symbols.
+
+    before   with sdpa_kernel(MATH), mkldnn.flags(enabled=False), ...: trace(model)
+    after    with tracing_switches(), quickened(): trace(model)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextlib.contextmanager
+def tracing_switches() -> Iterator[None]:
+    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped."""
+    mha = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # said of every set_flags
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(
+            torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
+        )
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
+        stack.enter_context(asked_sizes())
+        stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+
+
+def asked_sizes() -> contextlib.AbstractContextManager[None]:
+    """Sizes of 0 and 1 become conditions where a model asks for them, not assumptions."""
+    config: Any = importlib.import_module("torch.fx.experimental._config")
+    patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
+    return patched
+
+
+def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """What the caller said: PyTorch would compare the mask's values, and apply it in either case."""
+    return bool(is_causal)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: tracing makes millions of objects that live on, and each full collection visits them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# The arithmetic that strides, numbers of elements and tests of contiguity are made of.
+_ARITHMETIC: Final = ("add", "sub", "mul", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge")
+
+
+@contextlib.contextmanager
+def quickened() -> Iterator[None]:
+    """Remember results of arithmetic on symbolic sizes, and leave out of the graph what nobody asked for."""
+    # Imported at the first capture, as in graph.py.
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.sym_node import SymNode
+
+    known: dict[Any, Any] = {}
+    constant: dict[Any, bool] = {}
+
+    def maybe_as_int(self: Any) -> int | None:
+        expression = self.expr
+        found = constant.get(expression)
+        if found is None:
+            found = constant[expression] = bool(expression.is_number)
+        return int(expression) if found else None
+
+    with contextlib.ExitStack() as stack:
+        for name in _ARITHMETIC:
+            stack.enter_context(mock.patch.object(SymNode, f"_{name}", _remembering(SymNode, f"_{name}", known)))
+        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", maybe_as_int))
+        stack.enter_context(mock.patch.object(FunctionalTensor, "__new__", _unasked(FunctionalTensor)))
+        yield
+
+
+def _remembering(symbolic: Any, name: str, known: dict[Any, Any]) -> Callable[[Any, Any], Any]:
+    """The method, computed once for operands that are equal in everything; as it is while it is recorded."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    compute: Callable[[Any, Any], Any] = getattr(symbolic, name)
+
+    def remembered(self: Any, other: Any) -> Any:
+        environment = self.shape_env
+        if environment is None or get_proxy_mode() or not (_is_plain(self) and _is_plain(other)):
+            return compute(self, other)
+        key = (name, id(environment), environment._replacements_version_counter, *_all_of(self), *_all_of(other))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = compute(self, other)
+        return found
+
+    return remembered
+
+
+def _is_plain(number: Any) -> bool:
+    return isinstance(number._hint, int | float | None)
+
+
+def _all_of(number: Any) -> tuple[Any, ...]:
+    return number._expr, number.pytype, number._hint, number._optimized_summation
+
+
+def _unasked(functional: Any) -> Callable[..., Any]:
+    """The constructor; arithmetic on sizes inside it enters the graph only if its result is used."""
+    from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
+
+    construct = functional.__new__
+
+    def constructed(cls: Any, elem: Any, mode: Any) -> Any:
+        with maybe_enable_thunkify():
+            return construct(cls, elem, mode)
+
+    return constructed

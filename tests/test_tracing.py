@@ -1,0 +1,104 @@
+"""What makes tracing quicker changes no graph, and is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from models import build
+from torch import Tensor, fx, nn
+
+import fxround
+import fxround.graph
+from fxround.formulas import decompositions
+from fxround.graph import capture
+from fxround.tracing import quickened, uncollected
+
+
+def described(name: str) -> list[str]:
+    """Every node that yields a tensor, with its operands, shape and strides; how a size is computed does not matter."""
+    example = build(name)
+    captured = capture(example.model, example.args, example.kwargs, decompositions())
+    # Symbols are named anew in each trace.
+    symbols = {str(d): "batch" for dims in captured.sizes.dimensions if dims for d in dims if not isinstance(d, int)}
+    numbers: dict[fx.Node, int] = {}
+    lines = []
+    for node in captured.graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            continue
+        numbers[node] = len(numbers)
+        args = fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, n.meta["val"]))
+        layout = (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
+        line = f"{node.target} {args} {layout}"
+        for symbol, word in symbols.items():
+            line = line.replace(symbol, word)
+        lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "encoder"])
+def test_quickened_tracing_gives_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = described(name)
+    monkeypatch.setattr(fxround.graph, "quickened", contextlib.nullcontext)
+    slow = described(name)
+    assert quick == slow
+    assert any("batch" in line for line in quick)
+
+
+def test_quickening_is_undone() -> None:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.sym_node import SymNode
+
+    watched = [(SymNode, "_mul"), (SymNode, "_eq"), (SymNode, "maybe_as_int"), (FunctionalTensor, "__new__")]
+    before = [owner.__dict__[name] for owner, name in watched]
+    with contextlib.suppress(RuntimeError), quickened():
+        assert all(owner.__dict__[name] is not b for (owner, name), b in zip(watched, before, strict=True))
+        raise RuntimeError
+    assert [owner.__dict__[name] for owner, name in watched] == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_it_was(enabled: bool) -> None:
+    try:
+        gc.enable() if enabled else gc.disable()
+        with contextlib.suppress(RuntimeError), uncollected():
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+class AloneOrNot(nn.Module):
+    """A batch of one takes another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == 1 else x + 1
+
+
+def test_a_model_that_treats_a_batch_of_one_apart_is_captured_apart() -> None:
+    compiled = fxround.compile(AloneOrNot(), "identity")
+    one, two, three = torch.rand(1, 3), torch.rand(2, 3), torch.rand(3, 3)
+    assert torch.equal(compiled(one), one * 2)
+    assert torch.equal(compiled(two), two + 1)
+    assert torch.equal(compiled(three), three + 1)
+    assert len(compiled._entries) == 1 and sum(map(len, compiled._entries.values())) == 2
+
+
+def test_the_doubled_example_is_given_up_before_it_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage of capture costs more than the first: it runs once."""
+    from torch._functorch import aot_autograd
+
+    calls = []
+    stage = aot_autograd.aot_export_joint_with_descriptors
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return stage(*args, **kwargs)
+
+    monkeypatch.setattr(aot_autograd, "aot_export_joint_with_descriptors", counted)
+    fxround.compile(AloneOrNot(), "identity").prepare(torch.rand(1, 3))
+    assert len(calls) == 1
