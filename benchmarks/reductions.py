@@ -1,10 +1,11 @@
 """How long reductions take, as a multiple of stock PyTorch in the same run.
 
-python -m benchmarks.reductions [--threads N]
+python -m benchmarks.reductions [--threads N ...] [--all]
 
-With one thread the clock is the thread's own processor time, which a busy machine does not stretch; with more it
-is the wall's. Sums and scatters are the operators alone; softmax and layer_norm are compiled modules, every
-operation of their formulas rounded.
+By default the works that have a goal, on one thread and on two; --all adds other orders, layouts, scans, scatters
+and accumulators. With one thread the clock is the thread's own processor time, which a busy machine does not
+stretch; with more it is the wall's. Sums and scatters are the operators alone; softmax and layer_norm are compiled
+modules, every operation of their formulas rounded.
 """
 
 from __future__ import annotations
@@ -70,19 +71,36 @@ def composites(module: torch.nn.Module, x: Tensor) -> Calls:
     return calls
 
 
-def works() -> Iterator[tuple[str, Calls]]:
-    """Name and calls of each row."""
+def goals() -> Iterator[tuple[str, str, Calls]]:
+    """Name, goal and calls of each row that has a goal."""
+    square, wide = torch.randn(4096, 4096), torch.randn(4096, 1024)
+    for where, dim in (("last", 1), ("first", 0)):
+        yield f"sum 4096x4096, {where}, lanes:16", "1.2, 3", sums(square, [dim], "lanes:16")
+    yield "sum of 1e7, exact", "6", sums(torch.randn(10**7), [0], "exact")
+    yield "softmax 4096x1024", "1.2, 3", composites(torch.nn.Softmax(-1), wide)
+    yield "layer_norm 4096x1024", "1.2, 3", composites(torch.nn.LayerNorm(1024), wide)
+
+
+def others() -> Iterator[tuple[str, str, Calls]]:
+    """The rows without a goal."""
     square, long = torch.randn(4096, 4096), torch.randn(10**7)
+    images = torch.randn(32, 64, 56, 56)
+    layouts: dict[str, tuple[Tensor, list[int]]] = {
+        "last": (square, [1]),
+        "first": (square, [0]),
+        "last, transposed": (square.t(), [1]),
+        "last, every second": (square[:, ::2], [1]),
+        "all, transposed": (square.t(), [0, 1]),
+    }
     for order in ("lanes:16", "sequential", "exact"):
-        yield f"sum 4096x4096, last, {order}", sums(square, [1], order)
-        yield f"sum 4096x4096, first, {order}", sums(square, [0], order)
-    for order in ("lanes:16", "exact"):
-        yield f"sum of 1e7, {order}", sums(long, [0], order)
-    yield "cumsum 4096x4096, last", scans(square)
-    yield "index_put of 1e5 rows of 64", scatters(10**4, 10**5, 64)
-    wide = torch.randn(4096, 1024)
-    yield "softmax 4096x1024", composites(torch.nn.Softmax(-1), wide)
-    yield "layer_norm 4096x1024", composites(torch.nn.LayerNorm(1024), wide)
+        for name, (x, dims) in layouts.items():
+            if order != "lanes:16" or name not in ("last", "first"):
+                yield f"sum 4096x4096, {name}, {order}", "", sums(x, dims, order)
+        yield f"sum 32x64x56x56 but channels, {order}", "", sums(images, [0, 2, 3], order)
+    yield "sum of 1e7, lanes:16", "", sums(long, [0], "lanes:16")
+    yield "sum of 1e7 over 200 binades, exact", "", sums(long * torch.exp2(long * 30), [0], "exact")
+    yield "cumsum 4096x4096, last", "", scans(square)
+    yield "index_put of 1e5 rows of 64", "", scatters(10**4, 10**5, 64)
 
 
 def processor_medians(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -99,20 +117,31 @@ def processor_medians(calls: Mapping[str, Callable[[], object]]) -> dict[str, fl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
+    """Print a table for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--all", action="store_true")
     options = parser.parse_args(arguments or [])
-    torch.set_num_threads(options.threads)
-    measure = processor_medians if options.threads == 1 else medians
+    before = torch.get_num_threads()
+    try:
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            report(options.all)
+    finally:
+        torch.set_num_threads(before)
+
+
+def report(everything: bool) -> None:
+    """Print the table for the present number of threads."""
+    measure = processor_medians if torch.get_num_threads() == 1 else medians
     print(header(("fxround", "torch")))
-    rows = []
+    columns, rows = list(ACCUMULATORS) if everything else ["nearest", "SR"], []
     with torch.no_grad():
-        for name, calls in works():
-            seconds = measure(calls)
-            ratios = [f"{seconds[c] / seconds[STOCK]:.2f}" if c in seconds else "" for c in ACCUMULATORS]
-            rows.append([name, f"{seconds[STOCK] * 1e3:.2f}", *ratios])
-    print(table(["time / torch", "torch, ms", *ACCUMULATORS], rows))
+        for name, goal, calls in (*goals(), *(others() if everything else ())):
+            seconds = measure({c: call for c, call in calls.items() if c in (STOCK, *columns)})
+            ratios = [f"{seconds[c] / seconds[STOCK]:.2f}" if c in seconds else "" for c in columns]
+            rows.append([name, f"{seconds[STOCK] * 1e3:.2f}", *ratios, goal])
+    print(table(["time / torch", "torch, ms", *columns, "goal"], rows), flush=True)
 
 
 if __name__ == "__main__":
