@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.analysis.localize import NothingFails, localize
+from fxround.analysis.masks import Masked
+from fxround.analysis.remedy import remaining
 
 
 class Block(nn.Module):
@@ -38,6 +40,11 @@ X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 def close(reference: Tensor) -> Callable[[Any], bool]:
     return lambda y: bool((y - reference).abs().max() < 1e-5)
+
+
+SMALL = network(2, blocks=4)
+CLOSE_TO = fxround.compile(SMALL, "reproducible")(X)
+CLOSE = close(CLOSE_TO)
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +219,39 @@ def test_cramers_rule_loses_its_bits_in_products_before_a_difference() -> None:
     assert all(s.amplifier.startswith("aten.sub.Tensor") and s.cancelled >= 20 for s in sites)
 
 
+# ---- and what to do about it ----
+
+
+@pytest.mark.parametrize("policy", ["stochastic", "binary16"])
+def test_a_remedy_is_a_policy_under_which_the_check_passes(policy: str) -> None:
+    if policy == "stochastic":
+        model, inputs, options = SMALL, X, {"check": CLOSE}
+    else:
+        model, inputs, options = NaiveLogSumExp(), torch.full((4,), 12.0), {"check": finite}
+    found = localize(model, inputs, policy=policy, **options)
+    assert found.remedied and "With report.remedy, a policy that rounds what is to blame as reproducible does" in str(
+        found
+    )
+    cured = fxround.compile(model, found.remedy, fuse=False)
+    assert all(options["check"](cured.reseed(0, sample=i)(inputs)) for i in range(5))
+    masked = Masked(model, policy, inputs)
+    on = remaining(masked, fxround.Policy.parse(found.remedy))
+    assert set(on) <= set(found.passing)
+    assert torch.equal(masked.run(on, sample=3), cured.reseed(0, sample=3)(inputs))
+
+
+def test_weights_are_given_back_by_their_role() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1 + 2.0**-9)
+    found = localize(model, torch.ones(2, 4), min_bits=11, policy="bfloat16")
+    assert {(rule.get("role"), rule["rounding"]) for rule in found.remedy["rules"] if not rule.get("operator")} >= {
+        ("weight", "identity")
+    }
+    assert found.remedied
+
+
 # ---- again, and on ----
-
-
-SMALL = network(2, blocks=4)
-CLOSE_TO = fxround.compile(SMALL, "reproducible")(X)
-CLOSE = close(CLOSE_TO)
 
 
 def _names(found: Any) -> list[str]:
@@ -259,7 +293,7 @@ def test_an_interrupted_search_reports_and_goes_on_where_it_was(tmp_path: Path) 
     stopped = localize(SMALL, X, Impatient(CLOSE, 15), cache=tmp_path)
     assert stopped.ended == "interrupted" and stopped.executed == 14 and not stopped.passing
     assert set(_names(whole)) <= set(stopped.narrowed) and len(stopped.narrowed) < stopped.sites
-    assert f"Interrupted: a further set is to be found among {len(stopped.narrowed)} of" in str(stopped)
+    assert f"Interrupted: a further set is to be found among {len(stopped.narrowed)} of 20 sites, in " in str(stopped)
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text() + '{"on": "3', encoding="utf-8")  # a line that the interruption cut off
     resumed = localize(SMALL, X, Impatient(CLOSE, 0), cache=tmp_path)

@@ -23,7 +23,6 @@ def hashes(value: Any) -> list[str]:
     "name, policy",
     [
         ("digits_cnn", "stochastic"),
-        ("digits_cnn", "bfloat16"),
     ],
 )
 def test_all_on_is_the_policy_and_all_off_the_quiet_one(name: str, policy: str) -> None:

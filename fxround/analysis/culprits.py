@@ -10,6 +10,7 @@ is left when all are taken away passes. A search that was interrupted says so, a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -58,11 +59,12 @@ class Culprits:
 class LocalizeReport:
     """What ``fxround.localize`` found.
 
-    sets: disjoint minimal failing sets. passing: the names of the sites that pass all together (empty if not ended
-    complete). ended: "complete" when all the rest passes, "limit" after so many sets, "interrupted" by Ctrl-C.
-    narrowed: the sites among which the next set is, if the search had not come to its end. executed, recalled: runs
-    of the model, and verdicts read from the cache. failing, passed: different sets of sites that were seen to fail
-    and to pass.
+    sets: disjoint minimal failing sets. ended: "complete" when all the rest passes, "limit" after so many sets,
+    "interrupted" by Ctrl-C. passing: the names of the sites that pass all together, of a complete search. narrowed,
+    within: of another, the sites and modules among which the next set is. remedy: of a complete search, a policy (for
+    ``fxround.compile``) that rounds what is to blame as the quiet one does; remedied: whether the check passes with it.
+    executed, recalled: runs of the model, and verdicts read from the cache. failing, passed: different sets of sites
+    that were seen to fail and to pass. random: whether samples may differ.
     """
 
     model: str
@@ -76,12 +78,15 @@ class LocalizeReport:
     sets: tuple[Culprits, ...]
     passing: tuple[str, ...]
     narrowed: tuple[str, ...]
+    within: tuple[str, ...]
     executed: int
     recalled: int
     failing: int
     passed: int
     ended: Literal["complete", "limit", "interrupted"]
     random: bool
+    remedy: dict[str, Any] | None = None
+    remedied: bool = False
 
     @property
     def overlooked(self) -> float:
@@ -131,11 +136,6 @@ class LocalizeReport:
         return "\n".join([head, *map(_lines, culprits.sites)])
 
     def _note(self) -> str:
-        left = (
-            f"The other {len(self.passing)} of {self.sites} sites pass, all of them on."
-            if self.ended == "complete"
-            else f"{_ENDED[self.ended]}: a further set is to be found among {len(self.narrowed)} of {self.sites} sites."
-        )
         work = f"{self.executed} runs{f' and {self.recalled} from the cache' if self.recalled else ''}"
         doubt = (
             f" A set that fails in {100 * self.overlooked:.0f} % of samples is seen to fail in {self.runs} runs with"
@@ -143,7 +143,20 @@ class LocalizeReport:
             if self.random
             else ""
         )
-        return f"{left} {work} (2^{self.sites} sets are possible).{doubt}"
+        return "\n".join([*self._rest(), f"{work} (2^{self.sites} sets are possible).{doubt}"])
+
+    def _rest(self) -> Iterator[str]:
+        if self.ended == "complete":
+            yield f"The other {len(self.passing)} of {self.sites} sites pass, all of them on."
+        else:
+            modules = ", ".join(path or "(root)" for path in self.within[:8]) + (
+                ", ..." if len(self.within) > 8 else ""
+            )
+            among = f"among {len(self.narrowed)} of {self.sites} sites, in {modules}"
+            yield f"{_ENDED[self.ended]}: a further set is to be found {among}."
+        if self.remedy is not None:
+            answer = "passes" if self.remedied else "still fails"
+            yield f"With report.remedy, a policy that rounds what is to blame as {self.quiet} does, the check {answer}."
 
 
 def _runs(count: int) -> str:

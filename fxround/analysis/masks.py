@@ -35,7 +35,7 @@ from fxround.compiler import PolicyLike, compile
 from fxround.graph import PORT, Captured, Port, Site, located, operator_name
 from fxround.hashing import hash
 from fxround.ops import rule_of
-from fxround.policy import Policy
+from fxround.policy import Assignment, Policy
 
 QUIET: Final = "reproducible"
 MEMORY: Final = 2**30
@@ -83,6 +83,11 @@ class Masked:
     def place(self, name: str) -> Site | None:
         """What the loud policy's lowering says of a captured node; None for what yields no floating point."""
         return self._on[name].site
+
+    def quiet_assignment(self, name: str) -> Assignment | None:
+        """What the quiet policy says of a captured node, if it says anything."""
+        place = self._off[name].site
+        return place.assignment if place is not None else None
 
     @property
     def output(self) -> fx.Node:

@@ -23,8 +23,10 @@ from torch import fx
 from fxround.analysis.bisection import Branches, Units, disjoint, halves, minimal
 from fxround.analysis.cancellation import Cancellation, cancelled
 from fxround.analysis.culprits import Blame, Culprits, Level, LocalizeReport
+from fxround.analysis.remedy import remaining, remedy
 from fxround.analysis.verdicts import Ranges, Verdicts
 from fxround.graph import located
+from fxround.policy import Policy
 from fxround.refusals import innermost
 
 CONTEXT: Final = 2
@@ -48,6 +50,8 @@ class Search:
         self.found: list[Culprits] = []
         self.rest: Units = tuple(self.masked.sites)
         self.narrowed: Units = self.rest
+        self.remedy: Policy | None = None
+        self.remedied = False
         shown = sys.stderr.isatty() if progress is None else progress
         self._say = (_print if shown is True else shown) or (lambda text: None)
         verdicts.told = self._told
@@ -60,6 +64,8 @@ class Search:
         try:
             self._begin()
             ended = self._all()
+            if ended == "complete":
+                self._remedy()
         except KeyboardInterrupt:
             self._say(f"interrupted after {self.verdicts.executed} runs")
         verdicts, masked = self.verdicts, self.masked
@@ -71,16 +77,19 @@ class Search:
             seed=verdicts.seed,
             runs=verdicts.runs,
             sites=len(masked.sites),
-            modules=len({place.path for place in masked.sites.values()}),
+            modules=len(self._modules(tuple(masked.sites))),
             sets=tuple(self.found),
             passing=self.rest if ended == "complete" else (),
             narrowed=self.narrowed if ended != "complete" else (),
+            within=self._modules(self.narrowed) if ended != "complete" else (),
             executed=verdicts.executed,
             recalled=verdicts.recalled,
             failing=len(verdicts.failing),
             passed=len(verdicts.passing),
             ended=ended,
             random=masked.random,
+            remedy=self.remedy.to_dict() if self.remedy else None,
+            remedied=self.remedied,
         )
 
     def _begin(self) -> None:
@@ -111,6 +120,14 @@ class Search:
             if len(self.found) == self.limit:
                 return "limit" if self.rest and self._fails(self.rest) else "complete"
         return "complete"
+
+    def _remedy(self) -> None:
+        cured = remedy(self.masked, (site.node for culprits in self.found for site in culprits.sites))
+        self.remedied = not self.verdicts.fails(remaining(self.masked, cured))
+        self.remedy = cured
+
+    def _modules(self, sites: Units) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.masked.sites[name].path for name in sites))
 
     def _fails(self, on: Units) -> bool:
         failed = self.verdicts.fails(on)
@@ -149,7 +166,7 @@ class Search:
         elements = self._elements(sites) if self.level == "elements" else {}
         return Culprits(
             sites=tuple(self._blame(name, elements.get(name)) for name in sites),
-            modules=tuple(dict.fromkeys(self.masked.sites[name].path for name in sites)),
+            modules=self._modules(sites),
             failures=self.verdicts.failures(sites, elements),
         )
 
