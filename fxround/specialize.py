@@ -21,9 +21,9 @@ from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
-from fxround.numerics.scalar import Expr, Function, Type, bits, const, from_bits, narrow, param, select, substitute
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, fma, from_bits, narrow, param, select, substitute
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
-from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step
+from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
 from fxround.program import Program, Statement
 
 
@@ -370,5 +370,8 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     else:
         # Binary32 factors held in binary64 have an exact product.
         operator = "fma_exact" if accumulator == "f64" and narrow_factors else "fma"
-        value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
+        if step.mode.jitter and step != how.step and step.format.precision == 24:
+            value = up_or_down(fma(a, b, acc), step.format.precision, random)
+        else:
+            value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
     return Function("step", (a, b, acc, random), (value,))

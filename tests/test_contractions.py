@@ -19,7 +19,11 @@ from torch import Tensor
 import fxround  # noqa: F401  registers the operators
 from fxround.kernel import Contract
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.rounding import round_expr
+from fxround.numerics.scalar import Function, param
+from fxround.numerics.truncation import up_or_down
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.contractions import Right, run_contract
@@ -243,3 +247,25 @@ def test_convolutions_are_products_of_their_windows(
     got = OPS.convolution(x, w, *geometry, accumulate, RNE, rng, 5)
     left, right = windows(x, w, stride, padding, dilation, groups)
     same(got.reshape(-1), OPS.matmul(left, right, accumulate, RNE, rng, 5).reshape(-1))
+
+
+def test_up_or_down_equals_the_general_rounding() -> None:
+    """Every binade that a chain can reach, midpoints and their neighbours, zero, infinities and NaN."""
+    x, random = param("x", "f64"), param("random", "u32")
+    wide = Rounding(
+        FORMATS["binary32"].with_range_of(FORMATS["binary64"]), Rounding.parse("binary32/up_down").mode, "inf"
+    )
+    quick = Function("quick", (x, random), (up_or_down(x, 24, random),))
+    general = Function("general", (x, random), (round_expr(x, wide, random, any_nan=True),))
+    rng = np.random.default_rng(1)
+    exponents = rng.integers(-900, 900, 20_000)
+    kept, lost = (
+        rng.integers(2**23, 2**24, 20_000),
+        rng.choice([0, 1, 2**27, 2**28 - 1, 2**28, 2**28 + 1, 2**29 - 1], 20_000),
+    )
+    kept[::7], kept[1::7] = 2**23, 2**24 - 1
+    t = np.ldexp((kept * 2**29 + lost).astype(np.float64), exponents - 52) * rng.choice([1, -1], 20_000)
+    t[:4] = 0.0, math.inf, -math.inf, math.nan
+    bits = rng.integers(0, 2**32, 20_000, dtype=np.uint32)
+    got, want = quick.evaluate(t, bits)[0], general.evaluate(t, bits)[0]
+    assert np.array_equal(got.view(np.uint64), want.view(np.uint64))

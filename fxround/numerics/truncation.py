@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import Expr, bits, fma, from_bits, rarely, select, widen
+from fxround.numerics.scalar import Expr, bits, const, fma, from_bits, rarely, select, widen
 
 Direction = Literal["nearest", "zero", "up", "down"]
 _DIRECTIONS: Final[dict[str, Direction]] = {
@@ -78,3 +78,26 @@ def _is_exact(a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:
     """
     product, total, addend = widen(a) * widen(b), widen(cut), widen(acc)
     return (total - addend).equals(product) & (total - product).equals(addend)
+
+
+def up_or_down(t: Expr, precision: int, random: Expr) -> Expr:
+    """up_down of a binary64 value to ``precision`` bits with binary64's exponents, far from their ends.
+
+    t: zero, not finite, or of a magnitude from 2^-900 to 2^900. Sums of a chain of up to 2^30 steps over binary32
+    factors are, if precision is 24: a step moves a sum by a part 2^-22 of it at most, hence products of less than 2^256
+    give less than 2^(256 + 30) e^(2^8) < 2^656. Products are multiples of 2^-298, so that a sum is below 2^-323 only by
+    such steps.
+
+    With c the power of two 2^drop above t's own, t + c is rounded to nearest even at the last bit that is kept, and
+    what is left without c is exact.
+    """
+    carrier = CARRIERS["f64"]
+    drop = carrier.format.precision - precision
+    power = from_bits(bits(t) & (1 << 64) - (1 << carrier.trailing))
+    shifted = fma(power, 2.0**drop, t)
+    kept = bits(fma(power, -(2.0**drop), shifted))
+    coin = widen(random & (1 << 31))
+    # Twice the unit, or nothing.
+    moved = (kept - (1 << drop)) + (coin >> 30 - drop if drop < 31 else coin << drop - 30)
+    ordinary = (bits(t) & (1 << 63) - 1) - 1 < const("u64", carrier.infinity - 1)
+    return from_bits(select(ordinary, moved, bits(t)))

@@ -32,6 +32,8 @@ from fxround.runtime.threads import split
 _CONTRACT: Final = signature(14, 8)
 # A thread is worth waking for this many steps.
 _ENOUGH: Final = 1 << 15
+# See numerics.truncation.up_or_down.
+_LONGEST: Final = 1 << 30
 # Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
 _BLOCK: Final = 192
 _CHUNK_BYTES: Final = 1 << 20

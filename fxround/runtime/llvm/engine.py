@@ -49,17 +49,22 @@ def instruction_sets() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a loop nest may want to know of an instruction set: how wide, and how many, its registers are."""
+    """What a loop nest may want to know of an instruction set: how wide, and how many, its registers are.
+
+    wide_products: whether it multiplies 52-bit integers.
+    """
 
     vector_bytes: int
     registers: int
+    wide_products: bool = False
 
 
 @cache
 def machine_of(isa: str) -> Machine:
     """The registers of a named instruction set; of the widest one for ``host``."""
     name = next((n for n in instruction_sets() if n != "host"), "sse2") if isa == "host" else isa
-    return {"avx512": Machine(64, 32), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
+    wide_products = isa == "host" and name == "avx512" and llvm.get_host_cpu_features().get("avx512ifma", False)
+    return {"avx512": Machine(64, 32, wide_products), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
 
 
 def _target(isa: str) -> tuple[str, str]:

@@ -33,6 +33,8 @@ SCALARS: Final = MappingProxyType(
 )
 
 Emit = Callable[[ir.IRBuilder, list[Any], Any], Any]
+# Several operators at once: the value of a node, or None where there is nothing better than the table.
+Fusion = Callable[[Expr, ir.IRBuilder, dict[Expr, Any]], Any]
 
 
 def llvm_type(type: Type, lanes: int) -> Any:
@@ -115,17 +117,21 @@ TABLE: Final[dict[str, Emit]] = {
 }
 
 
-def emit(function: Function, b: ir.IRBuilder, args: Sequence[Any], lanes: int) -> tuple[Any, ...]:
+def emit(
+    function: Function, b: ir.IRBuilder, args: Sequence[Any], lanes: int, fuse: Fusion | None = None
+) -> tuple[Any, ...]:
     """Append the function's operators to the builder's block; its parameters are ``args``.
+
+    fuse: gives a node's value by other means than the table's, or None.
 
     What only the rare side of a ``rarely`` needs is put in a block that is skipped unless some lane wants it.
     """
     env: dict[Expr, Any] = dict(zip(function.params, args, strict=True))
-    _emit(function.results, b, env, lanes)
+    _emit(function.results, b, env, lanes, fuse)
     return tuple(env[r] for r in function.results)
 
 
-def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> None:
+def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, fuse: Fusion | None) -> None:
     order = _needed(roots, env)
     always = set(order)
     for node in order:
@@ -135,7 +141,11 @@ def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: i
             env[node] = constant(node, lanes)
             continue
         if node.op == "rarely" and node.args[1] not in always:
-            env[node] = _branch(node, b, env, lanes, always)
+            env[node] = _branch(node, b, env, lanes, always, fuse)
+            continue
+        fused = fuse(node, b, env) if fuse else None
+        if fused is not None:
+            env[node] = fused
             continue
         env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
 
@@ -157,10 +167,12 @@ def _needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
     return list(order)
 
 
-def _branch(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, always: set[Expr]) -> Any:
+def _branch(
+    node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, always: set[Expr], fuse: Fusion | None
+) -> Any:
     condition, rare, common = node.args
     # What both sides need must dominate both.
-    _emit([n for n in _needed([rare], env) if n in always], b, env, lanes)
+    _emit([n for n in _needed([rare], env) if n in always], b, env, lanes, fuse)
     wanted = env[condition]
     if lanes > 1:
         whole = ir.IntType(lanes)
@@ -168,7 +180,7 @@ def _branch(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, alway
     before = b.block
     with b.if_then(wanted, likely=False):
         inner = dict(env)
-        _emit([rare], b, inner, lanes)
+        _emit([rare], b, inner, lanes, fuse)
         chosen = b.select(inner[condition], inner[rare], inner[common])
         inside = b.block
     merged = b.phi(llvm_type(node.type, lanes))

@@ -22,6 +22,7 @@ from fxround.kernel import Contract
 from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.scalar import WIDTH, Expr, Function
 from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.loops import (
     I32,
     I64,
@@ -51,6 +52,7 @@ class ContractVariant:
     vectors: int
     rows: tuple[int, ...]
     pitch: int
+    machine: Machine
 
     @property
     def width(self) -> int:
@@ -70,7 +72,7 @@ class ContractVariant:
     @property
     def digest(self) -> str:
         """The key of its compiled code."""
-        return f"{self.kernel.digest}:{self.lanes}x{self.vectors}x{self.rows}:{self.pitch}"
+        return f"{self.kernel.digest}:{self.lanes}x{self.vectors}x{self.rows}:{self.pitch}:{self.machine}"
 
     @property
     def parked_bytes(self) -> int:
@@ -91,12 +93,12 @@ def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
     pitch = -(-block // 16) * 16 + 16
     work = _usual(kernel.step)
     if work < 3:
-        return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1), pitch)
+        return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1), pitch, machine)
     if kernel.accumulator == "f32":
-        return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch)
-    if work < 12:
-        return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch)
-    return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch)
+        return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch, machine)
+    if work < 20:
+        return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch, machine)
+    return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch, machine)
 
 
 def _usual(step: Function) -> int:
@@ -142,6 +144,7 @@ class Item:
         self.accs = at(b, self.panel, b.mul(a["block"], I64(variant.width)), self.value)
         parked = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
         self.states = at(b, self.accs, parked, self.value)
+        self.fuse = fusions_for(variant.machine, variant.lanes)
         self.directed = self.kernel.direction != "nearest"
         self.bad = scratch(b, I32, 1)
         b.store(I32(0), self.bad)
@@ -221,7 +224,8 @@ class Item:
         bits: Any = literal("u32", 0, self.lanes)
         if self.kernel.draws:
             bits, values[count + place] = advance(self.b, values[count + place], self.lanes, True)
-        (values[place],) = emit(self.kernel.step, self.b, [left, right, values[place], bits], self.lanes)
+        operands = [left, right, values[place], bits]
+        (values[place],) = emit(self.kernel.step, self.b, operands, self.lanes, self.fuse)
 
     def _combine(self, places: list[tuple[Any, int]], carried: Carried, block: Block) -> None:
         """total = combine(total, acc): the parked values are totals, and every block is a chunk."""
