@@ -129,7 +129,7 @@ done:
 def scratch_megabytes(accumulate: str) -> float:
     """What one thread packs into for a long contraction."""
     kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse(STORE), ("f32", "f32"), "f32")
-    return scratch_of(kernel, 1, 4096, 4096, 4096) / 1e6
+    return scratch_of(kernel, 4096, 4096, 4096) / 1e6
 
 
 def main() -> None:

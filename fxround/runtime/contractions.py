@@ -12,22 +12,26 @@ Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fxround.kernel import Contract
-from fxround.runtime import buffers
-from fxround.runtime.compiled import current_machine, native, signature
+from fxround.numerics.storage import Storage
+from fxround.runtime import texts
+from fxround.runtime.compiled import current_instruction_set, native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.llvm.contract import build_contract
+from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.threads import split
+from fxround.specialize import contract_kernel
 
 _CONTRACT: Final = signature(14, 8)
 # A thread is worth waking for this many steps.
@@ -63,6 +67,61 @@ class Right:
         return Right(b, b.shape[0], step, offsets(b.shape[1], k), offsets(b.shape[2], n))
 
 
+@lru_cache(maxsize=1024)
+def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], result: Storage) -> Contract:
+    """The kernel of a graph argument's texts."""
+    return contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, result)
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A variant, compiled, for operands of one shape: its sizes, and the scratch that a call needs."""
+
+    run: Callable[..., None]
+    sizes: tuple[int, ...]
+    scratch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How operands of one shape are contracted: the work's items, and code that does them.
+
+    quick: code whose results may not count; ``general`` then does the item again.
+    """
+
+    general: Callable[[], _Code]
+    quick: _Code | None
+    items: int
+    enough: int
+
+    @staticmethod
+    def of(kernel: Contract, batch: int, rows: int, columns: int, length: int, groups: int) -> Plan:
+        """The plan on this machine, for the present number of threads."""
+        return _plan(kernel, current_instruction_set(), torch.get_num_threads(), batch, rows, columns, length, groups)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    kernel: Contract, isa: str, threads: int, batch: int, rows: int, columns: int, length: int, groups: int
+) -> Plan:
+    block = kernel.chunk or min(max(length, 1), _BLOCK)
+    machine = machine_of(isa)
+    general = tile_for(kernel, machine, max(block, _BLOCK))
+    quick = quick_for(kernel, machine)
+    first = general if quick is None else tile_for(quick, machine, max(block, _BLOCK))
+    chunk, wide = _cut(general, first, batch, rows, columns, threads)
+
+    def code(variant: ContractVariant) -> _Code:
+        run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
+        panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
+        sizes = (rows, columns, length, panels, chunk, panels_wide, block, groups)
+        return _Code(run, sizes, variant.scratch_bytes(chunk, panels_wide, block))
+
+    items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
+    enough = max(1, _ENOUGH // max(1, chunk * wide * length))
+    return Plan(cache(lambda: code(general)), None if quick is None else code(first), items, enough)
+
+
 def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
     """a: (g, rows, length) of any strides. Returns (batch, rows, columns).
 
@@ -73,47 +132,48 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if right.k_offsets.numel() != length or g != (groups or batch):
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    result = buffers.empty((batch, rows, columns), dtype_of(kernel.result))
+    if length > _LONGEST:
+        raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
+    result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    block = kernel.chunk or min(max(length, 1), _BLOCK)
-    machine = current_machine()
-    general = tile_for(kernel, machine, max(block, _BLOCK))
-    quick = quick_for(kernel, machine)
-    first = general if quick is None else tile_for(quick, machine, max(block, _BLOCK))
-    chunk, wide = _cut(general, first, batch, rows, columns)
+    plan = Plan.of(kernel, batch, rows, columns, length, groups)
     tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
-    pointers = tuple(ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    rest = (*a.stride(), right.step, *(t.data_ptr() for t in tensors))
     key = draw.key()
 
-    def calls(variant: ContractVariant) -> Callable[[int, int], bool]:
-        """Run items begin ... end by this variant; whether the results count."""
-        run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
-        panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
-        sizes = (rows, columns, length, panels, chunk, panels_wide, block, groups, *a.stride(), right.step)
-
-        def call(begin: int, end: int) -> bool:
-            scratch = torch.empty(variant.scratch_bytes(chunk, panels_wide, block), dtype=torch.uint8)
-            flags = ctypes.c_int32(0)
-            run(begin, end, *sizes, *pointers, ctypes.c_void_p(scratch.data_ptr()), key, ctypes.byref(flags))
-            return flags.value == 0
-
-        return call
+    def count(code: _Code, begin: int, end: int) -> bool:
+        """Do items begin ... end; whether the results count."""
+        flags = ctypes.c_int32(0)
+        code.run(begin, end, *code.sizes, *rest, _scratch(code.scratch), key, ctypes.byref(flags))
+        return flags.value == 0
 
     def work(begin: int, end: int) -> None:
-        if quick is None:
-            calls(general)(begin, end)
-            return
-        for item in range(begin, end):
-            if not calls(first)(item, item + 1):
-                calls(general)(item, item + 1)
+        if plan.quick is None:
+            count(plan.general(), begin, end)
+        elif not count(plan.quick, begin, end):
+            for item in range(begin, end):
+                if begin + 1 == end or not count(plan.quick, item, item + 1):
+                    count(plan.general(), item, item + 1)
 
-    items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
-    split(work, items, max(1, _ENOUGH // max(1, chunk * wide * length)))
+    split(work, plan.items, plan.enough)
     return result
 
 
-def _cut(general: ContractVariant, first: ContractVariant, batch: int, rows: int, columns: int) -> tuple[int, int]:
+_KEPT: Final = threading.local()
+
+
+def _scratch(size: int) -> int:
+    """The address of this thread's scratch, at least ``size`` bytes that belong to it until it asks again."""
+    kept: Tensor | None = getattr(_KEPT, "scratch", None)
+    if kept is None or kept.numel() < size:
+        kept = _KEPT.scratch = torch.empty(size, dtype=torch.uint8)
+    return kept.data_ptr()
+
+
+def _cut(
+    general: ContractVariant, first: ContractVariant, batch: int, rows: int, columns: int, threads: int
+) -> tuple[int, int]:
     """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
 
     Both variants work on the same items: an item's columns are whole panels of either.
@@ -123,7 +183,6 @@ def _cut(general: ContractVariant, first: ContractVariant, batch: int, rows: int
     unit = max(general.width, first.width)
     panels = _ceiling(columns, unit)
     widest = max(1, _PARKED_BYTES // (chunk * unit * general.parked_bytes))
-    threads = torch.get_num_threads()
     if threads > 1:
         share = batch * _ceiling(rows, chunk)
         widest = min(widest, max(1, panels * share // (2 * threads)))
@@ -140,9 +199,7 @@ def _ceiling(n: int, parts: int) -> int:
     return -(-n // parts)
 
 
-def scratch_of(kernel: Contract, batch: int, rows: int, columns: int, length: int) -> int:
-    """Bytes that one thread packs and parks in."""
-    block = kernel.chunk or min(max(length, 1), _BLOCK)
-    variant = tile_for(kernel, current_machine(), max(block, _BLOCK))
-    chunk, wide = _cut(variant, variant, batch, rows, columns)
-    return variant.scratch_bytes(chunk, wide // variant.width, block)
+def scratch_of(kernel: Contract, rows: int, columns: int, length: int) -> int:
+    """Bytes that one thread packs and parks in for a product of matrices."""
+    plan = Plan.of(kernel, 1, rows, columns, length, 1)
+    return (plan.quick or plan.general()).scratch

@@ -26,10 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxround.runtime import texts
-from fxround.runtime.contractions import Right, offsets, run_contract
+from fxround.runtime.contractions import Right, contract_of, offsets, run_contract
 from fxround.runtime.execute import Draw, storage_of
-from fxround.specialize import contract_kernel
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def convolution(
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     size = geometry.output_size(x, w)
     loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-    kernel = contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, loads[1])
+    kernel = contract_of(accumulate, rounding, loads, loads[1])
     x, w = x.detach(), w.detach()
     if transposed:
         x, w, geometry = transposed_as_plain(x, w, geometry)
@@ -220,7 +218,7 @@ def weight_gradient(
     # Backwards, a transposed convolution is a plain one: input and gradient exchange their parts.
     small, image = (x, grad) if transposed else (grad, x)
     loads = (storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input"))
-    kernel = contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, loads[1])
+    kernel = contract_of(accumulate, rounding, loads, loads[1])
     found = windows_of(image.detach(), weight_size[2:], Geometry(stride, padding, dilation, False, [], groups))
     pixels = small.shape[2:].numel()
     k = _sums([found.images, found.pixels[:pixels]])

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
-from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.contractions import Right, contract_of, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
 from fxround.runtime.execute import Draw, dtype_of, run_fused, run_map, storage_of
-from fxround.specialize import contract_kernel
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -63,10 +62,11 @@ def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, no
     _check_matmul(a, b)
     draw = Draw.of(rng, node)
     loads = (storage_of(a, "matmul's first operand"), storage_of(b, "matmul's second operand"))
-    kernel = contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, loads[0])
+    kernel = contract_of(accumulate, rounding, loads, loads[0])
     if a.dim() == 3:
         return run_contract(kernel, a.detach(), Right.matrices(b.detach()), 0, draw)
-    return run_contract(kernel, a.detach()[None], Right.matrices(b.detach()[None]), 1, draw)[0]
+    left, right = a.detach().unsqueeze(0), Right.matrices(b.detach().unsqueeze(0))
+    return run_contract(kernel, left, right, 1, draw).squeeze(0)
 
 
 def _check_matmul(a: Tensor, b: Tensor) -> None:

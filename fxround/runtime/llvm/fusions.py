@@ -4,7 +4,8 @@ What is true here. Two idioms of rounding are recognized: a sum with the high bi
 whether a binary64 value is finite and not zero, to be left as it is otherwise.
 
 Why it is safe. Each instruction is defined as exactly these integer operators: ``vpmadd52huq`` adds bits 52 and up
-of a product of 52-bit factors, so that a factor 2^(52-n) shifts right by n; ``vfixupimmpd`` answers by the class of a value.
+of a product of 52-bit factors, so that a factor 2^(52-n) shifts right by n; ``vfixupimmpd`` answers by a
+value's class.
 
     before   vpsrlq $3; vpaddq
     after    vpmadd52huq
