@@ -10,7 +10,7 @@ has, its subnormals included, makes the later rounding to toward_zero, toward_po
 the exact value (Boldo and Melquiond 2008), and conversely. So the to-odd result must lie strictly in the same open
 cell as f(x), or be f(x) where that is exact. ``--each`` runs the three directed kernels besides.
 
-How. In blocks of 2^16 encodings: the filter of ``reference`` settles a block's values in a few passes of integers.
+How. In blocks of 2^15 encodings: the filter of ``reference`` settles a block's values in a few passes of integers.
 Where a monotone function has the same cell at both ends of a block, the whole block has it; a function of
 parity is compared for x >= 0, and f(-x) = +-f(x) of the kernels' results. What none of this settles, or disagrees, goes
 to ``reference.settle`` and so to MPFR.
@@ -58,7 +58,8 @@ from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 
-BLOCK_BITS: Final = 16
+BLOCK_BITS: Final = 15
+CHUNK_BITS: Final = 19
 UNIT_BITS: Final = 24
 UNITS: Final = 1 << (31 - UNIT_BITS)
 """A unit is 2^24 encodings of non-negative numbers, and their negatives."""
@@ -95,8 +96,8 @@ class Results:
         self.seconds += other.seconds
         for mode, count in other.mismatches.items():
             self.mismatches[mode] += count
-        self.examples = [*self.examples, *other.examples][:EXAMPLES]
-        self.hardest = heapq.nsmallest(HARDEST, [*map(tuple, self.hardest), *map(tuple, other.hardest)])
+        self.examples = [*self.examples, *((mode, x) for mode, x in other.examples)][:EXAMPLES]
+        self.hardest = heapq.nsmallest(HARDEST, [*self.hardest, *((d, x) for d, x in other.hardest)])
 
 
 def _signed(value: F64) -> I64:
@@ -145,13 +146,13 @@ class Check:
         """2^24 encodings and their negatives."""
         self.bounded = False
         self.results, began = Results(), time.process_time()
-        for start in range(number << UNIT_BITS, (number + 1) << UNIT_BITS, 1 << BLOCK_BITS):
-            self._block(start)
+        for start in range(number << UNIT_BITS, (number + 1) << UNIT_BITS, 1 << CHUNK_BITS):
+            self._chunk(start)
         self.results.seconds = time.process_time() - began
         return self.results
 
-    def _block(self, start: int) -> None:
-        codes = torch.arange(start, start + (1 << BLOCK_BITS), dtype=torch.int32)
+    def _chunk(self, start: int) -> None:
+        codes = torch.arange(start, start + (1 << CHUNK_BITS), dtype=torch.int32)
         results = []
         for sign in (0, -(1 << 31)):
             x = (codes | sign).view(torch.float32)
@@ -159,11 +160,23 @@ class Check:
             self.results.inputs += len(x)
             if self.each:
                 self._directed(x)
-        (x, nearest, sticky), (_, other, other_sticky) = results
-        self._compare(x, nearest, sticky)
+        (_, nearest, sticky), (_, other, other_sticky) = results
         parity = self.function.parity
-        if not (parity and same(other, nearest * parity).all() and same(other_sticky, sticky * parity).all()):
-            self._compare(*results[1])
+        if parity and same(other, nearest * parity).all() and same(other_sticky, sticky * parity).all():
+            del results[1]
+        for chunk in results:
+            if not self._constant(*chunk):
+                for block in zip(*(np.split(part, 1 << (CHUNK_BITS - BLOCK_BITS)) for part in chunk), strict=True):
+                    self._constant(*block) or self._compare(*block)
+
+    def inputs(self, x: torch.Tensor) -> Results:
+        """Any binary32 numbers."""
+        self.results, began = Results(inputs=x.numel()), time.process_time()
+        self.bounded = False
+        for part in x.split(1 << BLOCK_BITS):
+            self._compare(part.numpy(), self._nearest(part), self._sticky(part))
+        self.results.seconds = time.process_time() - began
+        return self.results
 
     def _nearest(self, x: torch.Tensor) -> Any:
         return run(self.name, x, "binary32/nearest_even/inf", torch.float32)
@@ -181,9 +194,6 @@ class Check:
     def _compare(self, x32: Any, nearest: Any, sticky: F64) -> None:
         with np.errstate(all="ignore"):
             x = x32.astype(np.float64)
-        if self.function.monotone and self._constant(x, nearest, sticky):
-            return
-        with np.errstate(all="ignore"):
             y = np.asarray(self.function.fast(x))
         good = self._near(x, y, nearest, sticky)
         rest = np.flatnonzero(~good)
@@ -203,11 +213,15 @@ class Check:
             below, above = map(_signed, map(np.ascontiguousarray, self.function.bounds(x)))
         return _agrees(np.maximum(low - WINDOW, below), np.minimum(high + WINDOW, above), nearest, sticky)
 
-    def _constant(self, x: F64, nearest: Any, sticky: F64) -> bool:
-        """Whether the ends of the block have one cell, or no value, and every result is that of this cell."""
-        if not (nearest.view(np.int32) == nearest.view(np.int32)[0]).all() and not np.isnan(nearest).all():
+    def _constant(self, x32: Any, nearest: Any, sticky: F64) -> bool:
+        """Whether the ends of a monotone stretch have one cell, or no value, and every result is that of this cell."""
+        if not self.function.monotone:
             return False
-        ends = settle(self.name, x[[0, -1]])
+        codes = nearest.view(np.int32)
+        if codes[0] != codes[-1] or not (codes == codes[0]).all():
+            return False
+        with np.errstate(all="ignore"):
+            ends = settle(self.name, x32[[0, -1]].astype(np.float64))
         if np.isnan(ends.value).all():
             return bool(np.isnan(nearest).all() and np.isnan(sticky).all())
         if np.isnan(ends.value).any() or np.isnan(sticky).any() or ends.by_mpfr.any():
@@ -276,7 +290,8 @@ class State:
         if data["digest"] != state.digest:
             print(f"{name}: the code has changed since the stored state; starting anew", file=sys.stderr)
             return state
-        state.done, state.results, state.date = data["done"], Results(**data["results"]), data["date"]
+        state.done, state.date = data["done"], data["date"]
+        state.results.merge(Results(**data["results"]))
         return state
 
     @property
@@ -356,19 +371,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on with what the state has")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--state", type=Path, default=default_state(), help="folder of the state (%(default)s)")
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="write the state's results to one file, and stop")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.functions if name not in FUNCTIONS]
-    if unknown or not (options.functions or options.all):
+    if unknown or not (options.functions or options.all or options.collect):
         parser.error(f"unknown function {unknown[0]!r}" if unknown else "name a function, or --all")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: expected 1 or more")
     return options
 
 
+def collect(folder: Path, target: Path) -> None:
+    """Write the results of all functions in one file, by name: what docs/functions.md and the tests read."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        found[data["function"]] = {"units": len(data["done"])} | {k: data[k] for k in ("date", "digest", "results")}
+    target.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def command(arguments: list[str] | None = None) -> int:
     """0 if no mode that was asked for has a mismatch, 1 if one has, 130 after Ctrl-C."""
     options = parse(arguments)
     torch.set_num_threads(1)
+    if options.collect:
+        collect(options.state, options.collect)
+        return 0
     wrong = 0
     for name in dict.fromkeys([*options.functions, *(FUNCTIONS if options.all else ())]):
         state = State.open(options.state, name, options.resume)

@@ -85,6 +85,11 @@ def _erfinv_edges(x: float) -> float | None:
     return float(np.copysign(np.inf, x)) if abs(x) == 1 else float("nan")
 
 
+def _rsqrt(x: Any) -> Any:
+    """IEEE 754-2019, 9.2.1: rSqrt(+-0) is +-inf; MPFR's rec_sqrt(-0) is +inf."""
+    return 1 / x if x == 0 else gmpy2.rec_sqrt(x)
+
+
 def _lgamma(x: Any) -> Any:
     return gmpy2.lgamma(x)[0]
 
@@ -223,21 +228,21 @@ FUNCTIONS: Final = MappingProxyType(
         "exp": Function(gmpy2.exp, np.exp, _GROWTH),
         "exp2": Function(gmpy2.exp2, np.exp2, _GROWTH),
         "expm1": Function(gmpy2.expm1, np.expm1, _both(lambda x: np.maximum(x, -1.0), INF)),
-        "log": Function(gmpy2.log, np.log),
-        "log2": Function(gmpy2.log2, np.log2),
-        "log10": Function(gmpy2.log10, np.log10),
-        "log1p": Function(gmpy2.log1p, np.log1p, _both(-INF, _identity)),
+        "log": Function(gmpy2.log, _torch(torch.log)),
+        "log2": Function(gmpy2.log2, _torch(torch.log2)),
+        "log10": Function(gmpy2.log10, _torch(torch.log10)),
+        "log1p": Function(gmpy2.log1p, _torch(torch.log1p), _both(-INF, _identity)),
         "sqrt": Function(gmpy2.sqrt, np.sqrt),
-        "rsqrt": Function(gmpy2.rec_sqrt, lambda x: 1.0 / np.sqrt(x)),
+        "rsqrt": Function(_rsqrt, lambda x: 1.0 / np.sqrt(x)),
         "reciprocal": Function(lambda x: 1 / x, lambda x: 1.0 / x),
         "cbrt": Function(gmpy2.cbrt, np.cbrt, parity=-1),
         "sin": Function(
             gmpy2.sin, np.sin, _odd_function(-1.0, lambda x: np.minimum(x, 1.0)), parity=-1, monotone=False
         ),
-        "cos": Function(gmpy2.cos, np.cos, _both(-1.0, 1.0), parity=1, monotone=False),
+        "cos": Function(gmpy2.cos, _torch(torch.cos), _both(-1.0, 1.0), parity=1, monotone=False),
         "tan": Function(gmpy2.tan, np.tan, _odd_function(_below_pole, INF), parity=-1, monotone=False),
-        "asin": Function(gmpy2.asin, np.arcsin, _CONVEX, parity=-1),
-        "acos": Function(gmpy2.acos, np.arccos),
+        "asin": Function(gmpy2.asin, _torch(torch.asin), _CONVEX, parity=-1),
+        "acos": Function(gmpy2.acos, _torch(torch.acos)),
         "atan": Function(gmpy2.atan, np.arctan, _CONCAVE, parity=-1),
         "sinh": Function(gmpy2.sinh, np.sinh, _CONVEX, parity=-1),
         "cosh": Function(gmpy2.cosh, np.cosh, _both(1.0, INF), parity=1),
@@ -324,7 +329,8 @@ def settle(name: str, x: F64) -> Settled:
         below, above = function.bounds(x)
     low, high = np.maximum(low, below), np.minimum(high, above)
     first, last = cells(low, high)
-    special = ~np.isfinite(x) | (x == 0)
+    # The other poles: 0 and +-1.
+    special = ~np.isfinite(x) | (x == 0) | (np.abs(x) == 1)
     unsettled = ((last - first != 1) & ~np.isnan(y)) | (special & ~np.isnan(x))
     value = np.where(np.isnan(y), np.nan, _inside(first))
     if function.infinite is not None:
