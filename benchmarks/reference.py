@@ -291,7 +291,7 @@ def _floor(v: F64) -> I64:
     return np.asarray(np.where(v < 0, -up, down))
 
 
-def _inside(cell: I64) -> F64:
+def inside(cell: I64) -> F64:
     """A number strictly inside an open cell: its middle; 2^128 for the last one."""
     negative = cell < 0
     k = np.where(negative, -cell - 1, cell)
@@ -301,7 +301,7 @@ def _inside(cell: I64) -> F64:
     return np.where(negative, -value, value)
 
 
-def _shifted(y: F64, ulps: int) -> F64:
+def shifted(y: F64, ulps: int) -> F64:
     """y moved by so many ulps: ordinals below zero are negative."""
     code = y.view(np.int64)
     ordinal = np.where(code < 0, -(code & MAGNITUDE), code) + ulps
@@ -323,7 +323,7 @@ def settle(name: str, x: F64) -> Settled:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         y = np.asarray(function.fast(x))
-        low, high = _shifted(y, -WINDOW), _shifted(y, WINDOW)
+        low, high = shifted(y, -WINDOW), shifted(y, WINDOW)
         if function.slack:
             low, high = low - function.slack, high + function.slack
         below, above = function.bounds(x)
@@ -332,7 +332,7 @@ def settle(name: str, x: F64) -> Settled:
     # The other poles: 0 and +-1.
     special = ~np.isfinite(x) | (x == 0) | (np.abs(x) == 1)
     unsettled = ((last - first != 1) & ~np.isnan(y)) | (special & ~np.isnan(x))
-    value = np.where(np.isnan(y), np.nan, _inside(first))
+    value = np.where(np.isnan(y), np.nan, inside(first))
     if function.infinite is not None:
         poles = function.infinite(x)
         value[poles], unsettled = INF, unsettled & ~poles
@@ -369,10 +369,15 @@ def distance(name: str, x: float) -> float | None:
     function = FUNCTIONS[name]
     rounded = np.array([function.exact(x)])
     low, high = (int(c[0]) for c in cells(rounded, rounded))
-    if low == high or not -TOP_CELL <= low < TOP_CELL:
+    return None if low == high else part_of_cell(function, x, low)
+
+
+def part_of_cell(function: Function, x: float, cell: int) -> float | None:
+    """How far f(x), in this open cell, is from the nearer end, in half quanta; None in a cell without an end."""
+    if not -TOP_CELL <= cell < TOP_CELL:
         return None
     with gmpy2.context(precision=200):
-        below, above = map(_boundary, (low, high))
+        below, above = map(_boundary, (cell, cell + 1))
         part = (function.wide(x, _WIDE_BITS if function.known else 200) - below) / (above - below)
         return float(min(part, 1 - part))
 

@@ -76,7 +76,9 @@ def test_every_16_bit_input_has_the_cell_of_the_exact_value(name: str, fmt: str)
 def test_a_million_random_inputs_and_the_hardest_are_correctly_rounded(name: str) -> None:
     random = torch.randint(-(1 << 31), 1 << 31, (10**6,), generator=torch.Generator().manual_seed(len(name)))
     hard = [float.fromhex(x) for _, x in RESULTS.get(name, {"results": {"hardest": []}})["results"]["hardest"]]
-    x = torch.cat([random.to(torch.int32).view(torch.float32), torch.tensor(hard), -torch.tensor(hard)])
+    edges = [0.0, 1.0, 2.0**-149, 2.0**-126, 2.0**-30, 3.4028234663852886e38, float("inf"), float("nan")]
+    chosen = torch.tensor([*hard, *edges])
+    x = torch.cat([random.to(torch.int32).view(torch.float32), chosen, -chosen])
     found = Check(name, each=False).inputs(x)
     assert found.mismatches == dict.fromkeys(MODES, 0), found.examples
 

@@ -7,7 +7,7 @@ A definition returns an ``Approximation``: the value as an unevaluated sum of tw
 Why it is safe. ``error_bound`` is in units in the last place of binary64, measured against mpmath and quad precision
 on samples and rounded up; the tests assert it. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
 For binary32 arguments every unary function, through ``build_sticky``, is correctly rounded to binary32 and to
-every narrower format in every deterministic mode: checked on all inputs (tests/exhaustive_elementary.py).
+every narrower format in every deterministic mode: ``benchmarks.exhaustive`` tries all inputs (docs/functions.md).
 
     before   y = libm.exp(x)                                  # other bits on another machine
     after    y = ELEMENTARY["exp"].build(param("x", "f64"))

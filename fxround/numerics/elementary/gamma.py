@@ -24,8 +24,6 @@ from fractions import Fraction
 from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
-from fxround.numerics.elementary.exponential import LN2
-from fxround.numerics.elementary.logarithm import split
 from fxround.numerics.elementary.pairs import (
     Pair,
     add,
@@ -34,50 +32,18 @@ from fxround.numerics.elementary.pairs import (
     f64,
     multiply,
     negated,
-    polynomial,
     scaled,
     two_product,
     two_sum,
 )
+from fxround.numerics.elementary.precise import pair_constant, pair_series, precise_log
 from fxround.numerics.elementary.reduction import TWO_OVER_PI
 from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 SHIFT: Final = 14
 PI: Final = Fraction(2 << 1280, TWO_OVER_PI)
 HALF_LOG_2_PI: Final = (0.9189385332046728, -3.8782941580672414e-17)
-LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
-"""log 2 minus the 42 bits of ``LN2``, as a pair."""
 ONE: Final = (1.0, 0.0)
-
-
-def precise_log(x: Pair) -> Pair:
-    """log(x) for a positive x, not too small for its low part, to 2^-93 of max(1, |log x|)."""
-    parts = split(x.hi)
-    f = two_sum(parts.f, x.lo * parts.unit)
-    s = divide(f, add(_constant((2.0, 0.0)), f))
-    z = multiply(s, s)
-    curve = _series(z, [Fraction(1, 2 * n + 1) for n in range(1, 20)], 8)
-    fraction = scaled(add(s, multiply(multiply(s, z), curve)), 2.0)
-    rest = multiply(Pair(parts.k, f64(0.0)), _constant(LN2_REST))
-    return add(Pair(parts.k * LN2[0], f64(0.0)), add(rest, fraction))
-
-
-def _pair(value: Fraction) -> tuple[float, float]:
-    """A rational number to 106 bits."""
-    return float(value), float(value - Fraction(float(value)))
-
-
-def _constant(value: tuple[float, float]) -> Pair:
-    return Pair(f64(value[0]), f64(value[1]))
-
-
-def _series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
-    """c0 + c1 z + ...: the first ``heads`` terms in pairs, what follows in binary64."""
-    tail = polynomial(z.hi, [float(c) for c in coefficients[heads:]])
-    value = Pair(tail, f64(0.0))
-    for c in reversed(coefficients[:heads]):
-        value = add(_constant(_pair(c)), multiply(z, value))
-    return value
 
 
 def bernoulli(count: int) -> list[Fraction]:
@@ -99,7 +65,7 @@ def _stirling(degree: int) -> list[Fraction]:
 
 
 def _reciprocal(a: Pair) -> Pair:
-    return divide(_constant(ONE), a)
+    return divide(pair_constant(ONE), a)
 
 
 def _shifted(size: Expr, i: int) -> Pair:
@@ -110,12 +76,12 @@ def _shifted(size: Expr, i: int) -> Pair:
 def _sine(g: Expr) -> Pair:
     """sin(pi g) / pi, |g| <= 1/2, to 2^-98 of it."""
     coefficients = [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k + 1) for k in range(18)]
-    return multiply(Pair(g, f64(0.0)), _series(two_product(g, g), coefficients, 9))
+    return multiply(Pair(g, f64(0.0)), pair_series(two_product(g, g), coefficients, 9))
 
 
 def _cosine(g: Expr) -> Pair:
     """cos(pi g), |g| <= 1/2, to 2^-98."""
-    return _series(two_product(g, g), [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k) for k in range(18)], 10)
+    return pair_series(two_product(g, g), [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k) for k in range(18)], 10)
 
 
 def _fraction(size: Expr) -> Expr:
@@ -132,7 +98,7 @@ def lgamma(x: Expr) -> Approximation:
     product = Pair(size, f64(0.0))
     for i in range(1, SHIFT):
         product = multiply(product, _shifted(size, i))
-    product = choose(near, product, _constant(ONE))
+    product = choose(near, product, pair_constant(ONE))
     g = _fraction(size)
     sine = _sine(select(g.equals(0.0), 0.25, absolute(g)))
     quotient = divide(product, multiply(Pair(size, f64(0.0)), sine))
@@ -140,7 +106,7 @@ def lgamma(x: Expr) -> Approximation:
     # Below 2^-100, lgamma(x) = -log|x| to all the bits there are.
     argument = choose(tiny, Pair(size, f64(0.0)), argument)
     total, exponent = _stirling_sum(w, x.op != "widen")
-    total = add(choose(tiny, _constant((0.0, 0.0)), total), negated(precise_log(argument)))
+    total = add(choose(tiny, pair_constant((0.0, 0.0)), total), negated(precise_log(argument)))
     total = choose(negative & ~tiny, negated(total), total)
     pole = (negative & g.equals(0.0)) | size.equals(0.0)
     zero = x.equals(1.0) | x.equals(2.0)
@@ -152,8 +118,8 @@ def lgamma(x: Expr) -> Approximation:
 def _stirling_sum(w: Pair, wide: bool) -> tuple[Pair, Expr | None]:
     """S(w), times 2^-64 where its exponent is 64 (only where ``wide``: S(w) may overflow binary64)."""
     logarithm, inverse = precise_log(w), _reciprocal(w)
-    series = multiply(inverse, _series(multiply(inverse, inverse), _stirling(1), 4))
-    rest = add(_constant(HALF_LOG_2_PI), series)
+    series = multiply(inverse, pair_series(multiply(inverse, inverse), _stirling(1), 4))
+    rest = add(pair_constant(HALF_LOG_2_PI), series)
     exponent: Expr | None = None
     if wide:
         huge = w.hi > 2.0**900
@@ -173,13 +139,13 @@ def digamma(x: Expr) -> Approximation:
     w = choose(near, _shifted(size, SHIFT), Pair(size, f64(0.0)))
     inverse = _reciprocal(w)
     square = multiply(inverse, inverse)
-    tail = add(scaled(inverse, 0.5), multiply(square, _series(square, _stirling(0), 5)))
+    tail = add(scaled(inverse, 0.5), multiply(square, pair_series(square, _stirling(0), 5)))
     first = _reciprocal(Pair(select(size < 2.0**-1022, 1.0, size), f64(0.0)))
     terms = _reciprocal(_shifted(size, 1))
     for i in range(2, SHIFT):
         terms = add(terms, _reciprocal(_shifted(size, i)))
     # The recurrence takes 1/p off a positive x; digamma(p + 1) does not have it, and far out it has to be added.
-    nothing = _constant((0.0, 0.0))
+    nothing = pair_constant((0.0, 0.0))
     first = choose(negative, choose(near, nothing, negated(first)), choose(near, first, nothing))
     recurrence = choose(near, terms, nothing)
     total = add(add(precise_log(w), negated(tail)), negated(recurrence))

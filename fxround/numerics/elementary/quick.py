@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.elementary.approximation import SHIFTER, clamped
+from fxround.numerics.elementary.approximation import SHIFTER, SIGN, clamped
 from fxround.numerics.elementary.coefficients import FITS
 from fxround.numerics.elementary.pairs import f64, polynomial
 from fxround.numerics.elementary.tables import COEFFICIENTS
@@ -96,7 +96,10 @@ def tanh(x: Expr) -> Quick:
     power, rest = _powers(size + size)
     scale = from_bits(power + bits(f64(1.0)))
     numerator = fma(scale, rest, scale - 1.0)
-    return Quick(numerator * _reciprocal(numerator + 2.0), _zero_or_within(x, 2.0**-100, 2.0**127))
+    value = numerator * _reciprocal(numerator + 2.0)
+    # The numerator of -0 is +0.
+    signed = from_bits(bits(value) | (bits(x) & SIGN))
+    return Quick(signed, _zero_or_within(x, 2.0**-100, 2.0**127))
 
 
 def _logarithm(x: Expr, name: str) -> tuple[Expr, Expr]:
@@ -125,7 +128,7 @@ def _turned(x: Expr, quarter: int) -> Quick:
     k = shifted - SHIFTER
     r = fma(k, -HALF_PI[1], fma(k, -HALF_PI[0], x))
     z = r * r
-    sine = fma(r * z, polynomial(z, COEFFICIENTS["quick_sin"]), r)
+    sine = r * fma(z, polynomial(z, COEFFICIENTS["quick_sin"]), 1.0)  # -0 for r = -0
     cosine = fma(z, polynomial(z, COEFFICIENTS["quick_cos"]), 1.0)
     turns = bits(shifted) + quarter
     value = select((turns & 1).equals(0), sine, cosine)

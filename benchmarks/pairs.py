@@ -1,0 +1,240 @@
+"""Functions of two arguments against an independent reference, on random pairs and wherever they come near a boundary.
+
+    python -m benchmarks.pairs pow atan2 --count 1e8 [--seed 0] [--output FILE]
+
+There are 2^64 pairs: this is a search, no proof. The pairs are drawn where the function has something to round: pow
+with a result in binary32's range, the others with arguments of similar size; a sixteenth of each from all encodings.
+As in ``exhaustive`` two kernels run, to nearest even and to odd with 26 bits, and MPFR settles what binary64 values,
+trusted to 256 ulps, and bounds that are theorems do not. fmod's result is a binary32 number, which C's fmod of binary64
+gives; the floored remainder is that, plus the divisor where the signs differ: a sum whose error is known exactly.
+The pairs closest to a boundary are kept: the hard cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import gmpy2
+import numpy as np
+import torch
+
+import fxround  # noqa: F401  (registers the operator)
+from benchmarks.exhaustive import BINARY32, EXAMPLES, HARDEST, RNG, STICKY, Results, _agrees, _signed
+from benchmarks.reference import (
+    F64,
+    I64,
+    MODES,
+    WINDOW,
+    Function,
+    cells,
+    inside,
+    part_of_cell,
+    round_to,
+    same,
+    shifted,
+)
+
+BLOCK: Final = 1 << 16
+Draw = Callable[[np.random.Generator, int], tuple[Any, Any]]
+
+
+def anything(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """Finite nonzero binary32 numbers, every encoding as likely."""
+    codes = rng.integers(1, 0x7F800000, (2, count), dtype=np.uint32) | rng.integers(0, 2, (2, count), np.uint32) << 31
+    x, y = codes.view(np.float32)
+    return x, y
+
+
+def similar(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """Arguments whose exponents differ by up to 30."""
+    x, _ = anything(rng, count)
+    y = rng.uniform(1, 2, count) * rng.choice([-1, 1], count) * 2.0 ** rng.integers(-30, 31, count)
+    with np.errstate(all="ignore"):
+        y = (np.abs(x) * y).astype(np.float32)
+    usable = np.isfinite(y) & (y != 0)
+    return x, np.where(usable, y, x)
+
+
+def in_range(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """x > 0 of any size or near 1, and y with x^y between 2^-150 and 2^128."""
+    x = np.abs(anything(rng, count)[0])
+    x = np.where(rng.integers(0, 2, count) == 1, x, rng.uniform(0.25, 4, count).astype(np.float32))
+    with np.errstate(all="ignore"):
+        y = (rng.uniform(-150, 128, count) / np.log2(x.astype(np.float64))).astype(np.float32)
+    return x, np.where(np.isfinite(y) & (y != 0), y, np.float32(1.5))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """compute(x, y): MPFR's; fast, bounds: as in ``reference.Function``; draw: where to look."""
+
+    compute: Callable[[Any, Any], Any]
+    fast: Callable[[F64, F64], F64]
+    draw: Draw
+    bounds: Callable[[F64, F64], tuple[F64, F64]] | None = None
+
+    def at(self, y: float) -> Function:
+        """The function of x alone."""
+        return Function(lambda x: self.compute(x, gmpy2.mpfr(y)), lambda x: self.fast(x, np.full_like(x, y)))
+
+
+def _beside_one(x: F64, y: F64) -> tuple[F64, F64]:
+    """x^y > 0 for x > 0 or an even y; for 0 < x < 1 and x > 1, x^y > 1 exactly if (x > 1) = (y > 0)."""
+    grows = (x > 1) == (y > 0)
+    known = (x > 0) & (x != 1)
+    positive = (x > 0) | (y / 2 == np.rint(y / 2))
+    below = np.where(known & grows, 1.0, np.where(positive, 0.0, -np.inf))
+    return below, np.where(known & ~grows, 1.0, np.inf)
+
+
+def _above_both(x: F64, y: F64) -> tuple[F64, F64]:
+    """hypot(x, y) > max(|x|, |y|) for x, y not 0."""
+    return np.maximum(np.abs(x), np.abs(y)), np.full_like(x, np.inf)
+
+
+def _torch(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[F64, F64], F64]:
+    return lambda x, y: np.asarray(function(torch.from_numpy(x), torch.from_numpy(y)).numpy())
+
+
+def _floored(x: Any, y: Any) -> Any:
+    """x - floor(x / y) y, exactly."""
+    a, b = gmpy2.mpq(x), gmpy2.mpq(y)
+    return gmpy2.mpfr(a - (a // b) * b)
+
+
+def _floored_to_odd(x: F64, y: F64) -> F64:
+    """The floored remainder rounded to odd to binary64: r + y by two_sum, where the signs differ."""
+    r = np.fmod(x, y)
+    addend = np.where((r != 0) & ((r < 0) != (y < 0)), y, 0.0)
+    total = r + addend
+    part = total - r
+    error = (r - (total - part)) + (addend - part)
+    code = total.view(np.int64)
+    inexact = (error != 0) & ((code & 1) == 0)
+    moved = np.where((error < 0) != (total < 0), code - 1, code + 1)
+    value = np.where(inexact, moved, code).view(np.float64)
+    return np.where(value == 0, np.copysign(0.0, x), value)
+
+
+PAIRS: Final = {
+    "pow": Pairs(lambda x, y: x**y, np.power, in_range, _beside_one),
+    "atan2": Pairs(gmpy2.atan2, _torch(torch.atan2), similar),
+    "hypot": Pairs(gmpy2.hypot, _torch(torch.hypot), similar, _above_both),
+    "fmod": Pairs(gmpy2.fmod, np.fmod, similar),
+    "remainder": Pairs(_floored, _floored_to_odd, similar),
+}
+EXACT: Final = ("fmod", "remainder")
+"""Functions whose ``fast`` is to-odd already."""
+
+
+class Check:
+    """One function's comparison."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.pairs, self.results = name, PAIRS[name], Results()
+
+    def random(self, count: int, seed: int) -> Results:
+        """So many pairs, the same for the same seed."""
+        rng, began = np.random.default_rng(seed), time.process_time()
+        for block in range(-(-count // BLOCK)):
+            self.check(*(anything if block % 16 == 0 else self.pairs.draw)(rng, min(BLOCK, count - block * BLOCK)))
+        self.results.seconds += time.process_time() - began
+        return self.results
+
+    def _run(self, x32: Any, y32: Any) -> tuple[Any, F64]:
+        tensors = [torch.from_numpy(np.ascontiguousarray(v)) for v in (x32, y32)]
+        self.results.inputs += len(x32)
+        program = f"t0 = {self.name}(x0, x1) @"
+        nearest = torch.ops.fxround.pointwise(tensors, f"{program} binary32/nearest_even/inf", torch.float32, RNG, 0)
+        sticky = torch.ops.fxround.pointwise(tensors, f"{program} {STICKY}", torch.float64, RNG, 0)
+        return nearest.numpy(), sticky.numpy()
+
+    def against(self, x32: Any, y32: Any, value: F64) -> Results:
+        """Compare at these pairs with f's exact values."""
+        self._judge(x32.astype(np.float64), y32.astype(np.float64), value, *self._run(x32, y32))
+        return self.results
+
+    def check(self, x32: Any, y32: Any) -> Results:
+        """Compare at these pairs of finite nonzero binary32 numbers."""
+        nearest, sticky = self._run(x32, y32)
+        x, y = x32.astype(np.float64), y32.astype(np.float64)
+        with np.errstate(all="ignore"):
+            value = np.asarray(self.pairs.fast(x, y))
+        if self.name in EXACT:
+            self._judge(x, y, value, nearest, sticky)
+            return self.results
+        unbounded = np.full_like(x, -np.inf), np.full_like(x, np.inf)
+        below, above = self.pairs.bounds(x, y) if self.pairs.bounds else unbounded
+        middle, limits = _signed(value), [_signed(np.ascontiguousarray(b)) for b in (below, above)]
+        low, high = np.maximum(middle - WINDOW, limits[0]), np.minimum(middle + WINDOW, limits[1])
+        good = _agrees(low, high, nearest, sticky) | (np.isnan(value) & np.isnan(nearest) & np.isnan(sticky))
+        if (rest := np.flatnonzero(~good)).size:
+            x, y, value, below, above = (v[rest] for v in (x, y, value, below, above))
+            low_end, high_end = np.maximum(shifted(value, -WINDOW), below), np.minimum(shifted(value, WINDOW), above)
+            self._settle(x, y, cells(low_end, high_end), nearest[rest], sticky[rest])
+        return self.results
+
+    def _settle(self, x: F64, y: F64, ends: tuple[I64, I64], nearest: Any, sticky: F64) -> None:
+        """Results next to a boundary, or beyond the normal numbers: by their cell if there is one, else by MPFR."""
+        one = ends[1] - ends[0] == 1
+        value = inside(ends[0])
+        pairs = zip(x[~one].tolist(), y[~one].tolist(), strict=True)
+        value[~one] = [self.pairs.at(b).exact(a) for a, b in pairs]
+        self.results.near_ties += int(np.count_nonzero(~one))
+        self._judge(x, y, value, nearest, sticky)
+        self._remember(x[~one], y[~one], value[~one])
+
+    def _judge(self, x: F64, y: F64, value: F64, nearest: Any, sticky: F64) -> None:
+        for mode in MODES:
+            got = nearest if mode == "nearest_even" else round_to(sticky, BINARY32, mode).astype(np.float32)
+            wrong = ~same(got, round_to(value, BINARY32, mode).astype(np.float32))
+            if wrong.any():
+                self.results.mismatches[mode] += int(np.count_nonzero(wrong))
+                found = [
+                    (mode, f"{a.hex()} {b.hex()}") for a, b in zip(x[wrong].tolist(), y[wrong].tolist(), strict=True)
+                ]
+                self.results.examples = [*self.results.examples, *found][:EXAMPLES]
+
+    def _remember(self, x: F64, y: F64, exact: F64) -> None:
+        low, high = cells(exact, exact)
+        near = []
+        for i in np.flatnonzero((low != high) & np.isfinite(exact)).tolist():
+            part = part_of_cell(self.pairs.at(y[i]), float(x[i]), int(low[i]))
+            if part is not None:
+                near.append((part, f"{x[i].hex()} {y[i].hex()}"))
+        self.results.hardest = heapq.nsmallest(HARDEST, [*self.results.hardest, *near])
+
+
+def command(arguments: list[str] | None = None) -> int:
+    """0 without a mismatch, 1 with one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("functions", nargs="+", choices=PAIRS, metavar="FUNCTION", help=", ".join(PAIRS))
+    parser.add_argument("--count", type=lambda v: int(float(v)), default=10**8, help="pairs of each (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON: results by function, merged into what is there"
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    wrong = 0
+    for name in options.functions:
+        found = Check(name).random(options.count, options.seed)
+        wrong += sum(found.mismatches.values())
+        print(f"{name}: {found.inputs} pairs, {found.near_ties} settled by MPFR, mismatches {found.mismatches}")
+        print(*found.examples, sep="\n", flush=True)
+        if options.output:
+            data = json.loads(options.output.read_text()) if options.output.exists() else {}
+            options.output.write_text(json.dumps(data | {name: asdict(found)}, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,75 @@
+"""log and exp of pairs to some 90 bits, for results so near a boundary that 57 bits do not tell on which side they are.
+
+What is true here. The series of atanh and exp, their first terms in pairs, the others, which are below 2^-40 of the
+sum, in binary64. log 2 is taken in three parts, 42 + 53 + 53 bits, so that k log 2 is good to 2^-140.
+
+Why it is safe. Every step is an operation of ``pairs``, which loses a few units of 2^-104.
+
+    before   log(x) = hi + lo, good to 2^-65
+    after    precise_log(x), good to 2^-93
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import factorial
+from typing import Final
+
+from fxround.numerics.elementary.approximation import round_to_integer
+from fxround.numerics.elementary.exponential import LN2, LOG2_E
+from fxround.numerics.elementary.logarithm import split
+from fxround.numerics.elementary.pairs import (
+    Pair,
+    add,
+    divide,
+    f64,
+    multiply,
+    negated,
+    polynomial,
+    scaled,
+    two_sum,
+)
+from fxround.numerics.scalar import Expr
+
+LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
+"""log 2 minus the 42 bits of ``LN2``, as a pair."""
+
+
+def precise_log(x: Pair) -> Pair:
+    """log(x) for a positive x, not too small for its low part, to 2^-93 of max(1, |log x|)."""
+    parts = split(x.hi)
+    f = two_sum(parts.f, x.lo * parts.unit)
+    s = divide(f, add(pair_constant((2.0, 0.0)), f))
+    z = multiply(s, s)
+    curve = pair_series(z, [Fraction(1, 2 * n + 1) for n in range(1, 20)], 8)
+    fraction = scaled(add(s, multiply(multiply(s, z), curve)), 2.0)
+    rest = multiply(Pair(parts.k, f64(0.0)), pair_constant(LN2_REST))
+    return add(Pair(parts.k * LN2[0], f64(0.0)), add(rest, fraction))
+
+
+def _pair(value: Fraction) -> tuple[float, float]:
+    """A rational number to 106 bits."""
+    return float(value), float(value - Fraction(float(value)))
+
+
+def pair_constant(value: tuple[float, float]) -> Pair:
+    """A constant to 106 bits."""
+    return Pair(f64(value[0]), f64(value[1]))
+
+
+def pair_series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
+    """c0 + c1 z + ...: the first ``heads`` terms in pairs, what follows in binary64."""
+    tail = polynomial(z.hi, [float(c) for c in coefficients[heads:]])
+    value = Pair(tail, f64(0.0))
+    for c in reversed(coefficients[:heads]):
+        value = add(pair_constant(_pair(c)), multiply(z, value))
+    return value
+
+
+def precise_exp(x: Pair) -> tuple[Pair, Expr]:
+    """exp(x) as a pair in [0.7, 1.42] and an exponent (u64), |x| < 1000: off by 2^-92 and what x is off."""
+    k, k_integer = round_to_integer(x.hi, LOG2_E)
+    whole = add(Pair(k * LN2[0], f64(0.0)), multiply(Pair(k, f64(0.0)), pair_constant(LN2_REST)))
+    r = add(x, negated(whole))
+    curve = pair_series(r, [Fraction(1, factorial(n)) for n in range(1, 23)], 11)
+    return add(pair_constant((1.0, 0.0)), multiply(r, curve)), k_integer
