@@ -7,6 +7,7 @@
 Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need.
 """
 
+from fxround.analysis.culprits import LocalizeReport
 from fxround.analysis.localize import localize
 from fxround.analysis.perturb import perturb
 from fxround.analysis.report import VariabilityReport
@@ -34,6 +35,7 @@ __all__ = [
     "Format",
     "FxroundError",
     "LoadedModule",
+    "LocalizeReport",
     "Policy",
     "PolicyError",
     "RoundedModule",

@@ -54,8 +54,12 @@ class Table:
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
 
     def to_pandas(self) -> Any:
-        """The rows as a ``pandas.DataFrame``. Raises ImportError without pandas, which fxround does not depend on."""
-        return importlib.import_module("pandas").DataFrame(list(self), columns=list(self.columns))
+        """The rows as a ``pandas.DataFrame``. Raises ImportError naming the extra where pandas is missing."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ImportError("pandas is needed here and not installed: pip install 'fxround[report]'") from error
+        return pandas.DataFrame(list(self), columns=list(self.columns))
 
     @property
     def _numeric(self) -> list[bool]:

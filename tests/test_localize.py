@@ -354,5 +354,6 @@ def test_a_report_is_data_and_text() -> None:
     text = str(found)
     assert "Set 1: fails in " in text and "return (y + self.offset) - self.offset" in text
     assert f"The other {len(found.passing)} of {found.sites} sites pass, all of them on." in text
+    assert found.to_pandas().to_dict("records") == list(found.table())
     assert [row["module"] for row in found.table()] == ["2"] and "<table" in found._repr_html_()
     assert abs(0.05 - (1 - found.overlooked) ** 5) < 1e-12
