@@ -17,8 +17,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,14 +149,14 @@ INTERRUPTED: Final = 130
 
 def _demo(arguments: argparse.Namespace) -> int:
     from fxround import demo, show
+    from fxround.analysis.progress import tracked
     from fxround.significance import require
 
     require("sklearn", "demo")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    with _progress(quiet=arguments.json) as progress:
-        found = demo.run(
-            arguments.policy, arguments.samples, arguments.seed, progress, drawing=arguments.output / "graph.svg"
-        )
+    progress = partial(tracked, shown=not arguments.json)
+    drawing = arguments.output / "graph.svg"
+    found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing)
     found.write_rows(arguments.output / "table.csv")
     text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
     (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
@@ -268,24 +268,3 @@ def _example(shape: str) -> Any:
     except ValueError:
         raise ValueError(f"--shape {shape!r}: expected sizes like 1,3,224,224") from None
     return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Iterator[Any], int, str], Iterator[Any]]]:
-    """A wrapper of iterators that shows how far they are, on standard error."""
-    from fxround.significance import require
-
-    if quiet:
-        yield lambda items, total, label: items
-        return
-    rich, console = require("rich.progress", "report"), require("rich.console", "report").Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description:<26}"),
-        rich.BarColumn(bar_width=32),
-        rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(),
-        rich.TextColumn("left"),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console, transient=True) as bar:
-        yield lambda items, total, label: bar.track(items, total=total, description=label)

@@ -167,6 +167,12 @@ def run(
     return _found(chosen.name, seed, digits, compiled, stock, values, seconds)
 
 
+def build(images: int = 100) -> tuple[DigitsCNN, torch.Tensor]:
+    """The trained classifier and test images, for ``fxround variability fxround.demo:build``."""
+    digits = load_digits()
+    return trained(digits, 0, lambda items, total, label: items)[0], digits.test[0][:images]
+
+
 def load_digits() -> Digits:
     """scikit-learn's bundled digits (1,797 images, no download): the last 500, unseen in training, are the test."""
     images, labels = require("sklearn.datasets", "demo").load_digits(return_X_y=True)

@@ -80,7 +80,7 @@ def _by_package(
             axis=0,
             basis=2,
             error="relative",
-            method=_checked_method(method),
+            method=checked_method(method),
             probability=probability,
             confidence=confidence,
         )
@@ -107,7 +107,7 @@ def bits_from(
     ``contributing`` bits of the general method need the samples themselves: ValueError.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        if _checked_method(method) == "general":
+        if checked_method(method) == "general":
             if kind != "significant":
                 raise ValueError("the general method's contributing bits need the samples: use contributing_bits")
             apart = np.fmax(np.abs(high / mean - 1), np.abs(low / mean - 1))
@@ -124,7 +124,8 @@ def _within(apart: Floats) -> Floats:
     return np.where(fraction == 0.5, 1.0, 0.0) - exponent
 
 
-def _checked_method(method: str) -> Method:
+def checked_method(method: str) -> Method:
+    """The method, or a ValueError that lists them."""
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, get_args(Method)))}")
     return method  # type: ignore[return-value]

@@ -180,7 +180,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_the_command_prints_and_writes(capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path) -> None:
     page, data = tmp_path / "out.html", tmp_path / "out.json"
-    arguments = ("--samples", "5", "--html", str(page), "--json", str(data), "--metric", "sqnr", "--min-bits", "10")
+    arguments = (
+        "--samples",
+        "5",
+        "--reference",
+        "none",
+        "--html",
+        str(page),
+        "--json",
+        str(data),
+        "--metric",
+        "sqnr",
+        "--min-bits",
+        "10",
+    )
     status, text, error = run(capsys, f"{file}:build", *arguments)
     assert (status, error) == (0, "")
     assert "5 samples of 6 inputs" in text and "sqnr" in text
@@ -191,7 +204,9 @@ def test_the_command_prints_and_writes(capsys: pytest.CaptureFixture[str], file:
 def test_the_exit_status_is_a_verdict(
     capsys: pytest.CaptureFixture[str], file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, text, error = run(capsys, f"{file}:build", "--samples", "5", "--json", "-", "--min-worst", "23.5")
+    status, text, error = run(
+        capsys, f"{file}:build", "--samples", "5", "--reference", "none", "--json", "-", "--min-worst", "23.5"
+    )
     assert status == 1 and "expected at least 23.5" in error
     assert json.loads(text)["samples"] == [5]
     stop = iter([False, False, *[True] * 99])

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from fxround import cli
+from fxround.analysis.metrics import METRICS
 from fxround.formulas import FORMULAS
 from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.numerics.formats import FORMATS, Format
@@ -71,6 +72,7 @@ ROWS = {
     ("numerics.md", "modes"): [f"| `{name}` |" for name in MODES],
     ("numerics.md", "elementary"): [elementary_row(e) for e in ELEMENTARY.values()],
     ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
+    ("variability.md", "metrics"): [f"| `{m.name}` | {m.meaning} |" for m in METRICS.values()],
     ("policies.md", "presets"): [f"`{name}`" for name in PRESETS],
     ("policies.md", "roles"): [f"`{name}`" for name in (*ENTERING, "activation", "statistic")],
     ("policies.md", "kinds"): [f"`{name}`" for name in get_args(Kind)],

@@ -221,13 +221,19 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for
 
 
 def chosen(asked: Any, result: Any) -> tuple[Metric, ...]:
-    """The metrics of ``metrics=``: names, functions or Metrics; ``"auto"``: what fits the result.
+    """The metrics of ``metrics=`` for a result; ``"auto"``: those that fit it."""
+    return tuple(METRICS[name] for name in _fitting(result)) if asked == "auto" else named(asked)
+
+
+def named(asked: Any) -> tuple[Metric, ...]:
+    """Metrics of names, functions or Metrics, one or several; none for ``"auto"``, which takes a result to know.
 
     A function takes (sample, unperturbed result) and returns a number; batches count by their rows. Raises ValueError
-    for an unknown name."""
-    if asked == "auto":
-        return tuple(METRICS[name] for name in _fitting(result))
-    several = (asked,) if isinstance(asked, str | Metric) or callable(asked) else tuple(asked or ())
+    for an unknown name, TypeError for anything else.
+    """
+    if asked is None or asked == "auto":
+        return ()
+    several = (asked,) if isinstance(asked, str | Metric) or callable(asked) else tuple(asked)
     return tuple(_metric(one) for one in several)
 
 

@@ -7,10 +7,13 @@ after    stochastic ━━━━━━━╸          7/20  0:00:12  left 0:00:2
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from fxround.significance import require
+
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -33,3 +36,11 @@ def progress(label: str, total: int | None, shown: bool | None) -> Iterator[Call
     with rich.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda: bar.advance(task)
+
+
+def tracked(items: Iterable[Item], total: int | None, label: str, shown: bool | None = None) -> Iterator[Item]:
+    """The items, with a step after each."""
+    with progress(label, total, shown) as tick:
+        for item in items:
+            yield item
+            tick()

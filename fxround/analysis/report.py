@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # thousandth of the elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
 SHOWN_ROWS: Final = 12
+COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
 
 
 class CheckFailed(AssertionError):
@@ -138,27 +139,17 @@ class VariabilityReport:
     def table(self) -> Table:
         """A row a place: bits (mean, worst, of the whole), half interval, evidence, agreement with the references."""
         references = list(dict.fromkeys(name for f in self.figures for name in f.agreement))
-        columns = (
-            "place",
-            "bits",
-            "±",
-            "worst",
-            "whole",
-            "digits",
-            "contrib.",
-            "evidence %",
-            *_headings(references),
-            "not finite",
-        )
+        broken = any(f.nonfinite for f in self.figures)
+        columns = ("place", *COLUMNS, *_headings(references), *(["not finite"] if broken else []))
         rows = tuple(
-            (f.place.name, *_numbers(f), *_agreements(f, references), f.nonfinite or None) for f in self.figures
+            (f.place.name, *_numbers(f), *_agreements(f, references), *([f.nonfinite or None] if broken else []))
+            for f in self.figures
         )
         return Table(columns, rows)
 
     def isolated_table(self) -> Table:
         """A row a site: the first result's figures when that site alone is perturbed."""
-        columns = ("perturbed alone", "bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
-        return Table(columns, tuple((f.place.name, *_numbers(f)) for f in self.isolated))
+        return Table(("perturbed alone", *COLUMNS), tuple((f.place.name, *_numbers(f)) for f in self.isolated))
 
     def metrics_table(self) -> Table:
         """A row a metric: mean, spread and worst over samples."""

@@ -41,6 +41,13 @@ def checked_capture(capture: str) -> Capture:
     return capture  # type: ignore[return-value]
 
 
+def checked_isolate(isolate: str | None) -> Isolate | None:
+    """The word, or a ValueError that lists the words."""
+    if isolate is not None and isolate not in get_args(Isolate):
+        raise ValueError(f"isolate is {isolate!r}; expected one of {', '.join(map(repr, get_args(Isolate)))}, or None")
+    return isolate  # type: ignore[return-value]
+
+
 def results(result: Any) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a model's result: "output", or "output.logits", "output[0]" inside a structure."""
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
@@ -123,7 +130,5 @@ class Restricted(Policy):
 
 def isolated(graph: fx.GraphModule, isolate: Isolate) -> tuple[str, ...]:
     """The sites to perturb one by one: paths or operators of what is rounded, in the order of the graph."""
-    if isolate not in get_args(Isolate):
-        raise ValueError(f"isolate is {isolate!r}; expected one of {', '.join(map(repr, get_args(Isolate)))}, or None")
     entries = [e for node in graph.graph.nodes if (e := operation(node)) is not None and e.status == "rounded"]
     return tuple(dict.fromkeys(e.path if isolate == "layers" else e.operator for e in entries))

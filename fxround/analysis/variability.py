@@ -25,17 +25,18 @@ from torch import Tensor, nn
 
 from fxround.analysis.figures import Options
 from fxround.analysis.inputs import Call, calls, count
-from fxround.analysis.metrics import METRICS
+from fxround.analysis.metrics import METRICS, named
 from fxround.analysis.parallel import Workers
 from fxround.analysis.progress import progress as shown_progress
 from fxround.analysis.provenance import provenance
 from fxround.analysis.report import VariabilityReport
-from fxround.analysis.sites import Capture, Isolate, checked_capture
+from fxround.analysis.sampling import Sequential
+from fxround.analysis.sites import Capture, Isolate, checked_capture, checked_isolate
 from fxround.analysis.streams import Runs
 from fxround.analysis.study import BINARY64, BITS, Plan, Study, interruptible
 from fxround.policy import Policy
 from fxround.runtime.execute import Draw
-from fxround.significance import CONFIDENCE, Method, general_probability, penalty
+from fxround.significance import CONFIDENCE, Method, checked_method, penalty
 
 FEW: Final = 5
 MOST: Final = 200
@@ -122,26 +123,35 @@ def _plan(
     options: Options,
 ) -> Plan:
     automatic = samples == "auto"
+    if automatic:
+        Sequential(tolerance, options.confidence)
     if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
         raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
     if not automatic and samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more say something)")
     if isinstance(reference, str) and reference != BINARY64:
         raise ValueError(f"reference is {reference!r}; expected 'binary64', None, or a tensor shaped like the results")
-    penalty(max(2, most), options.probability, options.confidence)
-    general_probability(2, options.confidence)
+    for name, value in (("probability", options.probability), ("confidence", options.confidence)):
+        if value is not None and not 0 < value < 1:
+            raise ValueError(f"{name} is {value}; expected more than 0 and less than 1")
+    checked_method(options.method)
     plan = Plan(
-        None if automatic else samples, tolerance, watch, most, checked_capture(capture), isolate, metrics, reference,
-        options, keep,
+        None if automatic else samples, tolerance, watch, most, checked_capture(capture), checked_isolate(isolate),
+        metrics if metrics == "auto" else named(metrics), reference, options, keep,
     )  # fmt: skip
-    if not automatic or watch == BITS:
-        return plan
-    if watch not in METRICS:
-        raise ValueError(f"watch is {watch!r}; expected 'bits' or one of {', '.join(METRICS)}")
-    if METRICS[watch].pairs:
-        raise ValueError(f"watch is {watch!r}, a metric of pairs: it has no value of one sample to average")
-    named = () if metrics == "auto" else (metrics,) if isinstance(metrics, str) else tuple(metrics or ())
-    return plan if watch in named else replace(plan, metrics=(*named, watch))
+    return _watching(plan) if automatic and watch != BITS else plan
+
+
+def _watching(plan: Plan) -> Plan:
+    """The plan with the metric that is watched among its metrics."""
+    known = {**METRICS, **{metric.name: metric for metric in named(plan.metrics)}}
+    if plan.watch not in known:
+        raise ValueError(f"watch is {plan.watch!r}; expected 'bits' or one of {', '.join(known)}")
+    metric = known[plan.watch]
+    if metric.pairs:
+        raise ValueError(f"watch is {plan.watch!r}, a metric of pairs: it has no value of one sample to average")
+    held = named(plan.metrics)
+    return replace(plan, metrics=held if metric in held else (*held, metric))
 
 
 def _require_known(inputs: Any, plan: Plan, seed: int, n_jobs: int) -> None:
