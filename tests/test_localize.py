@@ -55,6 +55,7 @@ def reference() -> Tensor:
 def test_the_one_bad_layer_of_ten_is_found(reference: Tensor) -> None:
     found = localize(network(6), X, close(reference), level="modules")
     assert [c.modules for c in found.sets] == [("6",)]
+    assert "\n  6 (Block): tanh, add, sub\n" in str(found)
     assert found.ended == "complete" and not [name for name in found.passing if name in _names(found)]
     assert found.executed <= 40 and found.sites >= 40  # 2^40 sets, and 40 modules and nodes one by one, five times each
 

@@ -132,7 +132,7 @@ class LocalizeReport:
     def _shown(self, number: int, culprits: Culprits) -> str:
         head = f"Set {number}: fails in {len(culprits.failures)} of {self.runs} {_runs(self.runs)}"
         if self.level == "modules":
-            return "\n".join([head, *(f"  {path or '(root)'}" for path in culprits.modules)])
+            return "\n".join([head, *(_module(path, culprits) for path in culprits.modules)])
         return "\n".join([head, *map(_lines, culprits.sites)])
 
     def _note(self) -> str:
@@ -161,6 +161,14 @@ class LocalizeReport:
 
 def _runs(count: int) -> str:
     return "run" if count == 1 else "runs"
+
+
+def _module(path: str, culprits: Culprits) -> str:
+    """A module of a set, and which of its operations are sites."""
+    sites = [site for site in culprits.sites if site.module == path]
+    kind = next((f" ({site.module_type})" for site in sites if site.module_type), "")
+    words = (site.operator.split(".")[1] if "." in site.operator else site.code for site in sites)
+    return f"  {path or '(root)'}{kind}: {', '.join(dict.fromkeys(words))}"
 
 
 def _lines(site: Blame) -> str:
