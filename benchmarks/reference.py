@@ -298,7 +298,7 @@ def inside(cell: I64) -> F64:
     code = _LEAST_NORMAL + ((k - (1 << 24)) << 28) + (1 << 27)
     value = np.where(k < 1 << 24, (k + 0.5) / HALF_QUANTA, code.view(np.float64))
     value = np.where(k >= TOP_CELL, 2.0**128, value)
-    return np.where(negative, -value, value)
+    return np.asarray(np.where(negative, -value, value))
 
 
 def shifted(y: F64, ulps: int) -> F64:
@@ -306,7 +306,7 @@ def shifted(y: F64, ulps: int) -> F64:
     code = y.view(np.int64)
     ordinal = np.where(code < 0, -(code & MAGNITUDE), code) + ulps
     ordinal = np.clip(ordinal, -(0x7FF << 52), 0x7FF << 52)
-    return np.where(ordinal < 0, -((-ordinal).view(np.float64)), np.abs(ordinal).view(np.float64))
+    return np.asarray(np.where(ordinal < 0, -((-ordinal).view(np.float64)), np.abs(ordinal).view(np.float64)))
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def round_to(value: F64, fmt: Format, mode: str) -> F64:
     steps = v / quantum
     whole = {"nearest_even": np.rint, "toward_zero": np.trunc, "toward_positive": np.ceil, "toward_negative": np.floor}
     rounded = whole[mode](steps) * quantum
-    stays = {"nearest_even": False, "toward_zero": True, "toward_positive": v < 0, "toward_negative": v > 0}[mode]
+    stays: Any = {"nearest_even": False, "toward_zero": True, "toward_positive": v < 0, "toward_negative": v > 0}[mode]
     limit = np.where(stays, fmt.maximum, np.inf)
     rounded = np.where(np.abs(rounded) > fmt.maximum, np.copysign(limit, v), rounded)
     return np.asarray(np.where(finite, np.copysign(rounded, v), value))

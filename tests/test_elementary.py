@@ -193,6 +193,22 @@ def test_the_hardest_cases_round_correctly(name: str) -> None:
         assert not misrounded(name, (x,), float(compiled(name, "f32").evaluate(x)[1])), x.hex()
 
 
+@pytest.mark.parametrize("name", [n for n, row in ELEMENTARY.items() if row.quick])
+def test_a_trusted_short_evaluation_is_good_to_36_bits(name: str) -> None:
+    row = ELEMENTARY[name]
+    params = tuple(param(f"x{i}", "f32") for i in range(row.arity))
+    assert row.quick is not None
+    short = row.quick(*map(widen, params))
+    points = inputs(name, "f32")
+    value, trusted = Function(name, params, (short.value, short.trusted)).evaluate(*points)
+    assert np.count_nonzero(trusted) > SAMPLES["f32"]
+    for args, y, known in zip(zip(*points.tolist(), strict=True), value.tolist(), trusted.tolist(), strict=True):
+        want = exact(row, args) if known else None
+        # Beyond 10 and 4 tanh and erf are those of 10 and 4: both above the last midpoint below 1.
+        saturated = want is not None and name in SATURATING and min(abs(y), abs(want)) > 1 - 2.0**-25 and y * want > 0
+        assert want is None or saturated or abs(y - want) <= abs(want) * 2.0**-36, (args, y, want)
+
+
 # ---- the edges ----
 
 SPECIAL = [

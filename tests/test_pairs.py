@@ -50,7 +50,7 @@ def odd_bases() -> Iterator[tuple[float, float, float]]:
         root = round(m ** (1 / modulus))
         assert root**modulus == m
         top = 128 - m.bit_length()
-        for e in range(-149 // modulus * modulus + modulus, top + 1, modulus):
+        for e in range(-(149 // modulus) * modulus, top + 1, modulus):
             exponent = e * n // modulus
             if -175 <= exponent <= 128:
                 yield ldexp(m, e), n / 2**f, ldexp(root**n, exponent)

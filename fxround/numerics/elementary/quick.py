@@ -8,7 +8,8 @@ binary32, as sin(x) next to x, is far from a midpoint and stays quick.
 
 Why it is safe. Each error is the sum of a polynomial's (at most 2^-37, stated beside its ``Fit``) and of a few
 roundings of binary64; the tests measure the whole against mpmath. ``trusted`` holds only where the result is a
-normal number of binary32, or exact. The comparison over all binary32 inputs runs these very kernels.
+normal number of binary32, or exact. Where tanh and erf are cut off, value and exact value lie above the last midpoint
+below 1. The comparison over all binary32 inputs runs these very kernels.
 
     before   every lane: 53 + 53 bits
     after    rarely(near a midpoint, 53 + 53 bits, narrow(45 bits))
@@ -40,7 +41,7 @@ _EXPONENT: Final = 0xFFF << 52
 
 @dataclass(frozen=True)
 class Quick:
-    """A value within 2^-36 of the exact one, relatively, where ``trusted`` (bool) holds."""
+    """A value within 2^-36 of the exact one, where ``trusted`` (bool) holds; or both between 1 - 2^-25 and 1."""
 
     value: Expr
     trusted: Expr
