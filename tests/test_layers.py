@@ -31,6 +31,7 @@ RANKS = {
     "hashing": 2,
     "formulas": 2,
     "table": 2,
+    "units": 2,
     "drawing": 2,
     "inspection": 3,
     "passes": 3,

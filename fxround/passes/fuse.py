@@ -5,8 +5,8 @@ rounding and draws the bits of its own number, so that the fused graph gives the
 from. What is used outside of the group is stored, nothing is computed twice. An operation that chooses (relu, clamp,
 neg, abs) joins the operation that makes its operand.
 
-Why it is safe. Two units are merged only if no path leaves one and enters the other through a third, so that the
-merged graph has no circle; a value between two statements is a value of the format that its tensor would have had.
+Why it is safe. ``units`` keeps the merged graph free of circles; a value between two statements is a value of the
+format that its tensor would have had.
 
     before   %c = fxround.pointwise([%a, %b], "t0 = mul(x0, x1) @ R"); %e = fxround.pointwise([%c, %d], "t0 = add(...
     after    %fused = fxround.fused([%a, %b, %d], "t0 = mul(x0, x1) @ R; t1 = add(t0, x2) @ R", "f32", %rng, [4, 6])
@@ -14,13 +14,12 @@ merged graph has no circle; a value between two statements is a value of the for
 
 from __future__ import annotations
 
-import heapq
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -32,6 +31,7 @@ from fxround.ops import argument, rule_of
 from fxround.passes.pointwise import literal
 from fxround.passes.rewrite import STORAGES, rng_of
 from fxround.program import Program, Statement
+from fxround.units import Unit, in_order, merged
 
 # A program's values live in registers: longer ones spill, and more operands than this leave none for them.
 MAX_STATEMENTS: Final = 40
@@ -40,14 +40,13 @@ MAX_OPERANDS: Final = 12
 
 @dataclass(frozen=True)
 class Step:
-    """A node that can be a part of a program: its statements over ``operands``, and whether it rounds nothing."""
+    """A node that can be a part of a program: its one statement over ``operands``, and whether it rounds nothing."""
 
     node: fx.Node
     program: Program
     operands: tuple[fx.Node, ...]
     numbers: tuple[int, ...]
     exact: bool
-    index: int
 
     @cached_property
     def domain(self) -> tuple[str, str]:
@@ -58,90 +57,35 @@ class Step:
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:
     """A new graph, sharing the attributes of ``graph``, in which groups of pointwise operations are one node each."""
-    units = _merge(graph)
+    found = {node: _step(node) for node in graph.graph.nodes}
+    steps = {node: step for node, step in found.items() if step is not None}
     fused = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    for unit in _scheduled(graph, units):
+    for unit in in_order(merged(graph.graph, partial(_join, steps))):
         if len(unit.nodes) == 1:
             node = unit.nodes[0]
             made[node] = fused.node_copy(node, lambda used: made[used])
         else:
-            _emit(graph, fused, unit, made)
+            _emit(graph, fused, unit.results(), [steps[node] for node in unit.nodes], made)
     return fx.GraphModule(graph, fused)
 
 
-@dataclass(eq=False)
-class Unit:
-    """Nodes that become one: a group of steps, or a single node of any kind."""
-
-    nodes: list[fx.Node]
-    steps: list[Step]
-    first: int
-    last: int
-
-    def inputs(self) -> set[fx.Node]:
-        """The nodes outside of the unit that it reads."""
-        own = set(self.nodes)
-        return {used for node in self.nodes for used in node.all_input_nodes if used not in own}
-
-    def operands(self) -> list[fx.Node]:
-        """The tensors that a program of the unit reads, each once, in order."""
-        own = set(self.nodes)
-        return list(dict.fromkeys(o for step in self.steps for o in step.operands if o not in own))
-
-
-def _merge(graph: fx.GraphModule) -> dict[fx.Node, Unit]:
-    units: dict[fx.Node, Unit] = {}
-    for index, node in enumerate(graph.graph.nodes):
-        step = _step(node, index)
-        units[node] = unit = Unit([node], [step] if step else [], index, index)
-        if step is None:
-            continue
-        for producer in dict.fromkeys(used for used in node.all_input_nodes if used in units):
-            other = units[producer]
-            if other is not unit and _may_merge(other, unit, units):
-                unit = _union(other, unit, units)
-        if step.exact and len(unit.nodes) == 1:
-            unit.steps.clear()
-    return units
-
-
-def _may_merge(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
-    if not a.steps or not b.steps or a.steps[0].domain != b.steps[0].domain:
+def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
+    if not all(node in steps for node in (*a.nodes, *b.nodes)) or steps[a.nodes[0]].exact:
         return False
-    statements = sum(len(step.program.statements) for step in (*a.steps, *b.steps))
-    if statements > MAX_STATEMENTS or len({*a.operands(), *b.operands()} - {*a.nodes, *b.nodes}) > MAX_OPERANDS:
+    inner = [steps[node] for node in (*a.nodes, *b.nodes)]
+    if inner[0].domain != inner[-1].domain or len(inner) > MAX_STATEMENTS:
         return False
-    return not _leads_around(a, b, units) and not _leads_around(b, a, units)
+    return len(_operands(inner)) <= MAX_OPERANDS
 
 
-def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
-    """Whether a path leads from ``a`` to ``b`` through a third unit.
-
-    A unit whose last node stands before the first of ``a`` cannot depend on it: the search stays between the two.
-    """
-    seen: set[int] = {id(a), id(b)}
-    stack = [units[node] for node in b.inputs()]
-    while stack:
-        unit = stack.pop()
-        if id(unit) in seen or unit.last < a.first:
-            continue
-        seen.add(id(unit))
-        sources = [units[node] for node in unit.inputs()]
-        if any(source is a for source in sources):
-            return True
-        stack += sources
-    return False
+def _operands(steps: Sequence[Step]) -> list[fx.Node]:
+    """The tensors that a program of the steps reads, each once, in order."""
+    own = {step.node for step in steps}
+    return list(dict.fromkeys(o for step in steps for o in step.operands if o not in own))
 
 
-def _union(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> Unit:
-    steps = sorted((*a.steps, *b.steps), key=lambda step: step.index)
-    merged = Unit([step.node for step in steps], steps, min(a.first, b.first), max(a.last, b.last))
-    units.update(dict.fromkeys(merged.nodes, merged))
-    return merged
-
-
-def _step(node: fx.Node, index: int) -> Step | None:
+def _step(node: fx.Node) -> Step | None:
     value = float_value(node) if node.op == "call_function" else None
     if value is None or value.dtype not in STORAGES:
         return None
@@ -151,15 +95,15 @@ def _step(node: fx.Node, index: int) -> Step | None:
         if len(program.statements) > 1:
             return None
         drawn = (number,) if _draws(program.statements[0]) else ()
-        return Step(node, program, tuple(operands), drawn, False, index)  # type: ignore[arg-type]
-    return _choice(node, index)
+        return Step(node, program, tuple(operands), drawn, False)  # type: ignore[arg-type]
+    return _choice(node)
 
 
 def _draws(statement: Statement) -> bool:
     return statement.rounding is not None and statement.rounding.mode.random_bits > 0
 
 
-def _choice(node: fx.Node, index: int) -> Step | None:
+def _choice(node: fx.Node) -> Step | None:
     """An exact operator with a body: it can follow the operation that computes its operand."""
     rule, place = rule_of(node), site(node)
     if rule is None or rule.kind != "exact" or not rule.body or place is None or place.status != "exact":
@@ -172,7 +116,7 @@ def _choice(node: fx.Node, index: int) -> Step | None:
         return None
     texts = {p: _UNBOUNDED[p] if n is None else literal(n, value.dtype) for p, n in bounds.items()}
     body = re.sub(r"\{(\d+)\}", lambda m: texts.get(int(m[1]), "x0"), rule.body)
-    return Step(node, Program.parse(f"t0 = {body} @ exact"), (operand,), (), True, index)
+    return Step(node, Program.parse(f"t0 = {body} @ exact"), (operand,), (), True)
 
 
 # A clamp's bound that is None.
@@ -182,45 +126,20 @@ _UNBOUNDED: Final = {1: "-inf", 2: "inf"}
 # ---- the new graph ----
 
 
-def _scheduled(graph: fx.GraphModule, units: dict[fx.Node, Unit]) -> Iterator[Unit]:
-    """The units, each after what it reads, and otherwise in the order of their last nodes.
-
-    Operators that draw from PyTorch's generator keep their order among themselves.
-    """
-    waiting: dict[Unit, int] = {}
-    users: dict[Unit, list[Unit]] = {}
-    ready: list[tuple[int, Unit]] = []
-    drawn: Unit | None = None
-    for unit in dict.fromkeys(units.values()):
-        sources = {units[node] for node in unit.inputs()}
-        place = site(unit.nodes[0])
-        if place is not None and place.kind == "random":
-            sources |= {drawn} if drawn is not None else set()
-            drawn = unit
-        waiting[unit] = len(sources)
-        for source in sources:
-            users.setdefault(source, []).append(unit)
-        if not sources:
-            heapq.heappush(ready, (unit.last, unit))
-    while ready:
-        _, done = heapq.heappop(ready)
-        yield done
-        for user in users.get(done, ()):
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (user.last, user))
-
-
-def _emit(graph: fx.GraphModule, fused: fx.Graph, unit: Unit, made: dict[fx.Node, fx.Node]) -> None:
-    """One node of the unit's program, and one for each value that is used outside of it."""
-    own, operands = set(unit.nodes), unit.operands()
-    stored = [node for node in unit.nodes if any(user not in own for user in node.users)]
-    text = _text(unit, operands, stored)
-    numbers = [number for step in unit.steps for number in step.numbers]
+def _emit(
+    graph: fx.GraphModule,
+    fused: fx.Graph,
+    stored: Sequence[fx.Node],
+    steps: Sequence[Step],
+    made: dict[fx.Node, fx.Node],
+) -> None:
+    """One node of the steps' program, and one for each value that is used outside of it."""
+    operands = _operands(steps)
+    numbers = [number for step in steps for number in step.numbers]
     results = " ".join(STORAGES[node.meta["val"].dtype] for node in stored)
-    args = ([made[o] for o in operands], text, results, made[rng_of(graph)], numbers)
+    args = ([made[o] for o in operands], _text(steps, operands, stored), results, made[rng_of(graph)], numbers)
     node = fused.create_node("call_function", torch.ops.fxround.fused.default, args, name=f"{stored[-1].name}_fused")
-    node.meta = _origin(unit.nodes[-1])
+    node.meta = _origin(steps[-1].node)
     node.meta["val"] = [n.meta["val"] for n in stored]
     for i, old in enumerate(stored):
         made[old] = fused.create_node("call_function", operator.getitem, (node, i), name=old.name)
@@ -233,11 +152,11 @@ def _origin(node: fx.Node) -> dict[str, Any]:
     return {**node.meta, META: replace(place, operator="fxround.fused", status="rounded", reason="", number=-1)}
 
 
-def _text(unit: Unit, operands: Sequence[fx.Node], stored: Sequence[fx.Node]) -> str:
+def _text(steps: Sequence[Step], operands: Sequence[fx.Node], stored: Sequence[fx.Node]) -> str:
     names = {node: f"x{i}" for i, node in enumerate(operands)}
-    names |= {step.node: f"t{i}" for i, step in enumerate(unit.steps)}
+    names |= {step.node: f"t{i}" for i, step in enumerate(steps)}
     statements = []
-    for step in unit.steps:
+    for step in steps:
         (statement,) = step.program.statements
         inner = {f"x{i}": names[o] for i, o in enumerate(step.operands)}
         renamed = tuple(inner[o] if isinstance(o, str) else o for o in statement.operands)

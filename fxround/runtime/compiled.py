@@ -43,6 +43,11 @@ def instruction_set(name: str) -> Iterator[None]:
         _ISA[0] = before
 
 
+def current_set() -> str:
+    """The name of the instruction set that kernels run as now."""
+    return _ISA[0]
+
+
 def current_machine() -> Machine:
     """The registers that code compiled now may use."""
     return machine_of(_ISA[0])

@@ -16,7 +16,8 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -26,10 +27,10 @@ from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.program import Program
 from fxround.runtime import buffers
-from fxround.runtime.compiled import native, signature
+from fxround.runtime.compiled import current_set, native, signature
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.threads import split
-from fxround.specialize import fused_kernel, map_kernel
+from fxround.specialize import map_kernel
 
 STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float32: "f32",
@@ -116,9 +117,13 @@ def _access(sizes: list[int], strides: list[int]) -> Access:
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if stride != expected:
-            return "strided"
+            break
         expected *= size
-    return "contiguous"
+    else:
+        return "contiguous"
+    if sizes[-1] % BLOCK == 0 and strides[-1] in (0, 1):
+        return "inner" if strides[-1] else "row"
+    return "strided"
 
 
 def run_map(
@@ -129,62 +134,100 @@ def run_map(
     out: Tensor | None = None,
 ) -> Tensor:
     """The program over operands that broadcast; ``out``: a row-major tensor to write into."""
-    kernel = map_kernel(program, _loads(operands), _result_storage(dtype))
-    (result,) = _run_map(kernel, operands, draw.key(), (out,))
+    kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
+    (result,) = run_kernel(kernel, operands, draw.key(), (out,))
     return result
 
 
-def run_fused(
-    program: Program,
-    operands: Sequence[Tensor],
-    results: tuple[Storage, ...],
-    draw: Draw,
-    nodes: Sequence[int],
-    outs: Sequence[Tensor | None] = (),
-) -> list[Tensor]:
-    """A fused program: a node number for each statement that draws, and one tensor a result.
-
-    outs: row-major tensors to write into, None for a new one; an operand of the same shape and dtype may be one.
-    """
-    kernel = fused_kernel(program, _loads(operands), results)
-    if len(nodes) < len(kernel.draws):
-        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
-    return _run_map(kernel, operands, draw.keys(nodes), outs or (None,) * len(results))
-
-
-def _loads(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
+def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
+    """How the operands are stored; what cannot be an operand raises."""
     return tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
 
 
-def _result_storage(dtype: torch.dtype) -> Storage:
+def result_storage(dtype: torch.dtype) -> Storage:
+    """How a result of the dtype is stored; TypeError if no kernel stores it."""
     if dtype not in STORAGES:
         raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
     return STORAGES[dtype]
 
 
-def _run_map(kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None]) -> list[Tensor]:
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+def run_kernel(
+    kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """A kernel over operands that broadcast. outs: row-major tensors to write into, None for a new one."""
+    call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
+    if call is None:
+        shape = torch.broadcast_shapes(*(x.shape for x in operands))
+        return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
     results = [
-        buffers.empty(shape, dtype_of(storage)) if out is None else out
-        for storage, out in zip(kernel.results, outs, strict=True)
+        buffers.empty(call.shape, dtype_of(storage)) if out is None else out
+        for storage, out in zip(kernel.results, outs or (None,) * len(kernel.results), strict=True)
     ]
-    total = math.prod(shape)
-    if total == 0:
+    if call.total == 0:
         return results
-    views = [x.detach().expand(shape) for x in operands]
-    sizes, strides = _collapse(shape, [list(v.stride()) for v in views])
-    if len(sizes) > MAX_DIMS:
-        views = [v.contiguous() for v in views]
-        sizes, strides = _collapse(shape, [list(v.stride()) for v in views])
-    access = tuple(_access(sizes, s) for s in strides)
-    variant = MapVariant(kernel, access)
-    run = native(variant.digest, build_map, variant, "map", _MAP)
-    pointers, targets = _array([v.data_ptr() for v in views]), _array([r.data_ptr() for r in results])
-    shape_, steps = _array(sizes), _array([s for operand in strides for s in operand])
-    addresses = (shape_, pointers, steps, targets, key)
-    blocks = -(-total // BLOCK)
-    split(lambda lo, hi: run(lo, hi, total, len(sizes), *addresses), blocks, _ENOUGH // BLOCK)
+    sources, targets = _array([x.data_ptr() for x in operands]), _array([r.data_ptr() for r in results])
+    split(lambda lo, hi: call.run(lo, hi, sources, targets, key), call.blocks, _ENOUGH // BLOCK)
     return results
+
+
+@lru_cache(maxsize=4096)
+def _map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
+    """``MapCall.of`` once for each layout and instruction set."""
+    return MapCall.of(kernel, layout)
+
+
+@dataclass(frozen=True)
+class MapCall:
+    """A kernel's code for operands that lie in certain ways; where they lie is told by each ``run``.
+
+    function    the code
+    shape       of a result
+    total       elements of a result
+    dims        how many dimensions are left when neighbours are merged; ``sizes`` are theirs
+    steps       strides in elements, operand by operand
+    """
+
+    function: Any
+    shape: tuple[int, ...]
+    total: int
+    dims: int
+    sizes: Any
+    steps: Any
+
+    unit: ClassVar[int] = BLOCK
+
+    @staticmethod
+    def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MapCall | None:
+        """The code for operands of these shapes and strides; None where they have too many dimensions."""
+        shape = torch.broadcast_shapes(*(shape for shape, _ in layout))
+        total = math.prod(shape)
+        if total == 0:
+            return MapCall(None, tuple(shape), 0, 0, None, None)
+        sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
+        if len(sizes) > MAX_DIMS:
+            return None
+        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides))
+        function = native(variant.digest, build_map, variant, "map", _MAP)
+        steps = [s for operand in strides for s in operand]
+        return MapCall(function, tuple(shape), total, len(sizes), _array(sizes), _array(steps))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of elements, the last one perhaps short."""
+        return -(-self.total // BLOCK)
+
+    def run(self, begin: int, end: int, sources: Any, targets: Any, key: Any) -> None:
+        """Blocks begin ... end. sources, targets: arrays of the address of element 0 of each operand and result."""
+        self.function(begin, end, self.total, self.dims, self.sizes, sources, self.steps, targets, key)
+
+
+def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides of an operand as broadcasting sees it."""
+    missing = len(shape) - len(own)
+    kept = (
+        0 if n == 1 and size != 1 else stride for n, stride, size in zip(own, strides, shape[missing:], strict=True)
+    )
+    return [0] * missing + list(kept)
 
 
 def dtype_of(storage: Storage) -> torch.dtype:

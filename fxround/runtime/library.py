@@ -24,7 +24,7 @@ from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
 from fxround.runtime.contractions import Right, contract_of, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
-from fxround.runtime.execute import Draw, dtype_of, run_fused, run_map, storage_of
+from fxround.runtime.execute import Draw, dtype_of, loads_of, result_storage, run_kernel, storage_of
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -34,7 +34,8 @@ def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tenso
     """A program of rounded pointwise operations over operands that broadcast."""
     if not xs:
         raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
-    return run_map(texts.program(program), xs, dtype, Draw.of(rng, node))
+    kernel = texts.pointwise(program, loads_of(xs), result_storage(dtype))
+    return run_kernel(kernel, xs, Draw.of(rng, node).key())[0]
 
 
 def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
@@ -49,7 +50,10 @@ def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: 
     """
     if not xs:
         raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
-    return run_fused(texts.program(program), xs, texts.storages(results), Draw.of(rng, 0), nodes)
+    kernel = texts.fused(program, loads_of(xs), results)
+    if len(nodes) < len(kernel.draws):
+        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+    return run_kernel(kernel, xs, Draw.of(rng, 0).keys(nodes))
 
 
 def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -35,6 +36,22 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
     x, lines = described(x, dims)
     if lines.count == 0:
         return result
+    loops = loops_for(kernel, lines)
+    _run(loops.function, lines, loops.lanes, loops.neighbours, (x, result), draw)
+    return result
+
+
+@dataclass(frozen=True)
+class Loops:
+    """The code that serves some lines, how many lines an item of it has, and whether these are neighbours."""
+
+    function: Any
+    lanes: int
+    neighbours: bool
+
+
+def loops_for(kernel: Reduce, lines: Lines) -> Loops:
+    """Which loops serve these lines."""
     one, neighbours = one_register(kernel), _neighbours(kernel, lines)
     many = lines.count >= one
     if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
@@ -46,8 +63,7 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
     else:
         lanes, name = 1, "dense" if lines.dense else "panels"
         run = native(f"{kernel.digest}:along:{name}", build_along, (kernel, lines.dense), "reduce", _REDUCE)
-    _run(run, lines, lanes, bool(neighbours) and lanes == neighbours, (x, result), draw)
-    return result
+    return Loops(run, lanes, bool(neighbours) and lanes == neighbours)
 
 
 def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:

@@ -1,8 +1,9 @@
 """Schedule: the graph that runs, with kernels called directly and memory given back as soon as it is dead.
 
 What is true here. ``schedule(graph)`` computes what ``graph`` computes. A kernel of ours is called as the function that
-it is, without PyTorch's dispatcher; after the last use of a value that such a kernel made, and of everything that may
-share its memory, its buffer is released for the next result of that size.
+it is, without PyTorch's dispatcher; a chain over rows runs a few rows at a time (``rows``); after the last use of a
+value that such a kernel made, and of everything that may share its memory, its buffer is released for the next result
+of that size.
 
 Why it is safe. Whatever an operator that moves data returns, and whatever a schema says may alias, counts as sharing
 the memory of its operands; an operator that is not in the table of rules keeps its operands for good; so does
@@ -23,6 +24,7 @@ from torch import fx
 from fxround.ops import RULES, rule_of
 from fxround.runtime import buffers
 from fxround.runtime.library import KERNELS
+from fxround.runtime.rows import gather_rows
 
 # An operator of these kinds returns memory of its own, if its schema says no more.
 _FRESH: Final = frozenset({"pointwise", "elementary", "contraction", "reduction", "exact", "integer", "opaque"})
@@ -30,6 +32,7 @@ _FRESH: Final = frozenset({"pointwise", "elementary", "contraction", "reduction"
 
 def schedule(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported."""
+    graph = gather_rows(graph)
     direct = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     dead = _dead_after(graph)
@@ -67,7 +70,7 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
     """Where a user is done with its operands' memory: at once, or when what it returns is dead, or never."""
     if user.op == "output":
         return float("inf")
-    if user.target in KERNELS:
+    if user.target in KERNELS or _is_rows(user):
         return float(position[user])
     rule = rule_of(user) if user.op == "call_function" else None
     if user.target is operator.getitem:
@@ -75,6 +78,10 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
     if rule is None or str(user.target) not in RULES:
         return float("inf")
     return float(position[user]) if rule.kind in _FRESH and not _may_alias(user.target) else last[user]
+
+
+def _is_rows(node: fx.Node) -> bool:
+    return node.op == "call_module"
 
 
 def _may_alias(target: Any) -> bool:
@@ -86,5 +93,5 @@ def _owns(node: fx.Node) -> bool:
     """Whether the node is a tensor that a kernel of ours has just made, alone on its memory."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, fx.Node) and source.target is torch.ops.fxround.fused.default
+        return isinstance(source, fx.Node) and (source.target is torch.ops.fxround.fused.default or _is_rows(source))
     return node.target in KERNELS and node.target is not torch.ops.fxround.fused.default

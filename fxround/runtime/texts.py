@@ -13,11 +13,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, cast, get_args
 
+from fxround.kernel import Map
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.storage import Storage
 from fxround.program import Program
+from fxround.specialize import fused_kernel, map_kernel
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
@@ -33,3 +35,15 @@ def storages(text: str) -> tuple[Storage, ...]:
         if name not in names:
             raise ValueError(f"{name!r} is no storage; expected some of {', '.join(names)}")
     return cast(tuple[Storage, ...], tuple(text.split()))
+
+
+@lru_cache(maxsize=4096)
+def pointwise(text: str, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """The kernel of a program's text."""
+    return map_kernel(program(text), loads, result)
+
+
+@lru_cache(maxsize=4096)
+def fused(text: str, loads: tuple[Storage, ...], results: str) -> Map:
+    """The kernel of a fused program's text; ``results`` as in ``storages``."""
+    return fused_kernel(program(text), loads, storages(results))

@@ -39,7 +39,9 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.render import emit, splat
 
-Access = Literal["contiguous", "scalar", "strided"]
+# ``inner`` and ``row`` serve results whose innermost dimension is whole blocks: a block's elements are neighbours in
+# the operand, or are one element of it, and neither is fetched.
+Access = Literal["contiguous", "scalar", "inner", "row", "strided"]
 MAX_DIMS: Final = 16
 
 
@@ -89,8 +91,11 @@ def build_map(variant: MapVariant) -> str:
         left = b.sub(a["total"], base)
         short = b.icmp_signed("<", left, I64(BLOCK))
         number = b.select(short, left, I64(BLOCK))
+        place = _place(b, a, base) if {"inner", "row"} & set(variant.access) else None
         sources = [
-            _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number)
+            _neighbours(b, a, i, kernel.loads[i], pointers[i], place)
+            if access in ("inner", "row")
+            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number)
             for i, access in enumerate(variant.access)
         ]
         for word, words in zip(kernel.draws, random, strict=True):
@@ -100,7 +105,7 @@ def build_map(variant: MapVariant) -> str:
         with count(b, I64(0), I64(BLOCK), lanes) as i:
             values = [
                 splat(b, load_vector(b, source, s, 1), lanes)
-                if access == "scalar"
+                if access in ("scalar", "row")
                 else load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
                 for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
             ]
@@ -148,6 +153,34 @@ def _fetch(
     with b.if_then(short):
         copy_elements(b, buffer, here, number, memory)
     return b.select(short, buffer, here)
+
+
+def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
+    """The coordinates of element ``base``, one for each dimension."""
+    place = scratch(b, I64, MAX_DIMS)
+    with b.goto_entry_block():
+        rest = b.alloca(I64)
+    b.store(base, rest)
+    with count(b, I64(0), a["ndim"]) as j:
+        d = b.sub(b.sub(a["ndim"], I64(1)), j)
+        size = b.load(at(b, a["sizes"], d, I64), typ=I64)
+        before = b.load(rest, typ=I64)
+        after = b.udiv(before, size)
+        b.store(b.sub(before, b.mul(after, size)), at(b, place, d, I64))
+        b.store(after, rest)
+    return place
+
+
+def _neighbours(b: ir.IRBuilder, a: dict[str, Any], operand: int, storage: Storage, pointer: Any, place: Any) -> Any:
+    """The address of an operand's element at ``place``."""
+    with b.goto_entry_block():
+        offset = b.alloca(I64)
+    b.store(I64(0), offset)
+    strides = at(b, a["strides"], b.mul(I64(operand), a["ndim"]), I64)
+    with count(b, I64(0), a["ndim"]) as d:
+        step = b.mul(b.load(at(b, place, d, I64), typ=I64), b.load(at(b, strides, d, I64), typ=I64))
+        b.store(b.add(b.load(offset, typ=I64), step), offset)
+    return at(b, pointer, b.load(offset, typ=I64), MEMORY[storage])
 
 
 def gather_function(module: ir.Module, storage: Storage) -> ir.Function:

@@ -1,0 +1,102 @@
+"""Units: nodes of a graph that become one, chosen so that the merged graph has no circle.
+
+What is true here. A unit is a set of nodes; every node is in one. Two units are merged where a producer and its user
+may be one, if no path leaves one of them and enters the other through a third.
+
+Why it is safe. ``in_order`` visits every unit after all that it reads, which it could not if there were a circle; what
+draws from PyTorch's own generator keeps its order.
+
+    before   a -> b -> c and a -> c: {a, c} would wait for b, and b for {a, c}
+    after    {a, b, c}, or {a}, {b}, {c}
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxround.graph import site
+
+
+@dataclass(eq=False)
+class Unit:
+    """Nodes in graph order, and the positions of the first and the last."""
+
+    nodes: list[fx.Node]
+    first: int
+    last: int
+
+    def inputs(self) -> set[fx.Node]:
+        """The nodes outside of the unit that it reads."""
+        own = set(self.nodes)
+        return {used for node in self.nodes for used in node.all_input_nodes if used not in own}
+
+    def results(self) -> list[fx.Node]:
+        """The nodes of the unit that are read outside of it."""
+        own = set(self.nodes)
+        return [node for node in self.nodes if any(user not in own for user in node.users)]
+
+
+def merged(graph: fx.Graph, joins: Callable[[Unit, Unit], bool]) -> dict[fx.Node, Unit]:
+    """The unit of every node. joins(a, b): whether a producer's unit and its user's may become one."""
+    units: dict[fx.Node, Unit] = {}
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node, index in position.items():
+        units[node] = unit = Unit([node], index, index)
+        for producer in node.all_input_nodes:
+            other = units[producer]
+            if other is unit or not joins(other, unit):
+                continue
+            if not _leads_around(other, unit, units) and not _leads_around(unit, other, units):
+                nodes = sorted((*other.nodes, *unit.nodes), key=position.__getitem__)
+                unit = Unit(nodes, min(other.first, unit.first), max(other.last, unit.last))
+                units.update(dict.fromkeys(nodes, unit))
+    return units
+
+
+def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
+    """Whether a path leads from ``a`` to ``b`` through a third unit.
+
+    A unit whose last node stands before the first of ``a`` cannot depend on it: the search stays between the two.
+    """
+    seen = {a, b}
+    stack = [units[node] for node in b.inputs()]
+    while stack:
+        unit = stack.pop()
+        if unit in seen or unit.last < a.first:
+            continue
+        seen.add(unit)
+        sources = [units[node] for node in unit.inputs()]
+        if a in sources:
+            return True
+        stack += sources
+    return False
+
+
+def in_order(units: dict[fx.Node, Unit]) -> Iterator[Unit]:
+    """The units, each after what it reads, and otherwise in the order of their last nodes."""
+    waiting: dict[Unit, int] = {}
+    users: dict[Unit, list[Unit]] = {}
+    ready: list[tuple[int, Unit]] = []
+    drawn: Unit | None = None
+    for unit in dict.fromkeys(units.values()):
+        sources = {units[node] for node in unit.inputs()}
+        place = site(unit.nodes[0])
+        if place is not None and place.kind == "random":
+            sources |= {drawn} if drawn is not None else set()
+            drawn = unit
+        waiting[unit] = len(sources)
+        for source in sources:
+            users.setdefault(source, []).append(unit)
+        if not sources:
+            heapq.heappush(ready, (unit.last, unit))
+    while ready:
+        _, done = heapq.heappop(ready)
+        yield done
+        for user in users.get(done, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (user.last, user))

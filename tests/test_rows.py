@@ -1,0 +1,69 @@
+"""Chains over rows: a few rows at a time, and the bits of the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.runtime.rows import Rows
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def chains(compiled: fxround.RoundedModule) -> list[Rows]:
+    assert compiled._latest is not None
+    return [m for m in compiled._latest.running.modules() if isinstance(m, Rows)]
+
+
+def normalized(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * 0.5 + x.mean(-1, keepdim=True)
+
+
+CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "layer_norm": (nn.LayerNorm(192), (2100, 192)),
+    "softmax": (nn.Softmax(-1), (3, 5, 160, 260)),
+    "log_softmax": (nn.LogSoftmax(-1), (2200, 250)),
+    "two statistics": (Applied(normalized), (4300, 130)),
+}
+
+
+@pytest.mark.parametrize("policy", ["stochastic", "reproducible"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_one_kernel_after_the_other(name: str, policy: str) -> None:
+    model, shape = CASES[name]
+    compiled = fxround.compile(model, policy, seed=4)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        want = fxround.compile(model, policy, seed=4, fuse=False)
+        want(x)
+        assert want._latest is not None
+        (plain,) = want._latest.lowered(*want._latest._inputs([x]), want.rng)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(compiled(x), plain)
+    torch.set_num_threads(threads)
+    assert chains(compiled) and all(plan is not None for chain in chains(compiled) for plan in chain.plans.values())
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, 64), torch.randn(192, 700).t(), torch.zeros(0, 192), torch.ones(1, 192)])
+def test_what_gains_nothing_runs_as_the_graph_says(x: Tensor) -> None:
+    model = Applied(normalized)
+    compiled = fxround.compile(model, "stochastic")
+    with torch.no_grad():
+        result = compiled(x)
+        assert compiled._latest is not None
+        (plain,) = compiled._latest.lowered(*compiled._latest._inputs([x]), compiled.rng)
+    assert torch.equal(result, plain)
+    assert all(plan is None for chain in chains(compiled) for plan in chain.plans.values())
