@@ -26,7 +26,7 @@ from llvmlite import ir
 from fxround.numerics.carriers import CARRIERS
 from fxround.runtime.llvm.bins import Bins, Tables, encode
 from fxround.runtime.llvm.loops import I64, Carried, at, count, scratch
-from fxround.runtime.llvm.render import SCALARS, literal, llvm_type, splat
+from fxround.runtime.llvm.render import SCALARS, literal, llvm_type
 
 I256: Final = ir.IntType(256)
 _BITS: Final = 51
@@ -202,8 +202,3 @@ def wide(b: ir.IRBuilder, field: Any, lanes: int) -> Any:
     """Exponent fields as i64."""
     target = llvm_type("u64", lanes)
     return field if field.type == target else b.zext(field, target)
-
-
-def spread(b: ir.IRBuilder, values: list[Any], lanes: int) -> list[Any]:
-    """Each scalar in every lane."""
-    return [splat(b, v, lanes) for v in values]
