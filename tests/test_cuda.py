@@ -383,7 +383,7 @@ def lines_of(x: Array) -> Array:
 
 def run_lines(host: Host, kernel: Reduce | Scan | Exact, x: Array, shape: tuple[int, ...]) -> Array:
     outer, length, inner = x.shape
-    out = np.zeros(shape, memory(kernel.results[0]))
+    out = np.zeros(shape, memory(kernel.result))
     sizes = [ctypes.c_uint64(v) for v in (outer * inner, length, inner)]
     host.launch(kernel, (2, 3), *sizes, out, x, Key(*KEY))
     return out
@@ -448,7 +448,7 @@ def test_contractions(host: Host, name: str, groups: int) -> None:
     # a is stored transposed, b with its batch innermost: any steps will do.
     a = elements((groups or batch, length, rows), kernel.loads[0], 1).transpose(0, 2, 1)
     b = elements((length, columns, batch), kernel.loads[1], 2).transpose(2, 0, 1)
-    out = np.empty((batch, rows, columns), memory(kernel.results[0]))
+    out = np.empty((batch, rows, columns), memory(kernel.result))
     steps = [s // x.itemsize for x in (a, b) for s in x.strides]
     shape = Shape(batch, rows, length, columns, groups, *steps)
     host.launch(kernel, (3, 4), shape, out, a, b, Key(*KEY))

@@ -158,8 +158,12 @@ def views(draw: Any, rank: int) -> tuple[Tensor, list[int]]:
     return x, sorted(draw(st.sets(st.integers(0, rank - 1))))
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.integers(0, 5000), st.integers(1, 20), st.sampled_from(["binary32", "bfloat16/stochastic", "tf32/to_odd"]))
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from([0, 63, 700, 5000]),
+    st.integers(1, 20),
+    st.sampled_from(["binary32", "bfloat16/stochastic", "tf32/to_odd"]),
+)
 def test_long_lines_equal_the_reference(length: int, lines: int, accumulate: str) -> None:
     x = values((lines, length), length)
     for order in ("sequential", "lanes:16"):
@@ -205,7 +209,7 @@ RANGES = {
 def test_exact_sums_of_any_spread_equal_rational_sums(dtype: torch.dtype) -> None:
     own = OWN[dtype]
     for low, high in RANGES[dtype]:
-        for shape in ((9000, 2), (600, 70), (700, 9)):
+        for shape in ((4500, 2), (520, 70), (600, 9)):
             x = spread(shape, low, high, dtype)
             if high == 3:
                 x[: shape[0] // 3] *= 2.0**60 if dtype != torch.bfloat16 else 1.0
