@@ -48,13 +48,13 @@ def header(packages: Sequence[str]) -> str:
 
 
 def medians(
-    calls: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter, passes: int = PASSES
 ) -> dict[str, float]:
-    """Median seconds of each call over PASSES interleaved passes, after one call to warm it up."""
+    """Median seconds of each call over interleaved passes, after one call to warm it up."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(PASSES):
+    for _ in range(passes):
         for name, call in calls.items():
             began = time.perf_counter()
             while True:

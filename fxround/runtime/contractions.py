@@ -33,7 +33,7 @@ from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.threads import split
 from fxround.specialize import contract_kernel
 
-_CONTRACT: Final = signature(14, 8)
+_CONTRACT: Final = signature(16, 9)
 # A thread is worth waking for this many steps.
 _ENOUGH: Final = 1 << 15
 # See numerics.truncation.up_or_down.
@@ -51,14 +51,27 @@ def offsets(count: int, stride: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Placing:
+    """Where results lie: element (batch, row, n) at batch * step + row * row_step + offsets[n]; offsets ascend."""
+
+    step: int
+    row_step: int
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
 class Right:
-    """The second operand of a contraction: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n]."""
+    """The second operand of a contraction: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
+
+    out: where its products lie in the result, if not in a row.
+    """
 
     data: Tensor
     batch: int
     step: int
     k_offsets: Tensor
     n_offsets: Tensor
+    out: Placing | None = None
 
     @staticmethod
     def matrices(b: Tensor) -> Right:
@@ -138,8 +151,9 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if result.numel() == 0:
         return result
     plan = Plan.of(kernel, batch, rows, columns, length, groups)
-    tensors = (a, right.data, right.k_offsets, right.n_offsets, result)
-    rest = (*a.stride(), right.step, *(t.data_ptr() for t in tensors))
+    out = right.out or Placing(rows * columns, columns, offsets(columns, 1))
+    tensors = (a, right.data, right.k_offsets, right.n_offsets, out.offsets, result)
+    rest = (*a.stride(), right.step, out.step, out.row_step, *(t.data_ptr() for t in tensors))
     key = draw.key()
 
     def count(code: _Code, begin: int, end: int) -> bool:

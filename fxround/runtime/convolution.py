@@ -21,13 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.runtime.contractions import Right, contract_of, offsets, run_contract
+from fxround.runtime.contractions import Placing, Right, contract_of, offsets, run_contract
 from fxround.runtime.execute import Draw, storage_of
+
+# Pixels of an image whose panels would mostly be ends, and its weights packed for too little.
+_FEW: Final = 512
 
 
 @dataclass(frozen=True)
@@ -163,12 +167,22 @@ def convolution(
     if x.numel() == 0 and 0 in size:
         return x.new_empty(size)
     found = windows_of(x, w.shape[2:], geometry)
-    # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
-    right = Right(
-        found.padded, x.shape[0] * groups, found.group_step, _sums([found.channels, found.taps]), found.pixels
-    )
+    k = _sums([found.channels, found.taps])
     weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
+    pixels = found.pixels.numel()
+    if pixels < _FEW and x.shape[0] > 1:
+        # The windows of all images are one line of columns; the result has them image by image.
+        out = Placing(weights.shape[1] * pixels, pixels, _placed(x.shape[0], w.shape[0] * pixels, pixels))
+        right = Right(found.padded, groups, found.group_step, k, _sums([found.images, found.pixels]), out)
+        return run_contract(kernel, weights, right, 0, Draw.of(rng, node)).reshape(size)
+    # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
+    right = Right(found.padded, x.shape[0] * groups, found.group_step, k, found.pixels)
     return run_contract(kernel, weights, right, groups, Draw.of(rng, node)).reshape(size)
+
+
+@lru_cache(maxsize=256)
+def _placed(images: int, image_step: int, pixels: int) -> Tensor:
+    return _sums([offsets(images, image_step), offsets(pixels, 1)])
 
 
 def input_gradient(

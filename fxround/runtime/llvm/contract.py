@@ -23,8 +23,8 @@ from fxround.runtime.llvm.packing import pack_left, pack_right
 from fxround.runtime.llvm.tile import Block, ContractVariant, Item
 
 SIZES: Final = ("begin", "end", "rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
-STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch")
-POINTERS: Final = ("a", "b", "b_k", "b_n", "out", "scratch", "key", "flags")
+STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch", "out_batch", "out_row")
+POINTERS: Final = ("a", "b", "b_k", "b_n", "out_n", "out", "scratch", "key", "flags")
 
 
 def build_contract(variant: ContractVariant) -> str:
@@ -32,7 +32,8 @@ def build_contract(variant: ContractVariant) -> str:
 
     Items count (batch, chunk of rows, ``wide`` panels), the panels fastest. a: element (g, m, k) at
     g * a_batch + m * a_row + k * a_k, with g = batch mod groups (groups 0: g = batch). b: element (k, n) at
-    batch * b_batch + b_k[k] + b_n[n]. out: (batch, rows, columns), row-major. flags: an i32, made nonzero where the
+    batch * b_batch + b_k[k] + b_n[n]. out: element (batch, m, n), and its stream, at batch * out_batch + m * out_row +
+    out_n[n], where out_n ascends. flags: an i32, made nonzero where the
     results of a kernel with a rounding direction do not count.
     """
     module = ir.Module("contract")

@@ -20,6 +20,7 @@ from llvmlite import ir
 from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.scalar import Expr
 from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.loops import declared
 from fxround.runtime.llvm.render import Fusion, literal, llvm_type
 
 # Four bits a class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. 1: the value.
@@ -46,7 +47,7 @@ def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
         return None
     factor = literal("u64", 1 << 52 - int(shifted.args[1].attr or 0), 8)
     kind = factor.type
-    callee = _declared(b, "llvm.x86.avx512.vpmadd52h.uq.512", ir.FunctionType(kind, [kind] * 3))
+    callee = declared(b, "llvm.x86.avx512.vpmadd52h.uq.512", ir.FunctionType(kind, [kind] * 3))
     return b.call(callee, [env[x], env[shifted.args[0]], factor])
 
 
@@ -61,12 +62,8 @@ def _choice(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
         return None
     floats, word = llvm_type("f64", 8), ir.IntType(32)
     kind = ir.FunctionType(floats, [floats, floats, llvm_type("u64", 8), word, ir.IntType(8), word])
-    callee = _declared(b, "llvm.x86.avx512.mask.fixupimm.pd.512", kind)
+    callee = declared(b, "llvm.x86.avx512.mask.fixupimm.pd.512", kind)
     table = literal("u64", _SPECIAL, 8)
     # Every lane, the current rounding direction.
     operands = [b.bitcast(env[y], floats), b.bitcast(env[x], floats), table, word(0), ir.IntType(8)(-1), word(4)]
     return b.bitcast(b.call(callee, operands), llvm_type("u64", 8))
-
-
-def _declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
-    return b.module.globals.get(name) or ir.Function(b.module, signature, name)

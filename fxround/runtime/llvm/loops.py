@@ -176,3 +176,27 @@ def transpose(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
         pairs = [(rows[i], rows[i + n // 2]) for i in range(n // 2)]
         rows = [b.shuffle_vector(x, y, mask) for x, y in pairs for mask in (low, high)]
     return rows
+
+
+def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: int, others: Any = None) -> Any:
+    """The elements under the mask; the other lanes are not read, and are zero or ``others``."""
+    kind = ir.VectorType(memory, lanes)
+    others = ir.Constant(kind, [memory(0)] * lanes) if others is None else others
+    name = f"llvm.masked.load.v{lanes}{name_of(memory)}.p0"
+    signature = ir.FunctionType(kind, [address.type, I32, mask.type, kind])
+    return b.call(declared(b, name, signature), [address, I32(bytes_in(memory)), mask, others])
+
+
+def declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
+    """The module's function of this name."""
+    return b.module.globals.get(name) or ir.Function(b.module, signature, name)
+
+
+def name_of(memory: Any) -> str:
+    """A type of memory, as the names of LLVM's intrinsics spell it."""
+    return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]
+
+
+def bytes_in(memory: Any) -> int:
+    """The size of an element in memory."""
+    return 8 if memory == I64 else next(MEMORY_BYTES[s] for s, m in MEMORY.items() if m == memory)

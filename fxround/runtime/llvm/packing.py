@@ -17,7 +17,21 @@ from typing import Any
 from llvmlite import ir
 
 from fxround.numerics.storage import ELEMENT_OF
-from fxround.runtime.llvm.loops import I32, I64, MEMORY, MEMORY_BYTES, PTR, at, count, iota, load_vector, transpose
+from fxround.runtime.llvm.loops import (
+    I32,
+    I64,
+    MEMORY,
+    PTR,
+    at,
+    bytes_in,
+    count,
+    declared,
+    iota,
+    load_vector,
+    masked_load,
+    name_of,
+    transpose,
+)
 from fxround.runtime.llvm.render import llvm_type, splat
 from fxround.runtime.llvm.tile import Block, Item, lift, load_lifted
 
@@ -188,31 +202,10 @@ def _all(b: ir.IRBuilder, mask: Any, lanes: int) -> Any:
     return b.icmp_unsigned("==", b.bitcast(mask, whole), whole(-1))
 
 
-def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: int, others: Any = None) -> Any:
-    """The elements under the mask; the other lanes are not read, and are zero or ``others``."""
-    kind = ir.VectorType(memory, lanes)
-    others = ir.Constant(kind, [memory(0)] * lanes) if others is None else others
-    name = f"llvm.masked.load.v{lanes}{_name(memory)}.p0"
-    signature = ir.FunctionType(kind, [address.type, I32, mask.type, kind])
-    return b.call(_declared(b, name, signature), [address, I32(_bytes(memory)), mask, others])
-
-
 def gather(b: ir.IRBuilder, pointers: Any, memory: Any, mask: Any, lanes: int) -> Any:
     """The elements at the pointers under the mask; the other lanes are not read, and are zero."""
     kind = ir.VectorType(memory, lanes)
-    name = f"llvm.masked.gather.v{lanes}{_name(memory)}.v{lanes}p0"
+    name = f"llvm.masked.gather.v{lanes}{name_of(memory)}.v{lanes}p0"
     signature = ir.FunctionType(kind, [pointers.type, I32, mask.type, kind])
     zeros = ir.Constant(kind, [memory(0)] * lanes)
-    return b.call(_declared(b, name, signature), [pointers, I32(_bytes(memory)), mask, zeros])
-
-
-def _declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
-    return b.module.globals.get(name) or ir.Function(b.module, signature, name)
-
-
-def _name(memory: Any) -> str:
-    return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]
-
-
-def _bytes(memory: Any) -> int:
-    return 8 if memory == I64 else next(MEMORY_BYTES[s] for s, m in MEMORY.items() if m == memory)
+    return b.call(declared(b, name, signature), [pointers, I32(bytes_in(memory)), mask, zeros])

@@ -29,10 +29,10 @@ from fxround.runtime.llvm.loops import (
     MEMORY,
     Carried,
     at,
-    copy_elements,
     count,
     iota,
     load_vector,
+    masked_load,
     scratch,
     store_vector,
 )
@@ -171,11 +171,22 @@ class Item:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
     def enter_panel(self, panel: Any) -> None:
-        """Which columns come next, and whether all of them exist."""
+        """Which columns come next, and whether all of them exist, side by side in the result."""
         b = self.b
         self.column = b.mul(panel, I64(self.variant.width))
-        self.whole = b.icmp_signed("<=", b.add(self.column, I64(self.variant.width)), self.a["columns"])
+        self.whole = self._side_by_side(self.column, self.variant.width)
         self.parked = b.mul(b.sub(panel, self.first_panel), self.a["chunk"])
+
+    def _side_by_side(self, column: Any, number: int) -> Any:
+        """Whether the result has ``number`` columns from this one on, consecutively: out_n ascends."""
+        b = self.b
+        exist = b.icmp_signed("<=", b.add(column, I64(number)), self.a["columns"])
+        last = b.select(exist, b.add(column, I64(number - 1)), I64(0))
+        near, far = self._out(b.select(exist, column, I64(0))), self._out(last)
+        return b.and_(exist, b.icmp_signed("==", b.sub(far, near), I64(number - 1)))
+
+    def _out(self, column: Any) -> Any:
+        return self.b.load(at(self.b, self.a["out_n"], column, I64), typ=I64)
 
     def each_row(self, act: Any) -> None:
         """act(row, vector) for every vector of results of the panel."""
@@ -186,8 +197,12 @@ class Item:
     def start_stream(self, row: Any, vector: int) -> None:
         """The first states of one vector of streams."""
         b = self.b
-        first = splat(b, self._index(row, vector)[0], self.lanes)
-        state = start(b, b.add(first, iota(self.lanes)), self.key, self.lanes, True)
+        line, column = self._index(row, vector)
+        exists = b.icmp_signed(
+            "<", b.add(splat(b, column, self.lanes), iota(self.lanes)), splat(b, self.a["columns"], self.lanes)
+        )
+        offsets = masked_load(b, at(b, self.a["out_n"], column, I64), I64, exists, self.lanes)
+        state = start(b, b.add(splat(b, line, self.lanes), offsets), self.key, self.lanes, True)
         b.store(state, self._slots(row, vector)[1], align=8)
 
     def multiply(self, row: Any, rows: int, block: Block) -> None:
@@ -276,16 +291,21 @@ class Item:
             self._look_at(value)
         bits, _ = advance(b, state, self.lanes, kernel.finish_draws)
         (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
-        index, column = self._index(row, vector)
-        here = at(b, self.a["out"], index, MEMORY[result])
+        line, column = self._index(row, vector)
+        here = at(b, self.a["out"], line, MEMORY[result])
         if whole:
-            store_vector(b, rounded, here, result, self.lanes)
+            first = self._out(column)
+            store_vector(b, rounded, at(b, here, first, MEMORY[result]), result, self.lanes)
             return
-        left = b.sub(self.a["columns"], column)
-        short = b.icmp_signed("<", left, I64(self.lanes))
-        store_vector(b, rounded, b.select(short, self.ends, here), result, self.lanes)
-        with b.if_then(b.and_(short, b.icmp_signed(">", left, I64(0)))):
-            copy_elements(b, here, self.ends, left, MEMORY[result])
+        with b.if_else(self._side_by_side(column, self.lanes)) as (together, apart):
+            with together:
+                store_vector(b, rounded, at(b, here, self._out(column), MEMORY[result]), result, self.lanes)
+            with apart:
+                store_vector(b, rounded, self.ends, result, self.lanes)
+                left = self._smaller(b.sub(self.a["columns"], column), I64(self.lanes))
+                with count(b, I64(0), left) as n:
+                    one = b.load(at(b, self.ends, n, MEMORY[result]), typ=MEMORY[result])
+                    b.store(one, at(b, here, self._out(b.add(column, n)), MEMORY[result]))
 
     def _look_at(self, value: Any) -> None:
         """Note an infinity or a NaN."""
@@ -311,8 +331,7 @@ class Item:
     def _index(self, row: Any, vector: int) -> tuple[Any, Any]:
         b, a = self.b, self.a
         column = b.add(self.column, I64(vector * self.lanes))
-        line = b.add(b.mul(self.batch, a["rows"]), row)
-        return b.add(b.mul(line, a["columns"]), column), column
+        return b.add(b.mul(self.batch, a["out_batch"]), b.mul(row, a["out_row"])), column
 
     def _slots(self, row: Any, vector: int) -> tuple[Any, Any]:
         b = self.b
