@@ -150,7 +150,7 @@ def measure(threads: int, quick: bool) -> None:
     torch.set_num_threads(threads)
     peak = fma_peak()
     print(f"{header(('torch', 'numpy', 'llvmlite', 'fxround'))}\npeak of one thread: {peak:.0f} G multiply-adds/s\n")
-    rows = []
+    print(table(["work", "stock, ms", *ACCUMULATORS, "nearest / peak"], []))
     for work in works(quick):
         names = [n for n in ACCUMULATORS if work.name.startswith(("mm", "bmm")) or n in ("nearest", "SR", "UD")]
         calls: dict[str, Callable[[], object]] = {"stock": work.stock}
@@ -159,8 +159,8 @@ def measure(threads: int, quick: bool) -> None:
         found = medians(calls, 3, time.thread_time if threads == 1 else time.perf_counter)
         ratios = [f"{found[n] / found['stock']:.2f}x" if n in names else "" for n in ACCUMULATORS]
         reached = work.steps / found["nearest"] / 1e9 / peak / threads
-        rows.append([work.name, f"{found['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"])
-    print(table(["work", "stock, ms", *ACCUMULATORS, "nearest / peak"], rows), flush=True)
+        cells = [work.name, f"{found['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
