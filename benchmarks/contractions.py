@@ -156,7 +156,7 @@ def measure(threads: int, quick: bool) -> None:
         calls: dict[str, Callable[[], object]] = {"stock": work.stock}
         calls |= {name: partial(work.ours, ACCUMULATORS[name]) for name in names}
         # On one thread, its own time: whoever else is busy does not count.
-        found = medians(calls, 3, time.thread_time if threads == 1 else time.perf_counter)
+        found = medians(calls, time.thread_time if threads == 1 else time.perf_counter, passes=3)
         ratios = [f"{found[n] / found['stock']:.2f}x" if n in names else "" for n in ACCUMULATORS]
         reached = work.steps / found["nearest"] / 1e9 / peak / threads
         cells = [work.name, f"{found['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"]
@@ -176,9 +176,7 @@ def main() -> None:
     measure(1, options.quick)
     print()
     measure(2, True)
-    print(
-        "\naccumulator, scratch a thread in MB, bytes of a result while it waits; an image is padded, nothing else copied"
-    )
+    print("\nscratch a thread for 4096x4096x4096, in MB; beside it, a padded image")
     for name, text in ACCUMULATORS.items():
         print(f"  {name:10} {scratch_megabytes(text):5.2f}")
 
