@@ -94,3 +94,11 @@ def test_agreement_counts_what_is_not_a_number() -> None:
     reference = torch.tensor([[1.0, torch.nan, torch.inf, torch.nan]], dtype=torch.float64)
     found = tallied(samples, reference=reference).agreement["reference"]
     assert found.bits == pytest.approx(3 * 24 / 4) and found.worst == 0 and found.worst_at == (0, 3)
+
+
+def test_a_stored_reference_may_be_an_ulp_away() -> None:
+    samples = torch.ones(5, 8, 1)
+    beside = torch.full((8, 1), 1 + 2.0**-23)
+    assert tallied(samples, reference=beside).agreement["reference"].outside == 0
+    assert tallied(samples, reference=beside.double()).agreement["reference"].outside == 8
+    assert tallied(samples, reference=torch.full((8, 1), 1 + 2.0**-21)).agreement["reference"].outside == 8

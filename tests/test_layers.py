@@ -122,3 +122,13 @@ def test_private_interfaces_of_torch_stay_in_two_files() -> None:
 def test_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_importing_imports_no_optional_package() -> None:
+    """Reports, workers and progress import theirs when they are asked for: importing fxround stays quick."""
+    optional = {"scipy", "matplotlib", "pandas", "rich", "joblib", "cloudpickle", "significantdigits", "sklearn"}
+    for name, path in modules().items():
+        top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        used = {a.name for n in top for a in n.names if isinstance(n, ast.Import)}
+        used |= {n.module or "" for n in top if isinstance(n, ast.ImportFrom)}
+        assert not {u.partition(".")[0] for u in used} & optional, name

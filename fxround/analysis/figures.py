@@ -203,8 +203,10 @@ class Tally:
             return
         compared = self.references.setdefault(name, _Compared(self.precision))
         flat = as_array(value)
+        # A stored value can be half an ulp from any number without being wrong, and an ulp from another stored value.
+        floor = 2.0 ** (1 - self.precision) if value.dtype == moments.dtype else 2.0**-self.precision
         for part in chunks(moments.size):
-            compared.add(moments, part, flat[part].astype(np.float64), self._raw(moments, part))
+            compared.add(moments, part, flat[part].astype(np.float64), self._raw(moments, part), floor)
         compared.locate(moments.shape, row)
 
     def figures(self) -> Figures:
@@ -247,15 +249,14 @@ class _Compared:
         self.worst = _Extreme()
         self.worst_at: tuple[int, ...] = ()
 
-    def add(self, moments: Moments, part: slice, reference: Floats, raw: Floats) -> None:
+    def add(self, moments: Moments, part: slice, reference: Floats, raw: Floats, floor: float) -> None:
         mean = moments.mean[part]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             apart = np.abs(mean - reference)
             bits = -np.log2(apart / np.abs(reference))
             bits = np.where(apart == 0, self.precision, np.where(np.isfinite(bits), bits, 0.0))
             bits = np.where(_alike(mean, reference), self.precision, np.clip(bits, 0.0, self.precision))
-            # Half an ulp: a stored value can be that far from any reference without being wrong.
-            radius = np.fmax(np.exp2(-raw) * np.abs(mean), np.abs(reference) * 2.0**-self.precision)
+            radius = np.fmax(np.exp2(-raw) * np.abs(mean), np.abs(reference) * floor)
             finite = np.isfinite(apart)
             self.outside += int((finite & (apart > radius)).sum())
         self.elements += len(bits)

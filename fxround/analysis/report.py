@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import networkx as nx
 from torch import Tensor
@@ -25,13 +25,12 @@ from torch import Tensor
 from fxround.analysis.figures import Figures, plain
 from fxround.analysis.measuring import Measured
 from fxround.analysis.sites import OUTPUT
+from fxround.analysis.study import UNPERTURBED, Study
 from fxround.inspection import to_networkx
 from fxround.policy import Policy
 from fxround.significance import decimal, general_probability, half_width, penalty, require
 from fxround.table import Table, Value
 
-if TYPE_CHECKING:
-    from fxround.analysis.study import Study
 
 # The share of elements beyond their spread at which a place is called wrong: where nothing is, samples put less than a
 # thousandth of the elements there (tests/test_analysis_figures.py).
@@ -325,10 +324,12 @@ def _stability(f: Figures) -> Iterator[str]:
         yield f"{name}: no evidence, all samples are equal (is the policy deterministic, or is nothing rounded?)."
     for reference, a in f.agreement.items():
         if a.outside_share >= OUTSIDE:
+            # The unperturbed run rounds too: it may be the one that is wrong (a sum that stagnates).
+            said = f"NOT the {reference} run's value" if reference == UNPERTURBED else "STABLE AND WRONG"
             real = "" if f.bits is None else f"; {f.bits:.1f} bits are stable"
             yield (
-                f"{name}: STABLE AND WRONG: {a.outside_share:.0%} of elements are further from the {reference} run "
-                f"than their spread explains; {a.bits:.1f} bits agree in the mean, {a.worst:.1f} in the worst{real}."
+                f"{name}: {said}: {a.outside_share:.0%} of elements are further from the {reference} run than "
+                f"their spread explains; {a.bits:.1f} bits agree in the mean, {a.worst:.1f} in the worst{real}."
             )
 
 

@@ -258,7 +258,7 @@ def given(reference: Any, batch: Batch) -> Iterator[tuple[Key, Any]]:
             raise ValueError(
                 f"reference for {name} has shape {tuple(leaf.shape)}; expected that of all results together"
             )
-        yield (OUTPUT, name), rows.double()
+        yield (OUTPUT, name), rows
 
 
 @contextmanager
