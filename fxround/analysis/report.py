@@ -31,7 +31,6 @@ from fxround.policy import Policy
 from fxround.significance import decimal, general_probability, half_width, penalty, require
 from fxround.table import Table, Value
 
-
 # The share of elements beyond their spread at which a place is called wrong: where nothing is, samples put less than a
 # thousandth of the elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
