@@ -47,6 +47,11 @@ def test_signal_and_error() -> None:
     assert value("relative_error", x, r) == pytest.approx(math.sqrt(noise), rel=1e-12)
 
 
+def test_a_sample_that_is_not_finite_has_no_signal_over_its_error() -> None:
+    x, r = pair(4, 7)
+    assert value("sqnr", x / 0, r) == -math.inf and math.isnan(value("sqnr", x * math.nan, r))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_ulps_are_steps_of_the_format(dtype: torch.dtype) -> None:
     r = torch.tensor([1.0, 2.0, -3.0, 0.0, 5e-6], dtype=dtype)

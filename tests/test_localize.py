@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from literature import Cramer, LogSumExp, Muller, NaiveLogSumExp, Textbook, Welford, cramer_system, muller_start
 from torch import Tensor, nn
 
 import fxround
@@ -124,23 +125,6 @@ def test_the_element_is_found() -> None:
 # ---- the literature's cases ----
 
 
-class Textbook(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.numel()
-        mean = x.sum() / n
-        return (x * x).sum() / n - mean * mean
-
-
-class Welford(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        mean, squares = x[0], x[0] * 0
-        for k in range(1, x.numel()):
-            step = x[k] - mean
-            mean = mean + step / (k + 1)
-            squares = squares + step * (x[k] - mean)
-        return squares / x.numel()
-
-
 DATA = 1000 + torch.rand(12, generator=torch.Generator().manual_seed(1))
 
 
@@ -160,17 +144,6 @@ def test_the_textbook_variance_is_lost_in_what_its_difference_amplifies() -> Non
         localize(Welford(), DATA, min_bits=6)
 
 
-class NaiveLogSumExp(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        powers = x.exp()
-        return powers.sum(-1).log()
-
-
-class LogSumExp(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.logsumexp(x, -1)
-
-
 def finite(y: Tensor) -> bool:
     return bool(y.isfinite().all())
 
@@ -185,36 +158,18 @@ def test_a_naive_log_sum_exp_overflows_in_the_exp_or_the_sum(x: float, culprits:
         localize(LogSumExp(), inputs, finite, "binary16")
 
 
-class Muller(nn.Module):
-    """x[n+1] = 108 - (815 - 1500 / x[n-1]) / x[n]: an error grows 20-fold a step: 5 repels, 100 attracts."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(12):
-            x, y = y, 108 - (815 - 1500 / x) / y
-        return y
-
-
 def test_the_first_steps_of_mullers_recurrence_are_to_blame() -> None:
-    start = (torch.tensor(4.0, dtype=torch.float64), torch.tensor(4.25, dtype=torch.float64))
-    found = localize(Muller(), start, min_bits=22, limit=3)
+    start = muller_start(torch.float64)
+    found = localize(Muller(12), start, min_bits=22, limit=3)
     order = [*_names(found), *found.passing, *found.narrowed]
-    masked = fxround.compile(Muller(), "stochastic", example_inputs=start).summary()
+    masked = fxround.compile(Muller(12), "stochastic", example_inputs=start).summary()
     steps = [row["node"] for row in masked]
     assert len(set(order)) <= len(steps) and found.sets
     assert max(steps.index(name) for name in _names(found)) < len(steps) / 2
 
 
-class Cramer(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        determinant = a[0, 0] * a[1, 1] - a[1, 0] * a[0, 1]
-        first = b[0] * a[1, 1] - b[1] * a[0, 1]
-        return first / determinant
-
-
 def test_cramers_rule_loses_its_bits_in_products_before_a_difference() -> None:
-    a = torch.tensor([[0.2161, 0.1441], [1.2969, 0.8648]], dtype=torch.float64)
-    b = torch.tensor([0.1440, 0.8642], dtype=torch.float64)
-    found = localize(Cramer(), (a, b), min_bits=30)
+    found = localize(Cramer(), cramer_system(), min_bits=30)
     sites = [s for c in found.sets for s in c.sites]
     assert sites and {s.operator for s in sites} == {"aten.mul.Tensor"}
     assert all(s.amplifier.startswith("aten.sub.Tensor") and s.cancelled >= 20 for s in sites)

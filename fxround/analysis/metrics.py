@@ -88,7 +88,11 @@ def _powers(sample: Any, reference: Any, call: Call) -> Sums:
 
 def _sqnr(sums: Sums) -> float:
     signal, noise = sums
-    return math.inf if noise == 0.0 else 10 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    if noise == 0.0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0.0 and noise < math.inf else -math.inf
 
 
 def _relative(sums: Sums) -> float:
