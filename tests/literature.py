@@ -18,6 +18,8 @@ from torch import Tensor, nn
 class PartialSums(nn.Module):
     """Sums of the first n terms for several n, in one chain of additions: [terms] to [len(ends)]."""
 
+    last: Tensor
+
     def __init__(self, *ends: int) -> None:
         super().__init__()
         self.register_buffer("last", torch.tensor(ends) - 1)
