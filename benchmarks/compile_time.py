@@ -1,0 +1,128 @@
+"""How long a first call takes, by stage, with an empty and with a filled cache of machine code.
+
+    python -m benchmarks.compile_time                       # every model and policy, minutes each
+    python -m benchmarks.compile_time resnet50 stochastic   # one
+
+Each number is measured in a process of its own, as the processor's time: compiling is the work of one thread, so on
+a quiet machine the clock says the same. graph: capture, passes, fusion. kernels: what the first call takes beyond a
+later one (LLVM text, LLVM, linking; a little of it is memory seen for the first time).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import header, table
+
+POLICIES = ("stochastic", "reproducible")
+
+
+@cache
+def _vision_operators() -> Any:
+    """torchvision's compiled operators may be missing beside a CPU build of torch: declared here, never called."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def _vision(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    _vision_operators()
+    import torchvision
+
+    return getattr(torchvision.models, name)(), {"x": torch.randn(1, 3, 224, 224)}
+
+
+def _bert() -> tuple[nn.Module, dict[str, Any]]:
+    _vision_operators()
+    import transformers
+
+    return transformers.BertModel(transformers.BertConfig()), {"input_ids": torch.randint(0, 1000, (2, 16))}
+
+
+def _gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    _vision_operators()
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    return model, {"input_ids": torch.randint(0, 1000, (2, 16)), "use_cache": False}
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, steps, 32] to the same."""
+        y: torch.Tensor = self.lstm(x)[0]
+        return y
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "resnet50": lambda: _vision("resnet50"),
+    "vit_b_16": lambda: _vision("vit_b_16"),
+    "bert-base": _bert,
+    "gpt2": _gpt2,
+    "lstm, 2 layers, 32 steps": lambda: (_Recurrent(), {"x": torch.randn(2, 32, 32)}),
+}
+
+
+def measure(name: str, policy: str) -> dict[str, float]:
+    """Seconds of graph and kernels in this process, and how many kernels were compiled and how many were stored."""
+    import fxround
+    from fxround.runtime.compiled import origins
+
+    model, kwargs = MODELS[name]()
+    with torch.no_grad():
+        times = [time.process_time()]
+        compiled = fxround.compile(model.eval(), policy, example_inputs=kwargs)
+        times.append(time.process_time())
+        for _ in range(3):
+            compiled(**kwargs)
+            times.append(time.process_time())
+    graph, first, *later = (after - before for before, after in pairwise(times))
+    return {"graph": graph, "kernels": first - min(later), **origins()}
+
+
+def _in_a_process(name: str, policy: str, place: str) -> dict[str, float]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--measure", name, policy]
+    environment = {**os.environ, "FXROUND_CACHE_DIR": place}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _row(name: str, policy: str) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory() as place:
+        cold, warm = (_in_a_process(name, policy, place) for _ in range(2))
+    sums = [f"{run['graph'] + run['kernels']:.1f}" for run in (cold, warm)]
+    parts = [f"{run[part]:.1f}" for run in (cold, warm) for part in ("graph", "kernels")]
+    return f"{name}, {policy}", *sums, *parts, f"{cold['compiled']:.0f}"
+
+
+def main(arguments: tuple[str, ...] = ()) -> None:
+    """Print the table: of all, or of one model and policy."""
+    if arguments[:1] == ("--measure",):
+        print(json.dumps(measure(*arguments[1:])))
+        return
+    chosen = [arguments] if arguments else [(name, policy) for name in MODELS for policy in POLICIES]
+    head = ("seconds", "cold", "warm", "cold graph", "kernels", "warm graph", "kernels", "number of kernels")
+    print(header(("torch", "llvmlite")))
+    print(table(head, (_row(*row) for row in chosen)), flush=True)
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))
