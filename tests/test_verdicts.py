@@ -49,6 +49,7 @@ def test_a_run_is_asked_for_once_and_the_last_witness_first(masked: Masked, tmp_
     assert all((masked.run(on, seed=3, sample=i) != 1) == (i in failures) for i in range(5))
     later = verdicts(masked, 3, tmp_path)
     assert later.failures(on) == failures and (later.executed, later.recalled) == (0, 5)
+    assert asked.file != verdicts(masked, 4, tmp_path).file
     told: list[int] = []
     fresh = verdicts(masked, 3)
     fresh.told = lambda: told.append(fresh.executed)

@@ -45,28 +45,37 @@ class Check:
     key: str
 
 
-def parse_check(
-    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
-) -> Check:
-    """The check that was asked for; ``reference`` is what metrics and bits compare with, ``call`` what made the output.
-
-    Raises TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an
-    unknown metric.
-    """
+def require_check(check: CheckLike, min_bits: float | None) -> None:
+    """Raise TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an
+    unknown metric."""
     if (check is None) == (min_bits is None):
         raise TypeError(
             "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
         )
-    key = str([hash(leaf) for leaf in _tensors(reference)])
-    if min_bits is not None:
-        return _threshold(lambda output: agreement(output, reference), float(min_bits), "bits", key, higher=True)
-    if callable(check):
-        return Check(partial(_asked, check), lambda output: "", _key(check))
+    if check is None or callable(check):
+        return
     if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
         raise TypeError(
             f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
             "threshold) with a metric's name or a function of the output and the reference"
         )
+    chosen(check[0], None)
+
+
+def parse_check(
+    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
+) -> Check:
+    """The check that was asked for; ``reference`` is what metrics and bits compare with, ``call`` what made the output.
+
+    Raises what ``require_check`` raises.
+    """
+    require_check(check, min_bits)
+    key = str([hash(leaf) for leaf in _tensors(reference)])
+    if min_bits is not None:
+        return _threshold(lambda output: agreement(output, reference), float(min_bits), "bits", key, higher=True)
+    if callable(check):
+        return Check(partial(_asked, check), lambda output: "", _key(check))
+    assert isinstance(check, tuple)
     metric, limit = check
     if not isinstance(metric, str):
         return _threshold(lambda output: float(metric(output, reference)), limit, "", _key(metric) + key, higher=False)

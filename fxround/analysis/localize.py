@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from fxround.analysis.checks import CheckLike, parse_check
+from fxround.analysis.checks import CheckLike, parse_check, require_check
 from fxround.analysis.culprits import LEVELS, Level, LocalizeReport
 from fxround.analysis.masks import QUIET, Masked
 from fxround.analysis.search import NothingFails, Search
@@ -65,6 +65,7 @@ def localize(
         raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
     if runs < 1 or (limit is not None and limit < 1):
         raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
+    require_check(check, min_bits)
     masked = Masked(model, policy, inputs, quiet=quiet)
     compared = masked.run(seed=seed) if reference is None else reference
     judged = parse_check(check, min_bits, compared, masked.call)
