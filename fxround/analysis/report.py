@@ -31,8 +31,8 @@ from fxround.policy import Policy
 from fxround.significance import decimal, general_probability, half_width, penalty, require
 from fxround.table import Table, Value
 
-# The share of elements beyond their spread at which a place is called wrong: where nothing is, samples put less than a
-# thousandth of the elements there (tests/test_analysis_figures.py).
+# The share of elements beyond their spread at which a result is called wrong: normal samples put less than a thousandth
+# of sound elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
 SHOWN_ROWS: Final = 12
 COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
@@ -169,10 +169,11 @@ class VariabilityReport:
         """What was run."""
         model = self.provenance["model"]
         runs = _range(self.samples)
+        several = "" if len(self.samples) == 1 else "es"
         state = "" if self.complete else f"  INTERRUPTED: {self._partial}"
         return (
             f"{model['class'].rpartition('.')[2]}, {model['parameters']:,} parameters: policy {self.policy.name}, "
-            f"{runs} samples of {self.rows:,} inputs in {len(self.samples)} batches, seed {self.seed}{state}"
+            f"{runs} samples of {self.rows:,} inputs in {len(self.samples)} batch{several}, seed {self.seed}{state}"
         )
 
     @property
