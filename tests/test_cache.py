@@ -18,7 +18,7 @@ import torch
 import fxround
 import fxround.numerics
 from fxround.hashing import hash as bits
-from fxround.runtime import cache, compiled
+from fxround.runtime import cache, compiled, execute
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.llvm.engine import identity, instruction_sets
 
@@ -38,6 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the kernels in memory, as a new process would."""
+    execute._map_call.cache_clear()
     monkeypatch.setattr(compiled, "_CODE", {})
     monkeypatch.setattr(compiled, "_ORIGINS", {"compiled": 0, "stored": 0})
 
