@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 META: Final = "fxround"
 PORT: Final = "fxround_port"
+# What a value is, where it is known before the passes ask: an optimizer's graph says so itself.
+DIRECTION: Final = "fxround_direction"
+ROLE: Final = "fxround_role"
 PORTS: Final = "fxround_ports"  # of the output node: one for each output
 ORIGIN: Final = "fxround_origin"
 _SETTLED: Final = "fxround_settled"

@@ -22,6 +22,8 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
     digest = hashlib.sha256()
     if isinstance(x, nn.Module):
         for name, tensor in x.state_dict().items():
+            if name.endswith("fxround_rng"):  # seed and sample of a compiled module: no part of the model's state
+                continue
             digest.update(f"{name}={hash(tensor)};".encode())
     elif isinstance(x, Tensor | np.ndarray):
         tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach().cpu()

@@ -272,7 +272,9 @@ class Policy:
 
 def _in_format(name: str, rounding: Rounding) -> Policy:
     """Results, weights and inputs rounded to a format, accumulators in binary32."""
-    entering = tuple(Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error"))
+    entering = tuple(
+        Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error", "gradient")
+    )
     return Policy(name, (Rule(rounding=str(rounding), accumulate="binary32", optional=True), *entering))
 
 

@@ -16,7 +16,7 @@ from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
 from fxround.ops import Kind
-from fxround.policy import ENTERING, PRESETS
+from fxround.policy import PRESETS, ROLES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -74,7 +74,7 @@ ROWS = {
     ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
     ("variability.md", "metrics"): [f"| `{m.name}` | {m.meaning} |" for m in METRICS.values()],
     ("policies.md", "presets"): [f"`{name}`" for name in PRESETS],
-    ("policies.md", "roles"): [f"`{name}`" for name in (*ENTERING, "activation", "statistic")],
+    ("policies.md", "roles"): [f"`{name}`" for name in ROLES],
     ("policies.md", "kinds"): [f"`{name}`" for name in get_args(Kind)],
 }
 

@@ -24,9 +24,11 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.graph import (
+    DIRECTION,
     META,
     PORT,
     PORTS,
+    ROLE,
     Direction,
     Port,
     Site,
@@ -58,6 +60,7 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
         place = replace(_site(node, roles), direction=direction_of(node), number=numbers.get(node, -1))
         if node in gradients:
             place = replace(place, role="gradient")
+        place = replace(place, role=node.meta.get(ROLE, place.role))
         roles[node] = place.role
         if node in coordinates:
             place = replace(place, kind="coordinate", role="coordinate", status="integer", reason=_INDEX)
@@ -100,6 +103,9 @@ def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
 
 def direction_of(node: fx.Node) -> Direction:
     """The pass that an operation belongs to, by the tag that AOTAutograd gave it."""
+    known: Direction | None = node.meta.get(DIRECTION)
+    if known is not None:
+        return known
     return "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
 
 
@@ -159,7 +165,7 @@ def _yields_tensor(node: fx.Node) -> bool:
 def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
     if node.op == "placeholder":
         port: Port = node.meta[PORT]
-        path = port.name.rpartition(".")[0]
+        path = port.name.rpartition(".")[0] or located(node).path
         return Site(path, "", node.op, "placeholder", _ROLE_OF_PORT[port.kind], "", "", status="movement")
     if node.op == "get_attr":
         return Site("", "", node.op, "constant", "constant", "", str(node.target), status="movement")

@@ -33,7 +33,8 @@ def round_entries(graph: fx.GraphModule, plan: Plan) -> None:
     """Round the weights, inputs, buffers and constants that the policy names."""
     for node, place in reversed(sites(graph)):
         wanted = decided(place)
-        if place.role not in ENTERING or wanted is None or node.meta["val"].dtype not in STORAGES:
+        enters = place.kind == "placeholder" or (place.role in ENTERING and place.status == "movement")
+        if not enters or wanted is None or node.meta["val"].dtype not in STORAGES:
             continue
         if not keeps(wanted[1], Format.parse(FORMAT_OF[node.meta["val"].dtype])):
             round_after(graph, node, wanted[1], place.number)

@@ -1,0 +1,246 @@
+"""compile_optimizer: a step captured once, rounded operation by operation, and run for every parameter.
+
+What is true here. The step of a parameter is a graph like any other: its operations have Sites (direction "update"),
+its result is the new weight, its states are rounded as the policy says of them. One graph serves every shape, since a
+step works element by element; learning rates are run-time numbers.
+
+Why it is safe. The k'th parameter draws with a seed of its own, so no two parameters share bits, and with the number of
+the optimizer's steps as its sample: the bits of a step are a function of (seed, step), saved with ``state_dict``.
+
+    before   optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after    optimizer = compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16/stochastic")
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround import inspection
+from fxround.entry import Function
+from fxround.formulas import decompositions
+from fxround.graph import DIRECTION, PORT, ROLE, Captured, capture, site
+from fxround.loading import random_state
+from fxround.passes import Plan, lower, optimize
+from fxround.policy import Policy
+from fxround.runtime.schedule import schedule
+from fxround.training.updates import UPDATES, Update
+
+RNG_KEY: Final = "fxround_rng"
+# Knuth's multiplicative constant: parameter k draws with seed + (k + 1) * this, modulo 2^63.
+_APART: Final = 0x9E3779B97F4A7C15
+_EXAMPLE: Final = 8
+
+
+def compile_optimizer(
+    optimizer: torch.optim.Optimizer,
+    policy: Any,
+    *,
+    model: nn.Module | None = None,
+    strict: bool | None = None,
+    seed: int = 0,
+) -> RoundedOptimizer:
+    """An optimizer that takes the steps of ``optimizer`` with the roundings of ``policy``.
+
+    optimizer: a torch.optim SGD, Adam, AdamW, Adagrad or RMSprop with any of its options; its parameter groups and
+    state are shared, so that a scheduler of either works. policy: as ``fxround.compile`` takes it; it is asked about
+    the roles ``weight`` (the new parameter), ``state``, ``gradient`` (as it comes in) and ``update`` (the rest), with
+    the direction ``update``. model: gives rules the module paths of its parameters. seed: of the stochastic modes.
+
+    A rule of the direction ``update`` that matches nothing raises PolicyError at the first step. Raises TypeError for
+    another optimizer, and at the first step ValueError for options without a formula (capturable, differentiable).
+    """
+    if isinstance(optimizer, RoundedOptimizer):
+        raise TypeError("the optimizer is compiled already; compile the original one")
+    if type(optimizer) not in UPDATES:
+        known = ", ".join(kind.__name__ for kind in UPDATES)
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim's {known}")
+    return RoundedOptimizer(optimizer, Policy.parse(policy), model, strict, seed)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A step's lowered graph, what runs for it, and the names of its numbers."""
+
+    lowered: fx.GraphModule
+    running: fx.GraphModule
+    numbers: tuple[str, ...]
+
+
+class RoundedOptimizer(torch.optim.Optimizer):
+    """Made by ``compile_optimizer``; used like the optimizer that it was made of.
+
+    ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        policy: Policy,
+        model: nn.Module | None = None,
+        strict: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+        self.kind = type(optimizer)
+        self.policy, self.strict = policy, policy.strict if strict is None else strict
+        self._paths = {id(p): n.rpartition(".")[0] for n, p in model.named_parameters()} if model else {}
+        self._captured: dict[Any, Captured] = {}
+        self._compiled: dict[Any, _Compiled] = {}
+        self._checked = 0
+        # What one parameter's graph does not match another's may.
+        rules = tuple(replace(rule, optional=True) for rule in policy.rules)
+        self._plan = Plan(replace(policy, rules=rules), self.strict)
+        for group in self.param_groups:
+            group[RNG_KEY] = list(random_state(seed, 0).tolist())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = -1
+        for group in self.param_groups:
+            _refuse_options(group)
+            seed, done = group.setdefault(RNG_KEY, self.param_groups[0][RNG_KEY])
+            for p in group["params"]:
+                number += 1
+                if p.grad is not None:
+                    self._update(p, group, (seed + (number + 1) * _APART) % (1 << 63), done)
+            group[RNG_KEY] = [seed, done + 1]
+        self._require_matched()
+        return loss
+
+    def _require_matched(self) -> None:
+        """Raise PolicyError for a rule of updates alone that has matched no operation of any parameter's step."""
+        if len(self._compiled) == self._checked or not self._compiled:
+            return
+        found = [place for c in self._compiled.values() for node in c.lowered.graph.nodes if (place := site(node))]
+        matched = {
+            i
+            for i, rule in enumerate(self.policy.rules)
+            if rule.directions != {"update"}
+            or any(
+                rule.matches(path=p.path, operator=p.operator, kind=p.kind, role=p.role, direction="update")
+                for p in found
+            )
+        }
+        self.policy.require_matched(matched, [p.path for p in found])
+        self._checked = len(self._compiled)
+
+    def reseed(self, seed: int, step: int = 0) -> RoundedOptimizer:
+        """Set what the random bits are a function of; returns the optimizer itself."""
+        for group in self.param_groups:
+            group[RNG_KEY] = list(random_state(seed, step).tolist())
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As PyTorch's; seed and step stay where the dict holds none."""
+        kept = [list(group[RNG_KEY]) for group in self.param_groups]
+        super().load_state_dict(dict(state_dict))
+        for group, rng in zip(self.param_groups, kept, strict=True):
+            group.setdefault(RNG_KEY, rng)
+
+    def graph_text(self) -> str:
+        """The graphs of the steps taken so far, one line an operation."""
+        return "\n\n".join(inspection.graph_text(compiled.lowered) for compiled in self._taken())
+
+    def summary(self) -> Any:
+        """A table of the operations of the latest new graph: node, operator, path, rounding."""
+        return inspection.summary(self._taken()[-1].lowered)
+
+    def coverage(self) -> Any:
+        """What is rounded and what is not in the latest new graph."""
+        return inspection.coverage(self._taken()[-1].lowered)
+
+    def _taken(self) -> list[_Compiled]:
+        if not self._compiled:
+            raise ValueError("no step has been taken yet: call step() when the parameters have gradients")
+        return list(self._compiled.values())
+
+    def _update(self, p: Tensor, group: dict[str, Any], seed: int, done: int) -> None:
+        _refuse_tensors(p)
+        state = self.state[p]
+        first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
+        update: Update = UPDATES[self.kind](group, first)
+        for name in update.states:
+            if state.get(name) is None:
+                state[name] = update.initial(name, p, group)
+        if self.kind is not torch.optim.SGD:
+            state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
+        count = int(state["step"].item()) if "step" in state else done + 1
+        values = update.numbers(group, count)
+        compiled = self._compile(update, tuple(values), p.dtype, self._paths.get(id(p), ""))
+        numbers = [torch.tensor(values[name], dtype=p.dtype) for name in compiled.numbers]
+        grad = p.grad
+        assert grad is not None
+        flat = [t.detach().reshape(-1) for t in (p, grad, *(state[name] for name in update.states))]
+        new = compiled.running(*flat, *numbers, random_state(seed, done))
+        for old, value in zip((p, *(state[name] for name in update.states)), new, strict=True):
+            old.copy_(value.reshape(old.shape))
+
+    def _compile(self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str) -> _Compiled:
+        """The graph of an update, captured once a formula and lowered once a path that the policy may tell apart."""
+        path = path if any(rule.match != "*" for rule in self.policy.rules) else ""
+        key = (update, dtype, path)
+        if key not in self._compiled:
+            if (update, dtype) not in self._captured:
+                self._captured[update, dtype] = _capture(update, numbers, dtype)
+            placed = _placed(self._captured[update, dtype].graph, update, numbers, path)
+            lowered = lower(placed, self._plan)
+            self._compiled[key] = _Compiled(lowered, schedule(optimize(lowered)), numbers)
+        return self._compiled[key]
+
+
+def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Captured:
+    """The graph of (p, g, states, numbers) -> (p, states), for tensors of one dimension and any length."""
+    names = update.states
+
+    def step(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        state, given = dict(zip(names, rest, strict=False)), dict(zip(numbers, rest[len(names) :], strict=True))
+        new, states = update.formula(p, g, state, given)
+        return new, *(states[name] for name in names)
+
+    example = [torch.ones(_EXAMPLE, dtype=dtype) for _ in range(2 + len(names))]
+    return capture(Function(step), [*example, *(torch.ones((), dtype=dtype) for _ in numbers)], {}, decompositions())
+
+
+def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], path: str) -> fx.GraphModule:
+    """A copy whose values say what they are to an optimizer, for the passes."""
+    placed = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    entering = ("weight", "gradient", *("state" for _ in update.states))
+    names = ("weight", "gradient", *update.states, *numbers)
+    output: Any = placed.graph.output_node()
+    placeholders = [node for node in placed.graph.nodes if node.op == "placeholder"]
+    for node in placed.graph.nodes:
+        node.meta[DIRECTION], node.meta[ROLE] = "update", "update"
+        node.meta["nn_module_stack"] = {"": (path, "")}
+    for node in placeholders:
+        port = node.meta[PORT]
+        node.meta[ROLE] = entering[port.index] if port.index < len(entering) else "scalar"
+        node.meta[PORT] = replace(port, name=names[port.index])
+    for node, role in zip(output.args[0], ("weight", *("state" for _ in update.states)), strict=True):
+        if node.op == "call_function":
+            node.meta[ROLE] = role
+    return placed
+
+
+def _refuse_options(group: Mapping[str, Any]) -> None:
+    for option in ("capturable", "differentiable"):
+        if group.get(option):
+            raise ValueError(f"the optimizer's option {option}=True has no formula: pass {option}=False")
+
+
+def _refuse_tensors(p: Tensor) -> None:
+    for name, tensor in (("a parameter", p), ("a gradient", p.grad)):
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_complex()):
+            kind = "complex" if tensor.is_complex() else str(tensor.layout)
+            raise ValueError(f"{name} of shape {tuple(p.shape)} is {kind}; expected a dense real tensor")

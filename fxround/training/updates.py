@@ -1,0 +1,217 @@
+"""Updates: the step of each optimizer as a formula over rounded operations, for one parameter.
+
+What is true here. An ``Update`` names the state that it keeps, under PyTorch's names, and computes the new parameter
+and state from the old ones, the gradient and a few numbers. The numbers (a learning rate, a bias correction) come from
+binary64 arithmetic on the host and enter as tensors of no dimensions: a scheduler changes them, and no graph.
+
+Why it is safe. The formulas follow ``torch.optim``'s single-tensor code operation by operation; options that change the
+formula are part of its key, so a group whose momentum becomes zero gets another graph.
+
+    before   optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    after    b = b * 0.9 + g; p = p + b * -0.1                  # each * and + rounded
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+Group = Mapping[str, Any]
+Numbers = dict[str, float]
+States = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Update(ABC):
+    """The formula of one parameter's step, for one setting of the options that change it.
+
+    maximize    whether the gradient is turned around
+    decay       whether ``weight_decay * p`` is added to the gradient
+    first       whether this is the first step of a parameter whose formula starts in another way
+    """
+
+    maximize: bool
+    decay: bool
+    first: bool
+
+    @property
+    @abstractmethod
+    def states(self) -> tuple[str, ...]:
+        """The tensors kept from step to step, of the parameter's shape."""
+
+    @abstractmethod
+    def numbers(self, group: Group, step: int) -> Numbers:
+        """What the formula is given beside tensors, for the step'th step (from 1)."""
+
+    @abstractmethod
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        """The new parameter and the new states."""
+
+    def gradient(self, p: Tensor, g: Tensor, n: dict[str, Tensor]) -> Tensor:
+        """g turned around, and with p * weight_decay, where the options say so."""
+        g = -g if self.maximize else g
+        return g + p * n["weight_decay"] if self.decay else g
+
+    def initial(self, name: str, p: Tensor, group: Group) -> Tensor:
+        """A state before the first step."""
+        return torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+@dataclass(frozen=True)
+class SGD(Update):
+    """b = b * momentum + g * (1 - dampening), at first g; p = p + d * -lr, d = b, or g + b * momentum (Nesterov)."""
+
+    momentum: bool
+    nesterov: bool
+    dampening: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def numbers(self, group: Group, step: int) -> Numbers:
+        keep = {"weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        return keep | {"rest": 1 - group["dampening"], "rate": -float(group["lr"])}
+
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        g = self.gradient(p, g, n)
+        if not self.momentum:
+            return p + g * n["rate"], {}
+        part = g * n["rest"] if self.dampening else g
+        buffer = g.clone() if self.first else s["momentum_buffer"] * n["momentum"] + part
+        direction = g + buffer * n["momentum"] if self.nesterov else buffer
+        return p + direction * n["rate"], {"momentum_buffer": buffer}
+
+    @staticmethod
+    def of(group: Group, first: bool) -> SGD:
+        """The formula of a group of ``torch.optim.SGD``."""
+        momentum, dampening = group["momentum"] != 0, group["dampening"] != 0
+        return SGD(group["maximize"], group["weight_decay"] != 0, first, momentum, group["nesterov"], dampening)
+
+
+@dataclass(frozen=True)
+class Adam(Update):
+    """m = m + (g - m) * (1 - b1); v = v * b2 + (g * (1 - b2)) * g; p = p + (m * -r) / (sqrt(v) / c + eps).
+
+    r = lr / (1 - b1^t), c = sqrt(1 - b2^t). Decoupled decay (AdamW): p = p * (1 - lr * weight_decay) first.
+    """
+
+    amsgrad: bool
+    decoupled: bool
+    near: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    def numbers(self, group: Group, step: int) -> Numbers:
+        b1, b2 = (float(b) for b in group["betas"])
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        found = {"weight_decay": decay, "shrink": 1 - lr * decay, "first": 1 - b1, "kept": b1, "second": b2}
+        rate, scale = -(lr / (1 - b1**step)), math.sqrt(1 - b2**step)
+        return found | {"rest": 1 - b2, "rate": rate, "scale": scale, "eps": group["eps"]}
+
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        g = self.gradient(p, g, n)
+        p = p * n["shrink"] if self.decoupled else p
+        difference = g - s["exp_avg"]
+        m = s["exp_avg"] + difference * n["first"] if self.near else g - difference * n["kept"]
+        v = s["exp_avg_sq"] * n["second"] + (g * n["rest"]) * g
+        found = {"exp_avg": m, "exp_avg_sq": v}
+        if self.amsgrad:
+            v = found["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
+        return p + (m * n["rate"]) / (v.sqrt() / n["scale"] + n["eps"]), found
+
+    @staticmethod
+    def of(group: Group, first: bool) -> Adam:
+        """The formula of a group of ``torch.optim.Adam`` or ``AdamW``."""
+        decoupled, decays = group["decoupled_weight_decay"], group["weight_decay"] != 0
+        plain = decays and not decoupled
+        near = 1 - float(group["betas"][0]) < 0.5
+        return Adam(group["maximize"], plain, False, group["amsgrad"], decays and decoupled, near)
+
+
+@dataclass(frozen=True)
+class Adagrad(Update):
+    """s = s + g * g; p = p + (g * -r) / (sqrt(s) + eps), r = lr / (1 + (t - 1) * lr_decay)."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    def numbers(self, group: Group, step: int) -> Numbers:
+        rate = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+        return {"weight_decay": group["weight_decay"], "rate": -rate, "eps": group["eps"]}
+
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        g = self.gradient(p, g, n)
+        total = s["sum"] + g * g
+        return p + (g * n["rate"]) / (total.sqrt() + n["eps"]), {"sum": total}
+
+    def initial(self, name: str, p: Tensor, group: Group) -> Tensor:
+        return torch.full_like(p, group["initial_accumulator_value"], memory_format=torch.preserve_format)
+
+    @staticmethod
+    def of(group: Group, first: bool) -> Adagrad:
+        """The formula of a group of ``torch.optim.Adagrad``."""
+        return Adagrad(group["maximize"], group["weight_decay"] != 0, False)
+
+
+@dataclass(frozen=True)
+class RMSprop(Update):
+    """v = v * a + (g * (1 - a)) * g; d = sqrt(v) + eps, centered: sqrt(v - m * m) + eps, m = m + (g - m) * (1 - a).
+
+    p = p + (g * -lr) / d; with momentum b = b * momentum + g / d, p = p + b * -lr.
+    """
+
+    momentum: bool
+    centered: bool
+    near: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        more = (("momentum_buffer", self.momentum), ("grad_avg", self.centered))
+        return ("square_avg", *(name for name, kept in more if kept))
+
+    def numbers(self, group: Group, step: int) -> Numbers:
+        kept = {"weight_decay": group["weight_decay"], "alpha": group["alpha"], "rest": 1 - group["alpha"]}
+        return kept | {"momentum": group["momentum"], "rate": -float(group["lr"]), "eps": group["eps"]}
+
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        g = self.gradient(p, g, n)
+        v = s["square_avg"] * n["alpha"] + (g * n["rest"]) * g
+        found = {"square_avg": v}
+        if self.centered:
+            d = g - s["grad_avg"]
+            m = found["grad_avg"] = s["grad_avg"] + d * n["rest"] if self.near else g - d * n["alpha"]
+            v = v - m * m
+        scale = v.sqrt() + n["eps"]
+        if not self.momentum:
+            return p + (g * n["rate"]) / scale, found
+        found["momentum_buffer"] = s["momentum_buffer"] * n["momentum"] + g / scale
+        return p + found["momentum_buffer"] * n["rate"], found
+
+    @staticmethod
+    def of(group: Group, first: bool) -> RMSprop:
+        """The formula of a group of ``torch.optim.RMSprop``."""
+        near = 1 - group["alpha"] < 0.5
+        decays = group["weight_decay"] != 0
+        return RMSprop(group["maximize"], decays, False, group["momentum"] > 0, group["centered"], near)
+
+
+UPDATES: Final = MappingProxyType(
+    {
+        torch.optim.SGD: SGD.of,
+        torch.optim.Adam: Adam.of,
+        torch.optim.AdamW: Adam.of,
+        torch.optim.Adagrad: Adagrad.of,
+        torch.optim.RMSprop: RMSprop.of,
+    }
+)

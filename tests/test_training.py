@@ -1,0 +1,245 @@
+"""Optimizers: each step's bits, what is stored in which format, what schedulers and checkpoints may do; a training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxround
+from fxround import Policy, Rule
+from fxround.errors import PolicyError
+from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.training.updates import UPDATES
+
+optim = torch.optim
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+OPTIONS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    (optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.3, 0.99)}),
+    (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (optim.AdamW, {"lr": 0.01}),
+    (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.RMSprop, {"lr": 0.01}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "weight_decay": 0.1}),
+]
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def steps(net: nn.Module, optimizer: optim.Optimizer, count: int, scheduler: Any = None) -> list[Tensor]:
+    for _ in range(count):
+        optimizer.zero_grad()
+        net(X).square().sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind, options", OPTIONS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+def test_a_step_is_torchs_but_for_the_order_of_roundings(kind: Any, options: dict[str, Any]) -> None:
+    a, b = model(), model()
+    plain, rounded = kind(a.parameters(), foreach=False, **options), kind(b.parameters(), **options)
+    rounded = compile_optimizer(rounded, "reproducible")
+    slower = [optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (plain, rounded)]
+    expected, found = steps(a, plain, 4, slower[0]), steps(b, rounded, 4, slower[1])
+    for p, q in zip(expected, found, strict=True):
+        # A tolerance: PyTorch's kernels fuse some of the products and sums that are rounded apart here.
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
+    # A scheduler changes no graph; SGD's first step with momentum is a formula of its own.
+    assert len(rounded._compiled) == 1 + (kind is optim.SGD and "momentum" in options)
+    assert rounded.coverage().unrounded == ()
+    assert {k for s in plain.state.values() for k in s} == {k for s in rounded.state.values() for k in s}
+    plain.load_state_dict(rounded.state_dict())
+
+
+@pytest.mark.parametrize("kind, options", OPTIONS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+@pytest.mark.parametrize("policy", ["identity", "reproducible"])
+def test_a_step_has_the_bits_of_its_formula(kind: Any, options: dict[str, Any], policy: str) -> None:
+    """binary32 nearest-even operations are IEEE 754's: eager PyTorch computes each of them to the same bits."""
+    net = model()
+    rounded = compile_optimizer(kind(net.parameters(), **options), policy)
+    steps(net, rounded, 1)
+    before = [p.detach().clone() for p in net.parameters()]
+    states = [copy.deepcopy(rounded.state[p]) for p in net.parameters()]
+    steps(net, rounded, 1)
+    group = rounded.param_groups[0]
+    update = UPDATES[kind](group, False)
+    numbers = {k: torch.tensor(v) for k, v in update.numbers(group, 2).items()}
+    for p, old, state in zip(net.parameters(), before, states, strict=True):
+        assert p.grad is not None
+        new, kept = update.formula(old, p.grad, state, numbers)
+        assert torch.equal(p, new)
+        assert all(torch.equal(rounded.state[p][name], kept[name]) for name in update.states)
+
+
+def test_a_rounded_step_is_hand_composed_roundings() -> None:
+    """bfloat16 weights and momentum, everything between in binary32; the k'th parameter has a seed of its own."""
+    policy = Policy(
+        "held",
+        (
+            Rule(direction="update", rounding="dtype"),
+            Rule(role="state", direction="update", rounding="e5m2"),
+            Rule(role="weight", direction="update", rounding="bfloat16"),
+        ),
+    )
+    net = nn.Linear(4, 3)
+    optimizer = compile_optimizer(optim.SGD(net.parameters(), lr=0.1, momentum=0.5), policy)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    w, old = net.weight.detach().clone(), optimizer.state[net.weight]["momentum_buffer"].clone()
+    optimizer.step()
+    assert net.weight.grad is not None
+    # The sums are exact in float64, so that each is rounded once.
+    buffer = fxround.round(old.double() * 0.5 + net.weight.grad.double(), "e5m2").float()
+    assert torch.equal(optimizer.state[net.weight]["momentum_buffer"], buffer)
+    change = buffer * torch.tensor(-0.1)
+    assert torch.equal(net.weight, fxround.round(w.double() + change.double(), "bfloat16").float())
+
+
+def test_stochastic_updates_do_not_stagnate_and_nearest_ones_do() -> None:
+    """256 updates of 2^-11 to a bfloat16 weight of 1, whose quantum is 2^-7."""
+    found = {}
+    for mode in ("nearest_even", "stochastic"):
+        p = nn.Parameter(torch.ones(4096))
+        rules = (
+            Rule(direction="update", rounding="dtype"),
+            Rule(role="weight", direction="update", rounding=f"bfloat16/{mode}"),
+        )
+        optimizer = compile_optimizer(optim.SGD([p], lr=1.0), Policy(mode, rules), seed=5)
+        p.grad = torch.full_like(p, -(2.0**-11))
+        for _ in range(256):
+            optimizer.step()
+        found[mode] = p.detach().double()
+    assert bool((found["nearest_even"] == 1).all())
+    # Variance at most 256 steps of (2^-7)^2 / 4 each, over 4096 weights: six sigma, a false alarm in 5e8.
+    sigma = (256 * 2.0**-14 / 4 / 4096) ** 0.5
+    assert abs(found["stochastic"].mean() - (1 + 256 * 2.0**-11)) < 6 * sigma
+
+
+def test_parameters_and_steps_draw_bits_of_their_own_and_a_seed_repeats_them() -> None:
+    def run(seed: int) -> list[Tensor]:
+        pair = [nn.Parameter(torch.ones(256)) for _ in range(2)]
+        optimizer = compile_optimizer(optim.SGD(pair, lr=1.0), "bfloat16/stochastic", seed=seed)
+        for p in pair:
+            p.grad = torch.full_like(p, -(2.0**-9))
+        optimizer.step()
+        first = [p.detach().clone() for p in pair]
+        optimizer.step()
+        return [*first, *(p.detach() for p in pair)]
+
+    a, b, c, _ = run(1)
+    assert not torch.equal(a, b) and not torch.equal(a, c)
+    assert all(torch.equal(p, q) for p, q in zip(run(1), run(1), strict=True))
+    assert not torch.equal(run(2)[0], a)
+
+
+def test_resuming_gives_the_bits_of_not_stopping() -> None:
+    def start() -> tuple[nn.Module, fxround.RoundedModule, RoundedOptimizer]:
+        net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3))
+        compiled = fxround.compile(net, "stochastic", seed=3)
+        return net, compiled, compile_optimizer(optim.Adam(net.parameters(), lr=0.01), "bfloat16/stochastic", seed=4)
+
+    net, compiled, optimizer = start()
+    steps(compiled, optimizer, 2)
+    saved = copy.deepcopy((compiled.state_dict(), optimizer.state_dict()))
+    expected = steps(compiled, optimizer, 2)
+    _, again, other = start()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert again.rng.tolist() == [3, 2]
+    assert all(torch.equal(p, q) for p, q in zip(expected, steps(again, other, 2), strict=True))
+    assert net.state_dict().keys() == saved[0].keys() - {"fxround_rng"}
+
+
+def test_rules_may_name_modules_and_frozen_parameters_stay() -> None:
+    net = model()
+    net[0].bias.requires_grad_(False)
+    frozen = net[0].bias.clone()
+    policy = Policy("one", (Rule("2", direction="update", rounding="bfloat16"),))
+    steps(net, compile_optimizer(optim.SGD(net.parameters(), lr=0.1), policy, model=net), 1)
+    assert torch.equal(net[2].weight, fxround.round(net[2].weight.detach(), "bfloat16"))
+    assert not torch.equal(net[0].weight, fxround.round(net[0].weight.detach(), "bfloat16"))
+    assert torch.equal(net[0].bias, frozen)
+
+
+def test_what_has_no_formula_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=r"Rprop; expected one of torch\.optim's SGD, Adam"):
+        compile_optimizer(optim.Rprop([p]), "identity")
+    optimizer = compile_optimizer(optim.SGD([p], lr=0.1), "identity")
+    with pytest.raises(TypeError, match="compiled already"):
+        compile_optimizer(optimizer, "identity")
+    with pytest.raises(ValueError, match="no step has been taken"):
+        optimizer.summary()
+    p.grad = torch.ones(3)
+    optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(ValueError, match="differentiable=True has no formula"):
+        optimizer.step()
+    lost = Policy("lost", (Rule("fc", direction="update", rounding="bfloat16"),))
+    with pytest.raises(PolicyError, match="matches no operation"):
+        compile_optimizer(optim.SGD([p], lr=0.1), lost).step()
+
+
+def test_a_closure_is_called_with_gradients() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = compile_optimizer(optim.SGD([p], lr=0.5), "reproducible")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == 3.0
+    assert torch.equal(p, torch.zeros(3))
+
+
+class Digits(nn.Module):
+    """A LeNet-style network with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3)
+        self.drop, self.fc = nn.Dropout(0.1), nn.Linear(16 * 9, 10)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y = F.relu(self.conv2(F.relu(self.norm(self.conv1(x)))))
+        y = self.fc(self.drop(F.max_pool2d(y, 2).flatten(1)))
+        return y if target is None else F.cross_entropy(y, target)
+
+
+@pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
+def test_digits_are_learnt(policy: str) -> None:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(data.target)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Digits()
+    compiled = fxround.compile(net, policy)
+    optimizer = compile_optimizer(optim.SGD(net.parameters(), lr=0.1, momentum=0.9), policy)
+    for batch in (*torch.arange(1200).split(70), *torch.arange(1200).split(70)):
+        optimizer.zero_grad()
+        compiled(images[batch], labels[batch]).backward()
+        optimizer.step()
+    assert len(compiled._entries) == 1  # the last batch is shorter
+    compiled.eval()
+    with torch.no_grad():
+        accuracy = (compiled(images[1200:]).argmax(1) == labels[1200:]).double().mean()
+    assert accuracy > 0.8
