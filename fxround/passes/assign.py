@@ -15,7 +15,7 @@ from typing import Final
 
 from torch import fx
 
-from fxround.graph import META, float_values
+from fxround.graph import META, ROLE, Site, float_values
 from fxround.ops import CONSTANTS
 from fxround.passes.rewrite import Plan, sites
 from fxround.policy import ENTERING, Assignment
@@ -38,7 +38,8 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
 
     for node, place in sites(graph):
         values = float_values(node)
-        if not values or not (place.kind in _ASKED or (place.role in ENTERING and _enters(node))):
+        entry = (place.role in ENTERING and _enters(node)) or _is_stored(node, place)
+        if not values or not (place.kind in _ASKED or entry):
             continue
         dtype = FORMAT_OF[values[0].dtype]
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
@@ -50,3 +51,8 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
 def _enters(node: fx.Node) -> bool:
     """Whether the value comes from outside or from the program text; a moved weight is no entry of its own."""
     return node.op in ("placeholder", "get_attr") or str(node.target) in CONSTANTS
+
+
+def _is_stored(node: fx.Node, place: Site) -> bool:
+    """Whether an optimizer keeps the value although no operation makes it: a momentum begins as a copy."""
+    return node.op == "call_function" and place.direction == "update" and node.meta.get(ROLE) in ("state", "weight")

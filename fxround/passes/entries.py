@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxround.graph import PORT, Port, fake_mode
+from fxround.graph import PORT, ROLE, Port, fake_mode
 from fxround.numerics.formats import Format
 from fxround.passes.rewrite import RNG, STORAGES, Plan, decided, keeps, round_after, sites
 from fxround.policy import ENTERING
@@ -33,7 +33,8 @@ def round_entries(graph: fx.GraphModule, plan: Plan) -> None:
     """Round the weights, inputs, buffers and constants that the policy names."""
     for node, place in reversed(sites(graph)):
         wanted = decided(place)
-        enters = place.kind == "placeholder" or (place.role in ENTERING and place.status == "movement")
+        stored = place.role in ENTERING or node.meta.get(ROLE) == "state"
+        enters = place.kind == "placeholder" or (place.status == "movement" and stored)
         if not enters or wanted is None or node.meta["val"].dtype not in STORAGES:
             continue
         if not keeps(wanted[1], Format.parse(FORMAT_OF[node.meta["val"].dtype])):
