@@ -38,7 +38,7 @@ from fxround.refusals import (
     require_tested_torch,
     source_line,
 )
-from fxround.sizes import Sizes, sizes_of
+from fxround.sizes import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.tracing import asked_sizes, quickened, tracing_switches, uncollected
 
 if TYPE_CHECKING:
@@ -323,6 +323,7 @@ def _describe(traced: _Traced) -> Captured:
     graph: fx.GraphModule = traced.joint.graph_module
     _drop_tokens(graph)
     _drop_aliases(graph)
+    ask_arguments_for_sizes(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
     for node, port in zip(placeholders, inputs, strict=True):

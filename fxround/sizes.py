@@ -11,11 +11,13 @@ Why it is safe. A call whose sizes do not satisfy every expression and condition
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,47 @@ def sizes_of(values: Sequence[Any]) -> Sizes:
         return Sizes(tuple(dimensions))
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
     return Sizes(tuple(dimensions), tuple(c for c in dict.fromkeys(conditions) if c != True))  # noqa: E712 (sympy)
+
+
+def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
+    """A size that the trace took from a tangent is taken from an argument that has it: results need no tangents."""
+    aten = torch.ops.aten
+    known: dict[str, tuple[fx.Node, int]] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            if type(node.meta["desc"]).__name__ != "TangentAOTInput":
+                for dim, size in enumerate(node.meta["val"].shape):
+                    known.setdefault(str(size), (node, dim))
+        elif node.target in (aten.sym_size.int, aten.sym_numel.default) and node.args[0].op == "placeholder":
+            shape = node.args[0].meta["val"].shape
+            sizes = [shape[node.args[1]]] if node.target is aten.sym_size.int else list(shape)
+            if type(node.args[0].meta["desc"]).__name__ == "TangentAOTInput":
+                _ask_elsewhere(graph, node, sizes, known)
+
+
+def _ask_elsewhere(
+    graph: fx.GraphModule, node: fx.Node, sizes: list[Any], known: dict[str, tuple[fx.Node, int]]
+) -> None:
+    """Replace a product of sizes by one of sizes of known nodes, where all of them are known."""
+    if any(not isinstance(size, int) and str(size) not in known for size in sizes):
+        return
+    total: Any = 1
+    with graph.graph.inserting_before(node):
+        for size in sizes:
+            factor: Any = size
+            if not isinstance(size, int):
+                factor = graph.graph.call_function(torch.ops.aten.sym_size.int, known[str(size)])
+                factor.meta = {**node.meta, "val": size}
+            if isinstance(total, int) and isinstance(factor, int):
+                total = total * factor
+                continue
+            value = _number(total) * _number(factor)
+            total = graph.graph.call_function(operator.mul, (total, factor))
+            total.meta = {**node.meta, "val": value}
+    if isinstance(total, fx.Node):
+        node.replace_all_uses_with(total)
+        graph.graph.erase_node(node)
+
+
+def _number(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, fx.Node) else size

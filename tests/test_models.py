@@ -76,3 +76,13 @@ def test_a_second_run_and_one_thread_give_the_same_bits(case: Case) -> None:
 def test_an_exported_file_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
     path = case.stochastic.export(tmp_path / "model.pt2", case.inputs)
     assert torch.equal(case.run(fxround.load(path)), case.run(case.stochastic))
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "unet", "recurrent", "vit"])
+def test_nothing_of_a_training_step_is_left_to_a_stock_kernel(name: str) -> None:
+    """Strict: an operation of the forward or the backward without a kernel would raise."""
+    example = build(name)
+    compiled = fxround.compile(example.model.train(), "reproducible")
+    example.result(compiled(*example.args, **example.kwargs)).square().sum().backward()
+    assert compiled.coverage().unrounded == ()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in example.model.parameters())
