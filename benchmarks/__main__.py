@@ -1,21 +1,27 @@
-"""Run every benchmark of the package: each module that has a ``main``."""
+"""Run every benchmark of the package, or the one that is named: each module that has a ``main``.
+
+python -m benchmarks [NAME [its own arguments]]
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 
 import benchmarks
 
 
 def main() -> None:
-    """One after the other, in the order of their names."""
-    for info in pkgutil.iter_modules(benchmarks.__path__):
-        if info.name.startswith("__"):
-            continue
-        run = getattr(importlib.import_module(f"benchmarks.{info.name}"), "main", None)
+    """The one that is named, with the arguments behind its name; else one after the other."""
+    known = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("__")]
+    named = sys.argv.pop(1) if len(sys.argv) > 1 else None
+    if named is not None and named not in known:
+        sys.exit(f"no benchmark is named {named!r}; there are {', '.join(known)}")
+    for name in known if named is None else [named]:
+        run = getattr(importlib.import_module(f"benchmarks.{name}"), "main", None)
         if run is not None:
-            print(f"\n== {info.name} ==", flush=True)
+            print(f"\n== {name} ==", flush=True)
             run()
 
 
