@@ -17,43 +17,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness import header, table
+from benchmarks.harness import header, table, vision_operators
 
 POLICIES = ("stochastic", "reproducible")
 
 
-@cache
-def _vision_operators() -> Any:
-    """torchvision's compiled operators may be missing beside a CPU build of torch: declared here, never called."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
 def _vision(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    _vision_operators()
+    vision_operators()
     import torchvision
 
     return getattr(torchvision.models, name)(), {"x": torch.randn(1, 3, 224, 224)}
 
 
 def _bert() -> tuple[nn.Module, dict[str, Any]]:
-    _vision_operators()
+    vision_operators()
     import transformers
 
     return transformers.BertModel(transformers.BertConfig()), {"input_ids": torch.randint(0, 1000, (2, 16))}
 
 
 def _gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    _vision_operators()
+    vision_operators()
     import transformers
 
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config())

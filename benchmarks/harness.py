@@ -12,7 +12,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,3 +79,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (w + 1) + ':' for w in widths[1:])}|"
     return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+@cache
+def vision_operators() -> Any:
+    """torchvision's compiled operators may be missing beside a CPU build of torch: declared here, never called."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library

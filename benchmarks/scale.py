@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from benchmarks.harness import header, table
+from benchmarks.harness import header, table, vision_operators
 
 POLICIES = {"SR": "stochastic", "UD": "up_down"}
 
@@ -91,6 +91,7 @@ class SegmentationUNet(nn.Module):
 
 
 def _wavlm() -> nn.Module:
+    vision_operators()
     from transformers import WavLMConfig, WavLMModel
 
     config = WavLMConfig(
@@ -101,6 +102,7 @@ def _wavlm() -> nn.Module:
 
 
 def _roberta() -> nn.Module:
+    vision_operators()
     from transformers import RobertaConfig, RobertaModel
 
     config = RobertaConfig(

