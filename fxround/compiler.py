@@ -30,7 +30,7 @@ from fxround.differentiation import Step, differentiable_later, step_of
 from fxround.entry import Entry, Function, owner_of
 from fxround.errors import FxroundError
 from fxround.formulas import decompositions
-from fxround.graph import Captured, capture, export_program, trace_example
+from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
 from fxround.loading import RNG_BUFFER, LoadedModule, random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
@@ -139,6 +139,11 @@ class RoundedModule(nn.Module):
         """What the model computes, rounded as the policy says."""
         leaves = pytree.tree_leaves((args, kwargs))
         wanted = self._wants_gradients(leaves)
+        if wanted and self.training and inside_backward():
+            raise FxroundError(
+                "a compiled module is run again inside of a backward (torch.utils.checkpoint around it), where its "
+                "sample has moved on: checkpoint inside of the model, or not at all."
+            )
         with torch.set_grad_enabled(wanted and self.training):
             entry = self._entry(args, kwargs)
         if wanted and not self.training:

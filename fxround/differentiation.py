@@ -150,9 +150,10 @@ def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any
 
 
 def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
-    """What is saved, a copy of those inputs that the call is about to overwrite."""
+    """What is saved, a copy of those inputs that the call is about to overwrite; views so that a change is noticed."""
     overwritten = {id(inputs[i]) for i in step.mutated}
-    return [value.clone() if id(value) in overwritten else value for value in saved]
+    kept = [value.clone() if id(value) in overwritten else value for value in saved]
+    return [value.detach() if isinstance(value, Tensor) and value._is_view() else value for value in kept]
 
 
 def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Tensor]:

@@ -184,6 +184,11 @@ def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:
     return {i: torch.export.Dim.AUTO for i, size in enumerate(dimensions) if not isinstance(size, int)}
 
 
+def inside_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def float_value(node: fx.Node) -> torch.Tensor | None:
     """The (fake) tensor that the node yields, if it is one of floating point."""
     value = node.meta.get("val")

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxround
 from fxround.entry import Entry
+from fxround.errors import CaptureError, FxroundError
 
 
 class Small(nn.Module):
@@ -147,3 +149,138 @@ def test_a_training_step_advances_the_sample_and_a_call_without_gradients_does_n
     compiled.eval()
     gradients(compiled, x)
     assert compiled.rng.tolist() == [3, 1]
+
+
+# ---- what autograd may ask ----
+
+
+class Several(nn.Module):
+    """A tied weight, three results, one of them a view of the argument, and a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = torch.tanh(self.tied(self.a(x)))
+        return {"p": self.b(h), "q": self.c(h), "view": x.view(-1), "size": x.shape[0]}
+
+
+@pytest.fixture(scope="module")
+def several() -> tuple[nn.Module, fxround.RoundedModule, Tensor]:
+    model, x = seeded(Several, 5, 4)
+    return model, fxround.compile(model, "reproducible"), x
+
+
+def test_unused_results_give_no_gradients_and_gradients_accumulate(several: Any) -> None:
+    model, compiled, x = several
+    reference = copy.deepcopy(model)
+    for module in (compiled, reference, compiled, reference):
+        module(x)["p"].square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            # A tolerance: sums run in another order than the stock kernels'.
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    assert model.c.weight.grad is None
+    model.zero_grad()
+
+
+def test_a_tied_gradient_is_a_rounded_sum_of_its_own_module(several: Any) -> None:
+    _, compiled, x = several
+    compiled(x)
+    sums = [line for line in str(compiled.summary()).splitlines() if "aten.add.Tensor" in line]
+    added = [n for n in compiled.backward_graph.graph.nodes if n.meta.get("is_gradient_acc")]
+    assert added and all(str(n.target) == "fxround.pointwise.default" for n in added) and sums
+
+
+def test_a_graph_may_be_kept_but_not_differentiated_twice(several: Any) -> None:
+    model, compiled, x = several
+    loss = compiled(x)["p"].sum()
+    loss.backward(retain_graph=True)
+    once = model.b.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(model.b.weight.grad, once + once)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    argument = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(compiled(argument)["p"].sum(), argument, create_graph=True)
+    with pytest.raises(FxroundError, match="no derivative of its own"):
+        found.sum().backward()
+    model.zero_grad()
+
+
+def test_a_changed_weight_is_noticed_and_a_frozen_one_gets_nothing(several: Any) -> None:
+    model, compiled, x = several
+    loss = compiled(x)["p"].sum()
+    with torch.no_grad():
+        model.a.weight += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.zero_grad()
+    model.b.bias.requires_grad_(False)
+    compiled(x)["p"].sum().backward()
+    assert model.b.bias.grad is None and model.b.weight.grad is not None
+    model.b.bias.requires_grad_(True)
+
+
+def test_dropout_is_drawn_from_seed_and_sample_and_its_gradient_has_its_mask() -> None:
+    model = nn.Sequential(nn.Dropout(0.25))
+    x = torch.ones(64, 64, requires_grad=True)
+    compiled = fxround.compile(model, "identity", seed=9)
+    state = torch.random.get_rng_state()
+    y = compiled(x)
+    y.sum().backward()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
+    assert not torch.equal(compiled(x), y) and torch.equal(compiled.reseed(9)(x), y)
+    # 4096 coins of 3/4: six sigma, a false alarm in 5e8 seeds.
+    assert abs(float((y != 0).double().mean()) - 0.75) < 6 * (0.75 * 0.25 / 4096) ** 0.5
+    with torch.no_grad():
+        assert torch.equal(compiled.reseed(9)(x), y)
+
+
+def test_checkpoints_inside_a_model_are_captured_and_around_a_compiled_one_refused() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.f, x, use_reentrant=False)
+
+    compiled, x = fxround.compile(Inside(), "reproducible"), torch.randn(3, 4)
+    compiled(x).sum().backward()
+    assert compiled.coverage().unrounded == ()
+    compiled = fxround.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "stochastic")
+    with pytest.raises(FxroundError, match="checkpoint around it"):
+        checkpoint(compiled, x, use_reentrant=False).sum().backward()
+
+
+def test_losses_are_compiled_as_functions() -> None:
+    x, classes, y = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 4, -100, 2, 2]), torch.rand(6, 5)
+    losses: list[Any] = [
+        lambda x, c, y: F.cross_entropy(x, c, weight=y[0], label_smoothing=0.1),
+        lambda x, c, y: F.cross_entropy(x, c, reduction="none").sum(),
+        lambda x, c, y: F.kl_div(F.log_softmax(x, 1), y, reduction="batchmean"),
+        lambda x, c, y: F.binary_cross_entropy(torch.sigmoid(x), y),
+        lambda x, c, y: F.smooth_l1_loss(x, y) + F.huber_loss(x, y) + F.l1_loss(x, y) + F.mse_loss(x, y),
+        lambda x, c, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=y[0]),
+    ]
+    for loss in losses:
+        compiled = fxround.compile(loss, "reproducible")
+        (found,) = torch.autograd.grad(compiled(x, classes, y), x)
+        (expected,) = torch.autograd.grad(loss(x, classes, y), x)
+        # A tolerance: sums run in another order than the stock kernels'.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert compiled.coverage().unrounded == ()
+    ctc = fxround.compile(F.ctc_loss, "stochastic")
+    with pytest.raises(CaptureError, match="ctc_loss"):
+        ctc(
+            torch.randn(9, 2, 5).log_softmax(2),
+            torch.ones(2, 3, dtype=torch.long),
+            torch.tensor([9, 9]),
+            torch.tensor([3, 3]),
+        )
