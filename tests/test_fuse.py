@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.compiler import RoundedModule
+from fxround.passes.fuse import BUDGET
 
 
 class Graph(nn.Module):
@@ -115,3 +116,20 @@ def test_an_exported_fused_graph_gives_the_same_bits(tmp_path: Any) -> None:
     compiled, fused = run(Chain(), "stochastic", True, X)
     path = compiled.export(tmp_path / "chain.pt2", (X,))
     assert torch.equal(fxround.load(path).reseed(5)(X), fused)
+
+
+class Unrolled(nn.Module):
+    """A loop whose every turn is another program, by its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for turn in range(90):
+            x = (x * (1 + turn) + 0.25).sum(-1, keepdim=True) + x * turn
+        return x
+
+
+def test_an_unrolled_loop_does_not_compile_for_ever() -> None:
+    compiled = fxround.compile(Unrolled(), "reproducible", example_inputs=X)
+    assert compiled._latest is not None
+    texts = {str(n.args[1]) for n in compiled._latest.fused.graph.nodes if str(n.target) == "fxround.fused.default"}
+    assert texts and sum(text.count("=") for text in texts) <= BUDGET
+    assert nodes(compiled, "fxround.pointwise.default") > 90

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxround.kernel import Word
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
@@ -151,7 +152,7 @@ def test_a_program_of_several_statements_draws_for_each() -> None:
     assert str(Program.parse(str(program))) == str(program)
     x, y = values((200,), 1), values((200,), 2)
     kernel = map_kernel(program, ("f32", "f32"), "f32")
-    assert kernel.draws == (0, 1)
+    assert kernel.draws == (Word(0, 0), Word(0, 1))
     same(run_map(program, [x, y], torch.float32, DRAW), reference.map_(kernel, [stored(x), stored(y)], KEY))
 
 

@@ -36,6 +36,10 @@ from fxround.units import Unit, in_order, merged
 # A program's values live in registers: longer ones spill, and more operands than this leave none for them.
 MAX_STATEMENTS: Final = 40
 MAX_OPERANDS: Final = 12
+# A statement takes LLVM some 50 ms. Layers that are alike share programs; a loop of the model that was unrolled makes a
+# new one each time: beyond so many statements in distinct programs, operations keep kernels of one statement, which are
+# compiled already.
+BUDGET: Final = 200
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,32 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
     steps = {node: step for node, step in found.items() if step is not None}
     fused = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
+    programs: dict[str, int] = {}
     for unit in in_order(merged(graph.graph, partial(_join, steps))):
-        if len(unit.nodes) == 1:
-            node = unit.nodes[0]
+        chain = Chain.of([steps[node] for node in unit.nodes], unit.results()) if len(unit.nodes) > 1 else None
+        if chain is not None and sum((programs | {chain.text: len(chain.steps)}).values()) <= BUDGET:
+            programs[chain.text] = len(chain.steps)
+            _emit(graph, fused, chain, made)
+            continue
+        for node in unit.nodes:
             made[node] = fused.node_copy(node, lambda used: made[used])
-        else:
-            _emit(graph, fused, unit.results(), [steps[node] for node in unit.nodes], made)
     return fx.GraphModule(graph, fused)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Steps that become one node: what they read, what is stored, and their program's text."""
+
+    steps: tuple[Step, ...]
+    operands: tuple[fx.Node, ...]
+    stored: tuple[fx.Node, ...]
+    text: str
+
+    @staticmethod
+    def of(steps: Sequence[Step], stored: Sequence[fx.Node]) -> Chain:
+        """The chain of some steps, in order."""
+        operands = _operands(steps)
+        return Chain(tuple(steps), tuple(operands), tuple(stored), _text(steps, operands, stored))
 
 
 def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
@@ -126,22 +149,16 @@ _UNBOUNDED: Final = {1: "-inf", 2: "inf"}
 # ---- the new graph ----
 
 
-def _emit(
-    graph: fx.GraphModule,
-    fused: fx.Graph,
-    stored: Sequence[fx.Node],
-    steps: Sequence[Step],
-    made: dict[fx.Node, fx.Node],
-) -> None:
-    """One node of the steps' program, and one for each value that is used outside of it."""
-    operands = _operands(steps)
-    numbers = [number for step in steps for number in step.numbers]
-    results = " ".join(STORAGES[node.meta["val"].dtype] for node in stored)
-    args = ([made[o] for o in operands], _text(steps, operands, stored), results, made[rng_of(graph)], numbers)
-    node = fused.create_node("call_function", torch.ops.fxround.fused.default, args, name=f"{stored[-1].name}_fused")
-    node.meta = _origin(steps[-1].node)
-    node.meta["val"] = [n.meta["val"] for n in stored]
-    for i, old in enumerate(stored):
+def _emit(graph: fx.GraphModule, fused: fx.Graph, chain: Chain, made: dict[fx.Node, fx.Node]) -> None:
+    """One node of the chain's program, and one for each value that is used outside of it."""
+    numbers = [number for step in chain.steps for number in step.numbers]
+    results = " ".join(STORAGES[node.meta["val"].dtype] for node in chain.stored)
+    args = ([made[o] for o in chain.operands], chain.text, results, made[rng_of(graph)], numbers)
+    name = f"{chain.stored[-1].name}_fused"
+    node = fused.create_node("call_function", torch.ops.fxround.fused.default, args, name=name)
+    node.meta = _origin(chain.steps[-1].node)
+    node.meta["val"] = [n.meta["val"] for n in chain.stored]
+    for i, old in enumerate(chain.stored):
         made[old] = fused.create_node("call_function", operator.getitem, (node, i), name=old.name)
         made[old].meta = dict(old.meta)
 
