@@ -161,7 +161,7 @@ def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
 
 
 # The binary32 inputs whose value is nearest to a binary32 number or a midpoint (0.01 to 2 binary64 ulps), found by
-# an exhaustive run; test_functions has those of benchmarks/exhaustive.json besides.
+# an exhaustive run; test_functions has those of docs/exhaustive.json besides.
 HARD = {
     "acos": ("0x1.04c444p-12", "-0x1.80d99ap-7"), "acosh": ("0x1.b121a6p+75", "0x1.bacb4ap+24"),
     "asin": ("0x1.107434p-1", "0x1.cbf43cp-4"), "asinh": ("0x1.b121a6p+75", "0x1.2fe614p+116"),

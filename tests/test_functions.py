@@ -24,7 +24,7 @@ from fxround.numerics.modes import Rounding
 from fxround.runtime.execute import STORAGES
 
 ROOT = Path(__file__).parents[1]
-RESULTS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "exhaustive.json").read_text())
+RESULTS: dict[str, Any] = json.loads((ROOT / "docs" / "exhaustive.json").read_text())
 UNARY = pytest.mark.parametrize("name", FUNCTIONS)
 NARROW = {"bfloat16": torch.bfloat16, "binary16": torch.float16}
 

@@ -18,7 +18,7 @@ from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.power import exact_powers
 
 ROOT = Path(__file__).parents[1]
-STORED: dict[str, Any] = json.loads((ROOT / "benchmarks" / "pairs.json").read_text())
+STORED: dict[str, Any] = json.loads((ROOT / "docs" / "pairs.json").read_text())
 CLEAN = dict.fromkeys(MODES, 0)
 
 
