@@ -392,9 +392,14 @@ _PLAIN: Final = (bool, int, float, str, bytes, torch.dtype, list, tuple)
 
 
 def _kind(leaf: Any) -> Any:
-    """What a leaf bakes into the graph: a tensor's dtype and rank, anything else itself."""
+    """What a leaf bakes into the graph: a tensor's dtype and rank, anything else itself.
+
+    A number is its digits: 0.0 == -0.0, and no NaN equals itself.
+    """
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    if isinstance(leaf, float):
+        return type(leaf), leaf.hex()
     try:
         hash(leaf)
     except TypeError:

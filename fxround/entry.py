@@ -3,7 +3,8 @@
 What is true here. Parameters and buffers are looked up at every call, so that what is assigned to a module is seen.
 What the model changes in place is written after the graph has run.
 
-Why it is safe. A graph is functional: it is this file alone that writes to a tensor of the caller's.
+Why it is safe. A graph is functional: it is this file alone that writes to a tensor of the caller's, and not where
+another input would show the change.
 
     before   lowered(weight, bias, x, rng)                  # whose weight?
     after    entry.run([x], rng)
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.differentiation import Step, differentiable
+from fxround.errors import FxroundError
 from fxround.graph import Captured, Port
 
 
@@ -71,7 +74,32 @@ class Entry:
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
         pairs = zip(self.captured.entering, self.owners, strict=True)
-        return [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+        inputs = [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+        self._refuse_shared_memory(inputs)
+        return inputs
+
+    @cached_property
+    def _changed(self) -> frozenset[int]:
+        """The positions of the inputs that the model changes in place."""
+        changed = {(port.name, port.index) for port in self.captured.results if port.mutation}
+        return frozenset(i for i, p in enumerate(self.captured.entering) if (p.name, p.index) in changed)
+
+    def _refuse_shared_memory(self, inputs: Sequence[Any]) -> None:
+        """Raise FxroundError where a change in place would be seen through another input: the graph does not see it."""
+        if not self._changed:
+            return
+        memory: dict[int, list[int]] = {}
+        for i, tensor in enumerate(inputs):
+            if isinstance(tensor, Tensor):
+                memory.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+        for i in sorted(self._changed):
+            for other in memory[inputs[i].untyped_storage()._cdata]:
+                if other != i and _overlap(inputs[i], inputs[other]):
+                    changed, seen = (_described(self.captured.entering[k]) for k in (i, other))
+                    raise FxroundError(
+                        f"the model changes {changed} in place, and {seen} shares its memory: the captured graph takes "
+                        f"them for separate tensors. Pass a copy of one of them (.clone())."
+                    )
 
     def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
         if port.kind == "argument":
@@ -85,6 +113,23 @@ class Entry:
 def _tensor(module: nn.Module, name: str) -> Tensor:
     tensor: Tensor = getattr(module, name)
     return tensor
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the ranges of two tensors on one memory meet, gaps inside of them included."""
+    (first, end), (begin, last) = _range(a), _range(b)
+    return first < last and begin < end
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the one behind the last, from the beginning of the memory."""
+    extent = sum((int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = int(tensor.storage_offset())
+    return first * tensor.itemsize, (first + (extent if tensor.numel() else 0)) * tensor.itemsize
+
+
+def _described(port: Port) -> str:
+    return f"{port.kind} {port.name or port.index}"
 
 
 def owner_of(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:

@@ -308,12 +308,30 @@ def _excludes_one(graph: fx.GraphModule) -> bool:
 
 
 def _separate_results(graph: fx.GraphModule) -> None:
-    """Copy every result: one that is a view of an argument or of another result would be differentiated outside."""
+    """Copy every result: one that is a view of an argument or of another result would be differentiated outside.
+
+    So would an argument or a parameter that the model returns as it is: Dynamo puts it among the results afterwards.
+    """
     output = graph.graph.output_node()
     with graph.graph.inserting_before(output):
         args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
     output.args, output.kwargs = args, kwargs
     graph.recompile()
+    codegen: Any = graph.graph._codegen
+    restored = codegen.dynamo_bytecode_unflatten
+
+    def separated(computed: Sequence[Any], inputs: tuple[Any, ...]) -> Any:
+        own = {id(value) for value in computed}
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            if id(value) not in own:
+                return value.clone()
+            own.remove(id(value))
+            return value
+
+        return pytree.tree_map_only(torch.Tensor, copied, restored(computed, inputs))
+
+    codegen.dynamo_bytecode_unflatten = separated
 
 
 def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:

@@ -20,9 +20,12 @@ from fxround.numerics.modes import Rounding
 EXACT = "exact"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Statement:
-    """``target = operator(operands) @ rounding``: one operation, rounded once (or exact: None)."""
+    """``target = operator(operands) @ rounding``: one operation, rounded once (or exact: None).
+
+    Two are equal if their texts are: 0.0 == -0.0 as numbers, and kernels are kept by their programs.
+    """
 
     target: str
     operator: str
@@ -32,6 +35,12 @@ class Statement:
     def __str__(self) -> str:
         operands = ", ".join(o if isinstance(o, str) else o.hex() for o in self.operands)
         return f"{self.target} = {self.operator}({operands}) @ {self.rounding or EXACT}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statement) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     @staticmethod
     def parse(text: str) -> Statement:

@@ -15,7 +15,7 @@ from models import DigitsCNN
 from torch import Tensor, nn
 
 import fxround
-from fxround.errors import CaptureError, PolicyError
+from fxround.errors import CaptureError, FxroundError, PolicyError
 from fxround.policy import Policy, Rule
 
 
@@ -94,6 +94,28 @@ def test_arguments_that_the_model_changes_are_changed() -> None:
 
 
 # ---- a function of (seed, sample) ----
+
+
+def test_a_change_in_place_that_another_argument_would_show_is_refused() -> None:
+    def changes(a: Tensor, b: Tensor) -> Tensor:
+        return a.add_(1) + b
+
+    rounded = fxround.compile(changes, "reproducible")
+    apart = torch.zeros(2, 8)
+    assert torch.equal(rounded(apart[0], apart[1]), torch.ones(8))
+    for other in (apart[0], apart.view(-1)[7:15]):
+        with pytest.raises(FxroundError, match="changes argument 0 in place, and argument 1 shares its memory"):
+            rounded(apart[0], other)
+    assert torch.equal(apart, torch.stack([torch.ones(8), torch.zeros(8)]))
+
+
+def test_numbers_are_told_apart_by_their_digits() -> None:
+    rounded = fxround.compile(lambda x, k: x * k, "reproducible")
+    positive, negative = (rounded(torch.ones(3), k) for k in (0.0, -0.0))
+    assert not positive.signbit().any() and negative.signbit().all()
+    rounded(torch.ones(3), float("nan"))
+    first = rounded.graph
+    assert rounded(torch.ones(3), float("nan")).isnan().all() and rounded.graph is first
 
 
 def test_the_same_call_twice_gives_the_same_bits(compiled: fxround.RoundedModule, x: Tensor) -> None:
@@ -269,6 +291,13 @@ def test_results_keep_their_structure() -> None:
 def test_empty_and_single_batches(shape: tuple[int, ...], model: nn.Module) -> None:
     for policy in ("identity", "stochastic", "reproducible"):
         assert fxround.compile(model, policy)(torch.randn(shape)).shape == (shape[0], 10)
+
+
+def test_a_group_norm_of_no_images() -> None:
+    model = nn.GroupNorm(2, 6).train()
+    assert fxround.compile(model, "reproducible")(torch.randn(2, 6, 3, 5)).shape == (2, 6, 3, 5)
+    fxround.compile(model, "reproducible")(torch.randn(0, 6, 3, 5)).sum().backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.zeros(6))
 
 
 def test_non_contiguous_nan_and_infinite_inputs(model: nn.Module, x: Tensor) -> None:

@@ -259,6 +259,29 @@ def test_checkpoints_inside_a_model_are_captured_and_around_a_compiled_one_refus
         checkpoint(compiled, x, use_reentrant=False).sum().backward()
 
 
+@pytest.mark.parametrize("policy", ["reproducible", "bfloat16"])
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_returned_as_it_came_is_differentiated_too(policy: str, train: bool) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Any:
+            doubled = (x * 2) * self.weight
+            return x, doubled, x, self.weight, doubled, x.t()
+
+    model = Returns().train(train)
+    compiled = fxround.compile(model, policy)
+    x = torch.full((3, 8), 0.5, requires_grad=True)
+    for module in (model, compiled):  # powers of two: no gradient is rounded
+        x.grad = model.weight.grad = None
+        sum(result.sum() * 2.0**i for i, result in enumerate(module(x))).backward()
+        assert x.grad is not None and model.weight.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, 1 + 4 + 32 + 2 * (2 + 16)))
+        assert torch.equal(model.weight.grad, torch.full((8,), 8.0 + 3 * (2 + 16)))
+
+
 def test_losses_are_compiled_as_functions() -> None:
     x, classes, y = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 4, -100, 2, 2]), torch.rand(6, 5)
     losses: list[Any] = [

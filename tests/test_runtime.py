@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
 from fxround.program import Program
-from fxround.runtime import reference
+from fxround.runtime import reference, threads
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.contractions import Right, run_contract
 from fxround.runtime.execute import STORAGES, Draw, run_map
@@ -260,3 +261,19 @@ def test_every_named_format_can_be_rounded_to_in_binary64() -> None:
             run_map(program, [x], torch.float64, DRAW),
             reference.map_(map_kernel(program, ("f64",), "f64"), [stored(x)], KEY),
         )
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_no_piece_runs_on_after_another_has_failed(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    ended = []
+
+    def work(begin: int, end: int) -> None:
+        if begin == 0:
+            raise error
+        time.sleep(0.1)
+        ended.append(begin)
+
+    with pytest.raises(error):
+        threads.split(work, 3, 1)
+    assert sorted(ended) == [1, 2]

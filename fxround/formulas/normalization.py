@@ -42,7 +42,7 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, N: Any, C: Any, HxW: Any, group: int, eps: float
 ) -> Any:
     """group_norm(x) = (d * rsqrt(sum(d * d) / n + eps)) * weight + bias, d = x - sum(x) / n over each group"""
-    d, center, rstd = _moments(widened(x).reshape(N, group, -1), [2], eps)
+    d, center, rstd = _moments(widened(x).reshape(N, group, C // group * HxW), [2], eps)
     y = (d * rstd).reshape(x.shape)
     y = affine(y, *(v if v is None else channels(v, x) for v in (weight, bias)))
     return tuple(t.to(x.dtype) for t in (y, center.squeeze(2), rstd.squeeze(2)))
@@ -155,10 +155,10 @@ def group_norm_backward(
 ) -> Any:
     """group_norm_backward(g) = as layer_norm_backward over each group; weight and bias over batch and space"""
     g, r = widened(gradient), widened(rstd).reshape(N, group, 1)
-    h = (widened(x).reshape(N, group, -1) - widened(mean).reshape(N, group, 1)) * r
+    h = (widened(x).reshape(N, group, C // group * HxW) - widened(mean).reshape(N, group, 1)) * r
     on_weight, on_bias = _affine_backward(g, h.reshape(x.shape), [0, *range(2, x.dim())], mask)
     v = g if weight is None else g * channels(weight, x)
-    on_x = (_normalized_backward(v.reshape(N, group, -1), h, [2]) * r).reshape(x.shape) if mask[0] else None
+    on_x = (_normalized_backward(v.reshape(h.shape), h, [2]) * r).reshape(x.shape) if mask[0] else None
     return tuple(None if t is None else t.to(x.dtype) for t in (on_x, on_weight, on_bias))
 
 
