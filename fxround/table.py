@@ -12,6 +12,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,32 @@ class Table:
         rows = "".join(f"<tr>{''.join(_cell(value, cell) for value in row)}</tr>" for row in self.rows)
         title, note = (f"<p>{html.escape(text)}</p>" if text else "" for text in (self.title, self.note))
         return f'{title}<table style="{table}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{note}'
+
+
+class Tabled(ABC):
+    """A report that is data (``to_dict``) and reads as a table: JSON, data frame, text and HTML of it."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """The rows that are shown."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, plain."""
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_pandas(self) -> Any:
+        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
 
 def _shown(value: Value) -> str:

@@ -15,7 +15,6 @@ are left out.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ from fxround.graph import float_value, located
 from fxround.numerics.formats import Format
 from fxround.ops import rule_of
 from fxround.refusals import FORMAT_OF
-from fxround.table import Table
+from fxround.table import Table, Tabled
 
 Operands = Mapping[fx.Node, Any]
 
@@ -56,7 +55,7 @@ class Cancellation:
 
 
 @dataclass(frozen=True)
-class CancellationReport:
+class CancellationReport(Tabled):
     """The nodes that add, worst first. ``bits``: what ``many`` counts from."""
 
     nodes: tuple[Cancellation, ...]
@@ -79,20 +78,6 @@ class CancellationReport:
     def to_dict(self) -> dict[str, Any]:
         """All fields, plain."""
         return asdict(self)
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_pandas(self) -> Any:
-        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
-        return self.table().to_pandas()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def cancellations(

@@ -9,12 +9,11 @@ is left when all are taken away passes. A search that was interrupted says so, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from fxround.table import Table
+from fxround.table import Table, Tabled
 
 CONFIDENCE: Final = 0.95
 
@@ -56,7 +55,7 @@ class Culprits:
 
 
 @dataclass(frozen=True)
-class LocalizeReport:
+class LocalizeReport(Tabled):
     """What ``fxround.localize`` found.
 
     sets: disjoint minimal failing sets. ended: "complete" when all the rest passes, "limit" after so many sets,
@@ -110,20 +109,9 @@ class LocalizeReport:
         """All fields, plain; and ``overlooked``."""
         return asdict(self) | {"overlooked": self.overlooked}
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_pandas(self) -> Any:
-        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
-        return self.table().to_pandas()
-
     def __str__(self) -> str:
         parts = [self._title(), *(self._shown(i, c) for i, c in enumerate(self.sets, 1)), self._note()]
         return "\n\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
     def _title(self) -> str:
         sets = f"{len(self.sets)} {'set' if len(self.sets) == 1 else 'sets'} of {self.level} to blame"

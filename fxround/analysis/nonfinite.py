@@ -10,7 +10,6 @@ operation is pointwise, as a whole elsewhere. A number that the program text say
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from fxround.analysis.masks import Masked
 from fxround.compiler import PolicyLike
 from fxround.graph import located
 from fxround.ops import CONSTANTS, rule_of
-from fxround.table import Table
+from fxround.table import Table, Tabled
 
 Operands = Mapping[fx.Node, Any]
 
@@ -49,7 +48,7 @@ class Birth:
 
 
 @dataclass(frozen=True)
-class NonfiniteReport:
+class NonfiniteReport(Tabled):
     """The births, in the order of the graph, and how many elements of the output are not finite."""
 
     births: tuple[Birth, ...]
@@ -82,20 +81,6 @@ class NonfiniteReport:
             for b in self.births
         ]
         return {"births": births, "output": self.output, "policy": self.policy}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_pandas(self) -> Any:
-        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
-        return self.table().to_pandas()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def first_nonfinite(
