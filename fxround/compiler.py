@@ -351,7 +351,8 @@ class RoundedModule(nn.Module):
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the
         state's dtypes and shapes. What a model reads from elsewhere (a global, a nested object) is not seen."""
-        modules = tuple((id(m), _baked(m)) for m in self.source.modules())
+        # The modules themselves, not their ids: the key keeps them, so that no other can take their place in memory.
+        modules = tuple((m, _baked(m)) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
         state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
         return modules, state, torch.get_default_dtype()
@@ -384,8 +385,8 @@ def _require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
 def _baked(module: nn.Module) -> Any:
     """What tracing turns into constants of the graph: numbers, texts and lists of them, and the module's hooks."""
     plain = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, _PLAIN) and not k.startswith("__"))
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return plain, tuple(map(id, hooks))
+    # A hook's number is given once in a process.
+    return plain, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
 
 
 _PLAIN: Final = (bool, int, float, str, bytes, torch.dtype, list, tuple)

@@ -369,3 +369,14 @@ def test_another_policy_has_the_same_nodes_and_its_own_numbers(
     assert not torch.equal(nearest(x), compiled(x))
     with pytest.raises(PolicyError, match="matches no operation"):
         compiled.with_policy(Policy("lost", (Rule("nowhere", rounding="bfloat16"),)))
+
+
+def test_a_hook_in_the_place_of_another_is_seen() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    compiled = fxround.compile(model, "reproducible")
+    data = torch.rand(3, 1, 8, 8)
+    for factor in (2.0, 3.0):
+        handle = model[1].register_forward_hook(lambda module, args, result, by=factor: result * by)
+        with torch.no_grad():
+            assert torch.equal(compiled(data), fxround.compile(model, "reproducible")(data))
+        handle.remove()

@@ -34,6 +34,9 @@ from fxround.table import Table, Value
 # The share of elements beyond their spread at which a result is called wrong: normal samples put less than a thousandth
 # of sound elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
+# Of fewer elements than this, the one or two that chance puts outside are a larger share: half of them must be there.
+FEW: Final = 100
+OUTSIDE_OF_FEW: Final = 0.5
 SHOWN_ROWS: Final = 12
 COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
 
@@ -323,7 +326,7 @@ def _stability(f: Figures) -> Iterator[str]:
     if f.evidence == 0 and f.elements:
         yield f"{name}: no evidence, all samples are equal (is the policy deterministic, or is nothing rounded?)."
     for reference, a in f.agreement.items():
-        if a.outside_share >= OUTSIDE:
+        if a.outside_share >= (OUTSIDE if f.elements >= FEW else OUTSIDE_OF_FEW):
             # The unperturbed run rounds too: it may be the one that is wrong (a sum that stagnates).
             said = f"NOT the {reference} run's value" if reference == UNPERTURBED else "STABLE AND WRONG"
             real = "" if f.bits is None else f"; {f.bits:.1f} bits are stable"

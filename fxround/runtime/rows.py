@@ -42,6 +42,7 @@ _FUSED: Final = torch.ops.fxround.fused.default
 _POINTWISE: Final = torch.ops.fxround.pointwise.default
 _SUM: Final = torch.ops.fxround.sum.default
 _LONGEST: Final = 32
+_UNKNOWN: Final = "not planned yet"
 # The buffers of a range should fit the second-level cache beside what is read and written.
 _CACHE: Final = 1 << 20
 
@@ -181,11 +182,12 @@ class Rows(nn.Module):
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """As the graph says, or a few rows at a time: the same bits."""
         key = (current_set(), *((x.shape, x.stride(), x.dtype) for x in inputs))
-        if key not in self.plans:
+        plan = self.plans.get(key, _UNKNOWN)
+        if isinstance(plan, str):
+            plan = self._plan(inputs)
             if len(self.plans) > _LONGEST:
                 self.plans.clear()
-            self.plans[key] = self._plan(inputs)
-        plan = self.plans[key]
+            self.plans[key] = plan
         if plan is None:
             results: list[Tensor] = self.whole(*inputs)
             return results
