@@ -146,8 +146,7 @@ _EXACT: Final = """
     max max.dim min min.dim sort sort.stable topk kthvalue median median.dim nanmedian nanmedian.dim mode
     cummax cummin floor ceil round trunc frac sign sgn copysign.Tensor copysign.Scalar nan_to_num heaviside hardshrink
     max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
-    fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d
-    max_pool2d_with_indices_backward max_pool3d_with_indices_backward histc
+    fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d histc
 """
 
 _MOVEMENT: Final = """
@@ -205,11 +204,8 @@ _OPAQUE: Final = {
     "its accumulation order is not defined by a formula yet": """
         logcumsumexp _pdist_forward _pdist_backward _cdist_backward _embedding_bag _embedding_bag_forward_only
         _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
-        multi_margin_loss multilabel_margin_loss_forward nll_loss2d_forward segment_reduce
-        grid_sampler_2d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
-        avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
-        adaptive_max_pool2d_backward adaptive_max_pool3d_backward masked_scatter_backward
-        rrelu_with_noise_backward _weight_norm_interface_backward convolution_backward
+        multi_margin_loss multilabel_margin_loss_forward segment_reduce grid_sampler_2d_backward
+        masked_scatter_backward rrelu_with_noise_backward convolution_backward
         upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa embedding_renorm""",
 }
 

@@ -104,7 +104,11 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
         return len(known) == len(found) <= _LONGEST and len({s.rows for s in known}) == 1 and len(lengths) <= 1
 
     gathered = fx.Graph()
-    root = fx.GraphModule(graph, gathered)
+    parts: dict[str, Any] = {
+        str(node.target): operator.attrgetter(str(node.target))(graph)
+        for node in graph.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
     made: dict[fx.Node, fx.Node] = {}
     for unit in in_order(merged(graph.graph, joins)):
         if not _is_chain(unit):
@@ -113,12 +117,12 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
             continue
         name = f"rows_{sum(n.op == 'call_module' for n in gathered.nodes)}"
         inputs = [n for n in graph.graph.nodes if n in unit.inputs()]
-        root.add_submodule(name, Rows(graph, unit.nodes, inputs))
+        parts[name] = Rows(graph, unit.nodes, inputs)
         whole = gathered.call_module(name, tuple(made[n] for n in inputs))
         for i, old in enumerate(unit.results()):
             made[old] = gathered.call_function(operator.getitem, (whole, i))
             made[old].meta = dict(old.meta)
-    return fx.GraphModule(root, gathered)
+    return fx.GraphModule(parts, gathered)
 
 
 def _is_chain(unit: Unit) -> bool:
