@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from fxround import inspection
 from fxround.differentiation import Step, differentiable_later, step_of
 from fxround.entry import Entry, Function, owner_of
-from fxround.errors import FxroundError
+from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
 from fxround.loading import RNG_BUFFER, LoadedModule, random_state
@@ -337,8 +337,14 @@ class RoundedModule(nn.Module):
     def _compile(self, args: Any, kwargs: Any) -> Entry:
         _require_arguments(self.source, args, kwargs)
         _require_dtypes(self.source, args, kwargs)
-        captured = capture(self.source, args, kwargs, decompositions())
-        return self._lowered(captured)
+        try:
+            captured = capture(self.source, args, kwargs, decompositions())
+        except CaptureError as error:
+            refusal = error
+        else:
+            return self._lowered(captured)
+        _ask(self.source, args, kwargs)
+        raise refusal
 
     def _lowered(self, captured: Captured) -> Entry:
         strict = self.policy.strict if self.strict is None else self.strict
@@ -378,8 +384,20 @@ def _require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
     state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
     given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
     if state and given - state:
-        with torch.random.fork_rng():
-            copy.deepcopy(model)(*args, **kwargs)
+        _ask(model, args, kwargs)
+
+
+def _ask(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise what the model itself raises for these arguments: a wrong size is told in its own words, at its own line.
+
+    A copy is asked, as a call may change buffers; a model that cannot be copied is not asked.
+    """
+    try:
+        asked, (args, kwargs) = copy.deepcopy((model, (args, kwargs)))
+    except Exception:  # whatever a model's own __deepcopy__ raises: the question is left out
+        return
+    with torch.random.fork_rng():
+        asked(*args, **kwargs)
 
 
 def _baked(module: nn.Module) -> Any:

@@ -102,6 +102,8 @@ _ADVICE: Final = (
 def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
     """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
     text = str(error)
+    if "backend_input must not be None" in text:
+        return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     frames = list(getattr(error, "real_stack", None) or ())
     outside = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     where = ": ".join(source_line(text))

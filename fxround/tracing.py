@@ -21,6 +21,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -33,6 +34,7 @@ def tracing_switches() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # said of every set_flags
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(mock.patch.object(fake_tensor.log, "disabled", True))  # what it logs is raised as well
         stack.enter_context(
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
