@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
     inspect = commands.add_parser("inspect", help="what would a policy round in a model of yours?")
     inspect.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, example inputs)")
+    inspect.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
     inspect.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
     inspect.add_argument("--shape", action="append", default=[], help="of a float32 example input, like 1,3,224,224")
     inspect.add_argument("--graph", action="store_true", help="print the graph as well")
@@ -105,7 +108,9 @@ _CHECKS: Final = (
 
 
 def _samples(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of runs, or auto")
 
 
 def _variability(arguments: argparse.Namespace) -> int:
@@ -167,7 +172,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     import fxround
 
-    model, inputs = load_model(arguments.model, arguments.shape)
+    model, inputs = _loaded(arguments)
     compiled = fxround.compile(model, arguments.policy, example_inputs=inputs)
     summary, coverage = compiled.summary(), compiled.coverage()
     if arguments.draw:
@@ -180,18 +185,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load_model(spec: str, shapes: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
-    """The model and example inputs of ``MODULE:CALLABLE``; MODULE is a dotted name or a .py file.
-
-    Raises ValueError naming what is missing.
-    """
-    model, inputs = _built(spec)
-    inputs = _examples(shapes) or (inputs if isinstance(inputs, tuple) else (inputs,))
-    if not inputs:
-        raise ValueError(f"{spec} returned no example inputs: return (model, inputs), or give --shape 1,3,224,224")
-    return model, inputs
-
-
 def load_inputs(spec: str) -> Any:
     """Inputs of a .pt file (weights only), a .npy file (one tensor), a .npz file (keywords), or of
     ``MODULE:CALLABLE``."""
@@ -199,6 +192,8 @@ def load_inputs(spec: str) -> Any:
     import torch
 
     path = Path(spec)
+    if path.suffix in (".pt", ".pth", ".npy", ".npz") and not path.is_file():
+        raise ValueError(f"--inputs {spec}: no such file")
     if path.suffix in (".pt", ".pth"):
         return torch.load(path, weights_only=True)
     if path.suffix == ".npy":

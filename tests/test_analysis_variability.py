@@ -174,13 +174,14 @@ def test_ctrl_c_returns_what_there_is(model: nn.Module, x: Tensor, monkeypatch: 
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Moments, "add", add)
+    before = signal.getsignal(signal.SIGINT)
     found = fxround.variability(model, x, samples=50, batch_size=5, **PLAIN)
     assert not found.complete
     assert found.samples == (7,)
     assert "INTERRUPTED: 1 of 2 batches, the last with 7 samples" in str(found)
     with pytest.raises(CheckFailed, match="interrupted"):
         found.check()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_nothing_is_left_in_the_model(model: nn.Module, x: Tensor) -> None:

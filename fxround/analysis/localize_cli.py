@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[
     """Search, print, and return the exit status."""
     check = named(arguments.check) if arguments.check else None
     if arguments.metric:
-        check = arguments.metric[0], float(arguments.metric[1])
+        check = _threshold(*arguments.metric)
     asked = {
         name: getattr(arguments, name) for name in ("quiet", "level", "min_bits", "runs", "limit", "seed", "cache")
     }
@@ -71,3 +71,10 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[
     if arguments.json and not quietly:
         Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
     return INTERRUPTED if found.ended == "interrupted" else FAILS
+
+
+def _threshold(name: str, text: str) -> tuple[str, float]:
+    try:
+        return name, float(text)
+    except ValueError:
+        raise ValueError(f"--metric {name} {text}: expected a number as the threshold, like --metric sqnr 40") from None
