@@ -87,7 +87,7 @@ def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], 
 
 
 @dataclass(frozen=True)
-class _Code:
+class Code:
     """A variant, compiled, for operands of one shape: its sizes, and the scratch that a call needs."""
 
     run: Callable[..., None]
@@ -102,8 +102,8 @@ class Plan:
     quick: code whose results may not count; ``general`` then does the item again.
     """
 
-    general: Callable[[], _Code]
-    quick: _Code | None
+    general: Callable[[], Code]
+    quick: Code | None
     items: int
     enough: int
 
@@ -124,11 +124,11 @@ def _plan(
     first = general if quick is None else tile_for(quick, machine, max(block, _BLOCK))
     chunk, wide = _cut(general, first, batch, rows, columns, threads)
 
-    def code(variant: ContractVariant) -> _Code:
+    def code(variant: ContractVariant) -> Code:
         run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
         panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
         sizes = (rows, columns, length, panels, chunk, panels_wide, block, groups)
-        return _Code(run, sizes, variant.scratch_bytes(chunk, panels_wide, block))
+        return Code(run, sizes, variant.scratch_bytes(chunk, panels_wide, block))
 
     items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
     enough = max(1, _ENOUGH // max(1, chunk * wide * length))
@@ -156,28 +156,36 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     rest = (*a.stride(), right.step, out.step, out.row_step, *(t.data_ptr() for t in tensors))
     key = draw.key()
 
-    def count(code: _Code, begin: int, end: int) -> bool:
+    def count(code: Code, begin: int, end: int) -> bool:
         """Do items begin ... end; whether the results count."""
         flags = ctypes.c_int32(0)
-        code.run(begin, end, *code.sizes, *rest, _scratch(code.scratch), key, ctypes.byref(flags))
+        code.run(begin, end, *code.sizes, *rest, scratch(code.scratch), key, ctypes.byref(flags))
         return flags.value == 0
 
-    def work(begin: int, end: int) -> None:
-        if plan.quick is None:
-            count(plan.general(), begin, end)
-        elif not count(plan.quick, begin, end):
-            for item in range(begin, end):
-                if begin + 1 == end or not count(plan.quick, item, item + 1):
-                    count(plan.general(), item, item + 1)
-
-    split(work, plan.items, plan.enough)
+    split(attempt(plan.general, plan.quick, count), plan.items, plan.enough)
     return result
+
+
+def attempt(
+    general: Callable[[], Code], quick: Code | None, count: Callable[[Code, int, int], bool]
+) -> Callable[[int, int], None]:
+    """What does items begin ... end: by quick code; where its results do not count, one by one by general code."""
+
+    def work(begin: int, end: int) -> None:
+        if quick is None:
+            count(general(), begin, end)
+        elif not count(quick, begin, end):
+            for item in range(begin, end):
+                if begin + 1 == end or not count(quick, item, item + 1):
+                    count(general(), item, item + 1)
+
+    return work
 
 
 _KEPT: Final = threading.local()
 
 
-def _scratch(size: int) -> int:
+def scratch(size: int) -> int:
     """The address of this thread's scratch, at least ``size`` bytes that belong to it until it asks again."""
     kept: Tensor | None = getattr(_KEPT, "scratch", None)
     if kept is None or kept.numel() < size:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fxround.runtime.contractions import Placing, Right, contract_of, offsets, run_contract
 from fxround.runtime.execute import Draw, storage_of
+from fxround.runtime.planes import planned, run_planes, shape_of
 
 # Pixels of an image whose panels would mostly be ends, and its weights packed for too little.
 _FEW: Final = 512
@@ -166,6 +167,10 @@ def convolution(
         x, w, geometry = transposed_as_plain(x, w, geometry)
     if x.numel() == 0 and 0 in size:
         return x.new_empty(size)
+    shape = shape_of(x.shape, w.shape, geometry.stride, geometry.padding, geometry.dilation, groups)
+    plan = planned(kernel, shape)
+    if plan is not None:
+        return run_planes(kernel, plan, x, w, Draw.of(rng, node)).reshape(size)
     found = windows_of(x, w.shape[2:], geometry)
     k = _sums([found.channels, found.taps])
     weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())

@@ -51,7 +51,7 @@ def build_contract(variant: ContractVariant) -> str:
                 work.each_row(work.start_stream)
         with count(b, I64(0), length, a["block"]) as k:
             _block(work, _block_at(b, a, k))
-    work.report()
+    work.steps.report(a["flags"])
     b.ret_void()
     return str(module)
 

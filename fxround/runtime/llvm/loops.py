@@ -187,6 +187,14 @@ def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: in
     return b.call(declared(b, name, signature), [address, I32(bytes_in(memory)), mask, others])
 
 
+def masked_store(b: ir.IRBuilder, value: Any, address: Any, memory: Any, mask: Any, lanes: int) -> None:
+    """Store the elements under the mask, and touch no others."""
+    kind = ir.VectorType(memory, lanes)
+    name = f"llvm.masked.store.v{lanes}{name_of(memory)}.p0"
+    signature = ir.FunctionType(ir.VoidType(), [kind, address.type, I32, mask.type])
+    b.call(declared(b, name, signature), [value, address, I32(bytes_in(memory)), mask])
+
+
 def declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
     """The module's function of this name."""
     return b.module.globals.get(name) or ir.Function(b.module, signature, name)

@@ -33,7 +33,7 @@ from fxround.runtime.llvm.loops import (
     transpose,
 )
 from fxround.runtime.llvm.render import llvm_type, splat
-from fxround.runtime.llvm.tile import Block, Item, lift, load_lifted
+from fxround.runtime.llvm.tile import Block, Item
 
 BOOL = ir.IntType(1)
 
@@ -47,7 +47,7 @@ def pack_left(item: Item, block: Block) -> None:
     with b.if_else(along) as (vectors, others):
         with vectors, count(b, item.first_row, item.last_row) as row:
             with count(b, I64(0), whole, item.lanes) as i:
-                value = load_lifted(item, 0, _left(item, row, b.add(block.k, i)), item.lanes)
+                value = item.steps.load_lifted(0, _left(item, row, b.add(block.k, i)), item.lanes)
                 b.store(value, _packed(item, row, i), align=4)
             _copy(item, block, row, whole)
         with others, b.if_else(across) as (turned, scalars):
@@ -70,7 +70,7 @@ def _packed(item: Item, row: Any, step: Any) -> Any:
 
 def _copy(item: Item, block: Block, row: Any, first: Any) -> None:
     with count(item.b, first, block.steps) as i:
-        item.b.store(load_lifted(item, 0, _left(item, row, item.b.add(block.k, i)), 1), _packed(item, row, i))
+        item.b.store(item.steps.load_lifted(0, _left(item, row, item.b.add(block.k, i)), 1), _packed(item, row, i))
 
 
 def _turn_left(item: Item, block: Block, whole: Any) -> None:
@@ -83,7 +83,7 @@ def _turn_left(item: Item, block: Block, whole: Any) -> None:
             places = [_left(item, row, b.add(block.k, b.add(i, I64(s)))) for s in range(lanes)]
             columns = [load_vector(b, place, item.kernel.loads[0], lanes) for place in places]
             for r, value in enumerate(transpose(b, columns)):
-                b.store(lift(item, 0, value, lanes), _packed(item, b.add(row, I64(r)), i), align=4)
+                b.store(item.steps.lift(0, value, lanes), _packed(item, b.add(row, I64(r)), i), align=4)
         for r in range(lanes):
             _copy(item, block, b.add(row, I64(r)), whole)
     with count(b, last, item.last_row) as row:
@@ -162,7 +162,7 @@ class Columns:
 def _each_step(item: Item, block: Block, vector: int, read: Any) -> None:
     b = item.b
     with count(b, I64(0), block.steps) as i:
-        b.store(lift(item, 1, read(_line(item, b.add(block.k, i))), item.lanes), item.packed(i, vector), align=4)
+        b.store(item.steps.lift(1, read(_line(item, b.add(block.k, i))), item.lanes), item.packed(i, vector), align=4)
 
 
 def _line(item: Item, k: Any) -> Any:
@@ -191,10 +191,10 @@ def _turn_right(item: Item, block: Block, vector: int, columns: Columns) -> None
         line = _line(item, b.add(block.k, i))
         rows = [load_vector(b, at(b, line, offset, memory), item.kernel.loads[1], lanes) for offset in offsets]
         for step, value in enumerate(transpose(b, rows)):
-            b.store(lift(item, 1, value, lanes), item.packed(b.add(i, I64(step)), vector), align=4)
+            b.store(item.steps.lift(1, value, lanes), item.packed(b.add(i, I64(step)), vector), align=4)
     with count(b, whole, block.steps) as i:
         value = columns.read_anywhere(_line(item, b.add(block.k, i)))
-        b.store(lift(item, 1, value, lanes), item.packed(i, vector), align=4)
+        b.store(item.steps.lift(1, value, lanes), item.packed(i, vector), align=4)
 
 
 def _all(b: ir.IRBuilder, mask: Any, lanes: int) -> Any:

@@ -19,25 +19,22 @@ from typing import Any
 from llvmlite import ir
 
 from fxround.kernel import Contract
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import WIDTH, Expr, Function
+from fxround.numerics.scalar import Expr, Function
 from fxround.runtime.llvm.engine import Machine
-from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.loops import (
-    I32,
     I64,
     MEMORY,
     Carried,
     at,
     count,
     iota,
-    load_vector,
     masked_load,
     scratch,
     store_vector,
 )
-from fxround.runtime.llvm.render import bytes_of, emit, literal, llvm_type, splat
-from fxround.runtime.llvm.streams import advance, load_key, start
+from fxround.runtime.llvm.render import bytes_of, literal, llvm_type, splat
+from fxround.runtime.llvm.steps import Steps
+from fxround.runtime.llvm.streams import load_key, start
 
 
 @dataclass(frozen=True)
@@ -144,10 +141,7 @@ class Item:
         self.accs = at(b, self.panel, b.mul(a["block"], I64(variant.width)), self.value)
         parked = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
         self.states = at(b, self.accs, parked, self.value)
-        self.fuse = fusions_for(variant.machine, variant.lanes)
-        self.directed = self.kernel.direction != "nearest"
-        self.bad = scratch(b, I32, 1)
-        b.store(I32(0), self.bad)
+        self.steps = Steps(b, self.kernel, variant.lanes, variant.machine)
 
     def enter(self, item: Any) -> None:
         """Which rows and panels of which batch this item is: the panels fastest, then the rows."""
@@ -219,7 +213,7 @@ class Item:
                 one = b.load(at(b, here, I64(r * self.variant.pitch), self.value), typ=self.value, align=4)
                 left = splat(b, one, lanes)
                 for v in range(vectors):
-                    self._step(values, len(places), r * vectors + v, left, right[v])
+                    self.steps.step(values, len(places), r * vectors + v, left, right[v])
             carried.store(values)
         if self.kernel.combine is not None:
             with b.if_then(b.icmp_signed(">", block.steps, I64(0))):
@@ -234,27 +228,14 @@ class Item:
             with more:
                 self._park(places, carried.load())
 
-    def _step(self, values: list[Any], count: int, place: int, left: Any, right: Any) -> None:
-        """acc = step(a, b, acc, random) of one place; its stream follows the accumulators in ``values``."""
-        bits: Any = literal("u32", 0, self.lanes)
-        if self.kernel.draws:
-            bits, values[count + place] = advance(self.b, values[count + place], self.lanes, True)
-        operands = [left, right, values[place], bits]
-        (values[place],) = emit(self.kernel.step, self.b, operands, self.lanes, self.fuse)
-
     def _combine(self, places: list[tuple[Any, int]], carried: Carried, block: Block) -> None:
         """total = combine(total, acc): the parked values are totals, and every block is a chunk."""
-        b, kernel = self.b, self.kernel
-        assert kernel.combine is not None
-        totals = Carried(b, [literal(kernel.accumulator, 0, self.lanes)] * len(places))
+        b = self.b
+        totals = Carried(b, [self.steps.zero] * len(places))
         with b.if_then(b.not_(block.first)):
             totals.store([b.load(self._slots(row, v)[0], typ=self.vector, align=4) for row, v in places])
-        values, combined = carried.load(), totals.load()
-        for i in range(len(places)):
-            bits: Any = literal("u32", 0, self.lanes)
-            if kernel.draws:
-                bits, values[len(places) + i] = advance(b, values[len(places) + i], self.lanes, True)
-            (values[i],) = emit(kernel.combine, b, [combined[i], values[i], bits], self.lanes)
+        values = carried.load()
+        self.steps.combine(values, totals.load())
         carried.store(values)
 
     def _begin(self, places: list[tuple[Any, int]], block: Block) -> Carried:
@@ -262,7 +243,7 @@ class Item:
         b, lanes, streams = self.b, self.lanes, self.variant.streams
         slots = [self._slots(row, v) for row, v in places]
         states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
-        carried = Carried(b, [literal(self.kernel.accumulator, 0, lanes)] * len(places) + states)
+        carried = Carried(b, [self.steps.zero] * len(places) + states)
         if self.kernel.combine is None:
             with b.if_then(b.not_(block.first)):
                 carried.store([b.load(acc, typ=self.vector, align=4) for acc, _ in slots] + states)
@@ -286,11 +267,8 @@ class Item:
 
     def _store(self, row: Any, vector: int, value: Any, state: Any, whole: bool) -> None:
         """The store's rounding, and the store; whole: every lane has its column."""
-        b, kernel, result = self.b, self.kernel, self.kernel.result
-        if self.directed:
-            self._look_at(value)
-        bits, _ = advance(b, state, self.lanes, kernel.finish_draws)
-        (rounded,) = emit(kernel.finish, b, [value, bits], self.lanes)
+        b, result = self.b, self.kernel.result
+        rounded = self.steps.finish(value, state)
         line, column = self._index(row, vector)
         here = at(b, self.a["out"], line, MEMORY[result])
         if whole:
@@ -306,21 +284,6 @@ class Item:
                 with count(b, I64(0), left) as n:
                     one = b.load(at(b, self.ends, n, MEMORY[result]), typ=MEMORY[result])
                     b.store(one, at(b, here, self._out(b.add(column, n)), MEMORY[result]))
-
-    def _look_at(self, value: Any) -> None:
-        """Note an infinity or a NaN."""
-        b, carrier = self.b, CARRIERS[self.kernel.accumulator]
-        magnitude = literal(carrier.code, (1 << (WIDTH[carrier.code] - 1)) - 1, self.lanes)
-        ordinal = b.and_(b.bitcast(value, magnitude.type), magnitude)
-        beyond = b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes))
-        some = b.icmp_unsigned("!=", b.bitcast(beyond, ir.IntType(self.lanes)), ir.IntType(self.lanes)(0))
-        b.store(b.or_(b.load(self.bad, typ=I32), b.zext(some, I32)), self.bad)
-
-    def report(self) -> None:
-        """Say whether a result was infinite or NaN, where that makes the results not count."""
-        if self.directed:
-            b, flags = self.b, self.a["flags"]
-            b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
 
     def packed(self, step: Any, vector: int) -> Any:
         """Where the panel holds a vector of step ``step``."""
@@ -338,15 +301,3 @@ class Item:
         place = b.mul(b.add(self.parked, b.sub(row, self.first_row)), I64(self.variant.width))
         index = b.add(place, I64(vector * self.lanes))
         return at(b, self.accs, index, self.value), at(b, self.states, index, I64)
-
-
-def load_lifted(item: Item, operand: int, address: Any, lanes: int) -> Any:
-    """``lanes`` stored elements of an operand as accumulators."""
-    value = load_vector(item.b, address, item.kernel.loads[operand], lanes)
-    return lift(item, operand, value, lanes)
-
-
-def lift(item: Item, operand: int, value: Any, lanes: int) -> Any:
-    """Stored elements of an operand as accumulators."""
-    (lifted,) = emit(item.kernel.lifts[operand], item.b, [value], lanes)
-    return lifted

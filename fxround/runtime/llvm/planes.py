@@ -1,0 +1,281 @@
+"""The Contract shape over the windows of few channels: image planes in scratch, vectors along their lines.
+
+What is true here. A plane is the padded image of one input channel (or some of its rows), spread by the stride:
+the elements that one tap of the kernel meets, for neighbouring results, are neighbours. Its lines follow one
+another, so that a vector of results goes across the ends of lines, and a tap is one offset. Lanes at the end of a line
+that belong to no result compute on what lies there, and are left out when results are copied to their places.
+
+    stride 1      x00 x01 x02 | x10 x11 x12                          results are 3 apart, taps 0, 1, 3, 4
+    stride 2      x00 x02 | x20 x22 || x01 x03 | x21 x23 || ...      one part for each remainder of row and column
+
+Why it is safe. Each lane takes the steps k = 0, 1, 2, ... from +0 with its own stream, numbered by the place
+of its result: what the packed kernel does (``contract``). What lies outside of the image is never read; it is +0.
+
+    before   a panel of windows packed for each 16 results, for one row of weights
+    after    acc = step(weight[k], plane[tap[k] + i ...], acc), k = 0, 1, 2, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.kernel import Contract
+from fxround.numerics.storage import ELEMENT_OF
+from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.loops import (
+    I32,
+    I64,
+    MEMORY,
+    PTR,
+    Carried,
+    at,
+    count,
+    define,
+    iota,
+    masked_load,
+    masked_store,
+    store_vector,
+)
+from fxround.runtime.llvm.packing import gather
+from fxround.runtime.llvm.render import bytes_of, literal, llvm_type, splat
+from fxround.runtime.llvm.steps import Steps
+from fxround.runtime.llvm.streams import load_key, start
+
+SIZES: Final = (
+    *("begin", "end", "outputs", "channels", "groups", "length", "block", "cuts", "cut"),
+    *(f"{name}{d}" for name in ("results", "image", "padding", "lines") for d in range(3)),
+    *("part", "plane"),
+)
+POINTERS: Final = ("x", "w", "taps", "places", "out", "scratch", "key", "flags")
+
+
+@dataclass(frozen=True)
+class PlanesVariant:
+    """A Contract over planes: lanes of a vector, and how many vectors of results to compute at a time, in turn.
+
+    stride: of the results' dimensions. flat: whether the middle one has size 1 and no padding.
+    """
+
+    kernel: Contract
+    lanes: int
+    tiles: tuple[int, ...]
+    stride: tuple[int, int, int]
+    flat: bool
+    machine: Machine
+
+    @property
+    def streams(self) -> bool:
+        """Whether accumulators have a random stream beside them."""
+        return self.kernel.draws or self.kernel.finish_draws
+
+    @property
+    def digest(self) -> str:
+        """The key of its compiled code."""
+        return f"{self.kernel.digest}:{self.lanes}x{self.tiles}:{self.stride}:{self.flat}:{self.machine}"
+
+    def scratch_bytes(self, length: int, planes: int, positions: int) -> int:
+        """The weights of an output channel, the planes' elements, and the results of an item with their gaps."""
+        return bytes_of(self.kernel.accumulator) * (length + planes) + 8 * (positions + self.lanes)
+
+
+def build_planes(variant: PlanesVariant) -> str:
+    """``planes(SIZES..., POINTERS...)``: items count (image, group, cut of the first dimension), the cuts fastest.
+
+    x: (images, groups * channels, *image), w: (groups * outputs, length), out: (images, groups * outputs, *results),
+    row-major, three dimensions each. A plane has a part for each remainder by the stride, ``part`` elements apart, of
+    lines0 * lines1 lines of lines2 elements and, at least, as many elements more as a vector has. taps: where in the
+    planes of the group's channels each k is met. places: for each position of a part in which results begin, up
+    to a whole vector, its result's number in the item (any, if it has none).
+    """
+    module = ir.Module("planes")
+    b, a = define(
+        module, "planes", [*((n, I64) for n in SIZES), *((n, PTR) for n in POINTERS)], variant.kernel.direction
+    )
+    work = _Planes(b, a, variant)
+    with count(b, a["begin"], a["end"]) as item:
+        work.enter(item)
+        with count(b, I64(0), a["channels"]) as channel:
+            work.fill(channel)
+        with count(b, I64(0), a["outputs"]) as output:
+            work.contract(output)
+            work.deliver()
+    work.steps.report(a["flags"])
+    b.ret_void()
+    return str(module)
+
+
+class _Planes:
+    """The results of one item, and the scratch that they are computed in."""
+
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: PlanesVariant) -> None:
+        if variant.flat:
+            a = a | {"image1": I64(1), "lines1": I64(1), "results1": I64(1), "padding1": I64(0)}
+        self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
+        self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
+        self.key = load_key(b, a["key"])
+        self.value = llvm_type(self.kernel.accumulator, 1)
+        self.vector = llvm_type(self.kernel.accumulator, self.lanes)
+        self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
+        self.weights = a["scratch"]
+        self.planes = at(b, self.weights, a["length"], self.value)
+        self.done = at(b, self.planes, b.mul(a["channels"], a["plane"]), self.value)
+
+    def enter(self, item: Any) -> None:
+        """Which rows of which group of which image."""
+        b, a = self.b, self.a
+        self.line = b.sdiv(item, a["cuts"])
+        self.group = b.srem(self.line, a["groups"])
+        self.first = b.mul(b.sub(item, b.mul(self.line, a["cuts"])), a["cut"])
+        left = b.sub(a["results0"], self.first)
+        self.outer = b.select(b.icmp_signed("<", left, a["cut"]), left, a["cut"])
+        rows = b.mul(b.sub(self.outer, I64(1)), a["lines1"])
+        last = b.mul(b.add(rows, b.sub(a["results1"], I64(1))), a["lines2"])
+        self.vectors = b.sdiv(b.add(b.add(last, a["results2"]), I64(self.lanes - 1)), I64(self.lanes))
+
+    def fill(self, channel: Any) -> None:
+        """The plane of one input channel: line by line, each writes over what the one before left behind its end."""
+        b, a = self.b, self.a
+        plane = at(b, self.planes, b.mul(channel, a["plane"]), self.value)
+        size = b.mul(b.mul(a["image0"], a["image1"]), a["image2"])
+        image = at(b, a["x"], b.mul(b.add(b.mul(self.line, a["channels"]), channel), size), self.image)
+        s0, s1, s2 = self.variant.stride
+        for r0, r1 in product(range(s0), range(s1)):
+            part = b.mul(I64((r0 * s1 + r1) * s2), a["part"])
+            for r2 in range(s2):
+                end = b.sub(b.add(part, b.mul(I64(r2 + 1), a["part"])), I64(self.lanes))
+                b.store(self.steps.zero, at(b, plane, end, self.value), align=4)
+            with count(b, I64(0), a["lines0"]) as q0, count(b, I64(0), a["lines1"]) as q1:
+                y0, inside0 = self._source(0, b.add(q0, self.first), r0)
+                y1, inside1 = self._source(1, q1, r1)
+                inside = b.and_(inside0, inside1)
+                row = b.mul(b.add(b.mul(y0, a["image1"]), y1), a["image2"])
+                line = at(b, plane, b.add(part, b.mul(b.add(b.mul(q0, a["lines1"]), q1), a["lines2"])), self.value)
+                self._fill_line(at(b, image, b.select(inside, row, I64(0)), self.image), inside, line)
+
+    def _source(self, d: int, line: Any, remainder: int) -> tuple[Any, Any]:
+        """Which row of the image a line is, and whether the image has it."""
+        b, a = self.b, self.a
+        y = b.sub(b.add(b.mul(line, I64(self.variant.stride[d])), I64(remainder)), a[f"padding{d}"])
+        return y, b.icmp_unsigned("<", y, a[f"image{d}"])
+
+    def _fill_line(self, row: Any, inside: Any, line: Any) -> None:
+        """A row of the image to the parts of its columns' remainders."""
+        b, a = self.b, self.a
+        size = b.select(inside, a["image2"], I64(0))
+        stride = self.variant.stride[2]
+        with count(b, I64(0), a["lines2"], self.lanes) as q:
+            column = b.sub(b.mul(q, I64(stride)), a["padding2"])
+            if stride <= 2:
+                read = [self._read(row, b.add(column, I64(n * self.lanes)), size) for n in range(stride)]
+            for remainder in range(stride):
+                if stride > 2:
+                    value = self._gather(row, b.add(column, I64(remainder)), size)
+                elif stride == 2:
+                    value = b.shuffle_vector(*read, _every_other(remainder, self.lanes))
+                else:
+                    value = read[0]
+                self._put(value, at(b, line, b.mul(I64(remainder), a["part"]), self.value), q)
+
+    def _read(self, row: Any, column: Any, size: Any) -> Any:
+        """Neighbouring elements of a row, +0 outside of it."""
+        b, lanes = self.b, self.lanes
+        narrow = [b.trunc(v, I32) for v in (column, size)]
+        at_lane, end = b.add(splat(b, narrow[0], lanes), iota(lanes, I32)), splat(b, narrow[1], lanes)
+        return masked_load(b, at(b, row, column, self.image), self.image, b.icmp_unsigned("<", at_lane, end), lanes)
+
+    def _gather(self, row: Any, column: Any, size: Any) -> Any:
+        """Elements of a row, a stride apart, +0 outside of it."""
+        b, lanes = self.b, self.lanes
+        steps = ir.Constant(ir.VectorType(I64, lanes), [I64(n * self.variant.stride[2]) for n in range(lanes)])
+        columns = b.add(splat(b, column, lanes), steps)
+        pointers = b.gep(row, [columns], source_etype=self.image)
+        pointers.type = ir.VectorType(PTR, lanes)
+        return gather(b, pointers, self.image, b.icmp_unsigned("<", columns, splat(b, size, lanes)), lanes)
+
+    def _put(self, stored: Any, line: Any, place: Any) -> None:
+        b = self.b
+        if ELEMENT_OF[self.kernel.loads[1]] == "u32":
+            stored = b.zext(stored, llvm_type("u32", self.lanes))
+        b.store(self.steps.lift(1, stored, self.lanes), at(b, line, place, self.value), align=4)
+
+    def contract(self, output: Any) -> None:
+        """The item's results of one output channel, with gaps, in scratch."""
+        b, a = self.b, self.a
+        channel = b.mul(self.group, a["outputs"])
+        weights = at(b, a["w"], b.mul(b.add(channel, output), a["length"]), MEMORY[self.kernel.loads[0]])
+        with count(b, I64(0), a["length"]) as k:
+            one = self.steps.load_lifted(0, at(b, weights, k, MEMORY[self.kernel.loads[0]]), 1)
+            b.store(one, at(b, self.weights, k, self.value))
+        size = b.mul(a["results1"], a["results2"])
+        whole = b.mul(b.add(b.mul(self.line, a["outputs"]), output), a["results0"])
+        self.base = b.mul(b.add(whole, self.first), size)
+        vector: Any = I64(0)
+        for tile in self.variant.tiles:
+            end = b.add(vector, b.mul(b.sdiv(b.sub(self.vectors, vector), I64(tile)), I64(tile)))
+            with count(b, vector, end, tile) as v:
+                self._tile(b.mul(v, I64(self.lanes)), tile)
+            vector = end
+
+    def _tile(self, position: Any, vectors: int) -> None:
+        """``vectors`` vectors of results from this position on."""
+        b, a, combine = self.b, self.a, self.kernel.combine
+        offsets = [b.add(position, I64(v * self.lanes)) for v in range(vectors)]
+        states = [self._start(offset) for offset in offsets] if self.variant.streams else []
+        carried = Carried(b, [self.steps.zero] * vectors + states)
+        here = at(b, self.planes, position, self.value)
+        if combine is None:
+            self._take(carried, here, vectors, I64(0), a["length"])
+        else:
+            totals = Carried(b, [self.steps.zero] * vectors)
+            with count(b, I64(0), a["length"], a["block"]) as k:
+                carried.store([self.steps.zero] * vectors + carried.load()[vectors:])
+                end = b.add(k, a["block"])
+                end = b.select(b.icmp_signed("<", end, a["length"]), end, a["length"])
+                self._take(carried, here, vectors, k, end)
+                values = carried.load()
+                self.steps.combine(values, totals.load())
+                carried.store(values)
+                totals.store(values[:vectors])
+        values = carried.load() if self.variant.streams else carried.load() + [literal("u64", 0, self.lanes)] * vectors
+        for v, offset in enumerate(offsets):
+            rounded = self.steps.finish(values[v], values[vectors + v])
+            store_vector(b, rounded, at(b, self.done, offset, self.result), self.kernel.result, self.lanes)
+
+    def _start(self, offset: Any) -> Any:
+        b = self.b
+        places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
+        return start(b, b.add(splat(b, self.base, self.lanes), places), self.key, self.lanes, True)
+
+    def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
+        """Steps first ... end."""
+        b = self.b
+        with count(b, first, end) as k:
+            values = carried.load()
+            one = b.load(at(b, self.weights, k, self.value), typ=self.value, align=4)
+            left = splat(b, one, self.lanes)
+            line = at(b, here, b.load(at(b, self.a["taps"], k, I64), typ=I64), self.value)
+            for v in range(vectors):
+                right = b.load(at(b, line, I64(v * self.lanes), self.value), typ=self.vector, align=4)
+                self.steps.step(values, vectors, v, left, right)
+            carried.store(values)
+
+    def deliver(self) -> None:
+        """The results of one output channel to their places, line by line."""
+        b, a, lanes = self.b, self.a, self.lanes
+        with count(b, I64(0), self.outer) as i0, count(b, I64(0), a["results1"]) as i1:
+            line = at(b, self.done, b.mul(b.add(b.mul(i0, a["lines1"]), i1), a["lines2"]), self.result)
+            row = b.add(self.base, b.mul(b.add(b.mul(i0, a["results1"]), i1), a["results2"]))
+            target = at(b, a["out"], row, self.result)
+            with count(b, I64(0), a["results2"], lanes) as j:
+                left = splat(b, b.trunc(b.sub(a["results2"], j), I32), lanes)
+                value = b.load(at(b, line, j, self.result), typ=ir.VectorType(self.result, lanes), align=2)
+                mask = b.icmp_signed("<", iota(lanes, I32), left)
+                masked_store(b, value, at(b, target, j, self.result), self.result, mask, lanes)
+
+
+def _every_other(first: int, lanes: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, lanes), [I32(2 * n + first) for n in range(lanes)])

@@ -1,0 +1,92 @@
+"""The arithmetic of a contraction's results in registers: begin, step, combine, finish, each with its random bits.
+
+What is true here. Accumulators come first in a list of carried values, their streams behind them in the same order;
+kernels that draw nothing carry no streams.
+
+Why it is safe. Both loop nests of a contraction (``tile``, ``planes``) compute through here, so that they cannot differ
+in a step.
+
+    before   a step written twice, for packed panels and for image planes
+    after    steps.step(values, count, place, a, b)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from fxround.kernel import Contract
+from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.scalar import WIDTH
+from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.fusions import fusions_for
+from fxround.runtime.llvm.loops import I32, load_vector, scratch
+from fxround.runtime.llvm.render import emit, literal
+from fxround.runtime.llvm.streams import advance
+
+
+class Steps:
+    """A kernel's functions over vectors of ``lanes`` results, and whether one of them was infinite or NaN."""
+
+    def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine) -> None:
+        self.b, self.kernel, self.lanes = b, kernel, lanes
+        self.fuse = fusions_for(machine, lanes)
+        self.directed = kernel.direction != "nearest"
+        self.bad = scratch(b, I32, 1)
+        b.store(I32(0), self.bad)
+
+    @property
+    def zero(self) -> Any:
+        """What an accumulator begins with."""
+        return literal(self.kernel.accumulator, 0, self.lanes)
+
+    def lift(self, operand: int, value: Any, lanes: int) -> Any:
+        """Stored elements of an operand as accumulators."""
+        (lifted,) = emit(self.kernel.lifts[operand], self.b, [value], lanes)
+        return lifted
+
+    def load_lifted(self, operand: int, address: Any, lanes: int) -> Any:
+        """``lanes`` stored elements of an operand as accumulators."""
+        return self.lift(operand, load_vector(self.b, address, self.kernel.loads[operand], lanes), lanes)
+
+    def step(self, values: list[Any], count: int, place: int, left: Any, right: Any) -> None:
+        """acc = step(a, b, acc, random) of one place among ``count``."""
+        operands = [left, right, values[place], self._draw(values, count, place)]
+        (values[place],) = emit(self.kernel.step, self.b, operands, self.lanes, self.fuse)
+
+    def combine(self, values: list[Any], totals: list[Any]) -> None:
+        """total = combine(total, acc, random) of every place: in ``values`` where the accumulators were."""
+        assert self.kernel.combine is not None
+        for place, total in enumerate(totals):
+            operands = [total, values[place], self._draw(values, len(totals), place)]
+            (values[place],) = emit(self.kernel.combine, self.b, operands, self.lanes)
+
+    def finish(self, value: Any, state: Any) -> Any:
+        """The store's rounding."""
+        if self.directed:
+            self._look_at(value)
+        bits, _ = advance(self.b, state, self.lanes, self.kernel.finish_draws)
+        (rounded,) = emit(self.kernel.finish, self.b, [value, bits], self.lanes)
+        return rounded
+
+    def report(self, flags: Any) -> None:
+        """Say whether a result was infinite or NaN, where that makes the results not count."""
+        if self.directed:
+            b = self.b
+            b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
+
+    def _draw(self, values: list[Any], count: int, place: int) -> Any:
+        if not self.kernel.draws:
+            return literal("u32", 0, self.lanes)
+        bits, values[count + place] = advance(self.b, values[count + place], self.lanes, True)
+        return bits
+
+    def _look_at(self, value: Any) -> None:
+        """Note an infinity or a NaN."""
+        b, carrier = self.b, CARRIERS[self.kernel.accumulator]
+        magnitude = literal(carrier.code, (1 << (WIDTH[carrier.code] - 1)) - 1, self.lanes)
+        ordinal = b.and_(b.bitcast(value, magnitude.type), magnitude)
+        beyond = b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes))
+        some = b.icmp_unsigned("!=", b.bitcast(beyond, ir.IntType(self.lanes)), ir.IntType(self.lanes)(0))
+        b.store(b.or_(b.load(self.bad, typ=I32), b.zext(some, I32)), self.bad)

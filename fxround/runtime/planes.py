@@ -1,0 +1,222 @@
+"""Convolutions of few channels (depthwise, above all) without packing: how the image is cut, and where its taps are.
+
+What is true here. A convolution in 1, 2 or 3 dimensions is one in three, some of them of size 1; the first is cut into
+items whose planes fit in the second-level cache. ``planned`` says whether the planes' kernel does a convolution: it
+does not where results would be mostly gaps, where one cut is too large, or where enough output channels of a group
+share a panel. It never changes a bit, so it may depend on the machine.
+
+Why it is safe. Sizes come from shapes that ``Geometry.output_size`` has compared; offsets stay inside a plane.
+
+    before   run_contract(kernel, weights, Right(padded, ..., windows), ...)          1 row by 784 columns, 128 times
+    after    run_planes(planned(...), x, w, draw)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxround.kernel import Contract
+from fxround.runtime.compiled import current_instruction_set, native, signature
+from fxround.runtime.contractions import Code, attempt, scratch
+from fxround.runtime.execute import Draw, dtype_of
+from fxround.runtime.llvm.engine import machine_of
+from fxround.runtime.llvm.planes import POINTERS, SIZES, PlanesVariant, build_planes
+from fxround.runtime.llvm.render import bytes_of
+from fxround.runtime.llvm.tile import quick_for, tile_for
+from fxround.runtime.threads import split
+
+_PLANES: Final = signature(len(SIZES), len(POINTERS))
+# Output channels of a group from which on packed panels are quicker.
+_FEW: Final = 5
+# Lanes of an item for each of its results: more would be mostly gaps.
+_GAPS: Final = 2
+# Planes of an item: they stay in the second-level cache.
+_PLANES_BYTES: Final = 1 << 19
+_ENOUGH: Final = 1 << 15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A convolution: three dimensions of everything, of which the first is cut."""
+
+    images: int
+    groups: int
+    channels: int
+    outputs: int
+    image: tuple[int, int, int]
+    taps: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    padding: tuple[int, int, int]
+    dilation: tuple[int, int, int]
+
+    @property
+    def results(self) -> tuple[int, int, int]:
+        """Sizes of the result."""
+        return tuple(  # type: ignore[return-value]
+            (self.image[d] + 2 * self.padding[d] - self.dilation[d] * (self.taps[d] - 1) - 1) // self.stride[d] + 1
+            for d in range(3)
+        )
+
+    def lines(self, cut: int) -> tuple[int, int, int]:
+        """Sizes of a part of a plane for ``cut`` results of the first dimension."""
+        wanted = (cut, *self.results[1:])
+        return tuple(  # type: ignore[return-value]
+            wanted[d] + self.dilation[d] * (self.taps[d] - 1) // self.stride[d] for d in range(3)
+        )
+
+    @property
+    def length(self) -> int:
+        """Products of a result."""
+        return self.channels * prod(self.taps)
+
+
+def shape_of(
+    x: Sequence[int],
+    w: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Shape:
+    """A plain convolution's shape. Two dimensions are the first and the last one, one is the last."""
+
+    def three(values: Sequence[int], other: int) -> tuple[int, int, int]:
+        first, middle, last = {1: (None, None, 0), 2: (0, None, 1), 3: (0, 1, 2)}[len(values)]
+        return tuple(other if d is None else values[d] for d in (first, middle, last))  # type: ignore[return-value]
+
+    sizes = (three(x[2:], 1), three(w[2:], 1), three(stride, 1), three(padding, 0), three(dilation, 1))
+    return Shape(x[0], groups, x[1] // groups, w[0] // groups, *sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a convolution is done: items, the tables that its code reads, the code. quick: as in ``contractions``."""
+
+    shape: Shape
+    general: Callable[[], Code]
+    quick: Code | None
+    taps: Tensor
+    places: Tensor
+    items: int
+    enough: int
+
+
+def planned(kernel: Contract, shape: Shape) -> Plan | None:
+    """The plan on this machine; None where packed panels are the better way."""
+    return _planned(kernel, current_instruction_set(), torch.get_num_threads(), shape)
+
+
+@lru_cache(maxsize=1024)
+def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Plan | None:
+    if shape.outputs >= _FEW or shape.length == 0 or min(shape.results) <= 0 or shape.images * shape.groups == 0:
+        return None
+    machine = machine_of(isa)
+    general, quick = _variant(kernel, isa, shape), quick_for(kernel, machine)
+    first = general if quick is None else _variant(quick, isa, shape)
+    cut = _cut(shape, general, threads)
+    if cut == 0 or first.lanes * -(-_positions(shape, cut) // first.lanes) > _GAPS * cut * prod(shape.results[1:]):
+        return None
+    cuts = -(-shape.results[0] // cut)
+
+    def code(variant: PlanesVariant) -> Code:
+        run = native(variant.digest, build_planes, variant, "planes", _PLANES)
+        lines, part, plane = _extents(shape, cut, variant)
+        block = kernel.chunk or shape.length
+        counts = (shape.outputs, shape.channels, shape.groups, shape.length, block, cuts, cut)
+        sizes = (*counts, *shape.results, *shape.image, *shape.padding, *lines, part, plane)
+        return Code(run, sizes, variant.scratch_bytes(shape.length, shape.channels * plane, _positions(shape, cut)))
+
+    items = shape.images * shape.groups * cuts
+    enough = max(1, _ENOUGH // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
+    taps, places = _taps(shape, cut, general), _places(shape, cut)
+    return Plan(
+        shape, cache(lambda: code(general)), None if quick is None else code(first), taps, places, items, enough
+    )
+
+
+def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
+    """As many independent accumulators as the registers hold: those of a packed tile, in one row."""
+    machine = machine_of(isa)
+    packed = tile_for(kernel, machine, 1)
+    most = packed.rows[0] * packed.vectors
+    tiles = tuple(n for n in (8, 4, 2, 1) if n <= most)
+    flat = shape.image[1] == shape.taps[1] == 1 and shape.padding[1] == 0
+    return PlanesVariant(kernel, packed.lanes, tiles, shape.stride, flat, machine)
+
+
+def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
+    """Results of the first dimension in an item, in equal parts; 0 where a single one is too many."""
+    size = shape.results[0]
+    for parts in range(1, size + 1):
+        cut = -(-size // parts)
+        plane = _extents(shape, cut, variant)[2]
+        if shape.channels * plane * bytes_of(variant.kernel.accumulator) <= _PLANES_BYTES:
+            wanted = -(-2 * threads // (shape.images * shape.groups)) if threads > 1 else 1
+            return min(cut, -(-size // wanted))
+    return 0
+
+
+def _extents(shape: Shape, cut: int, variant: PlanesVariant) -> tuple[tuple[int, int, int], int, int]:
+    """Lines of a part, and the elements of a part and of a plane, with room for a vector behind each part."""
+    lines = shape.lines(cut)
+    part = prod(lines) + _LANES
+    return lines, part, prod(shape.stride) * part
+
+
+# Room behind a part, for whichever code reads it: tables of offsets are the same for all.
+_LANES: Final = 16
+
+
+def _positions(shape: Shape, cut: int) -> int:
+    """Where in a part results begin: up to the last one's place."""
+    _, lines1, lines2 = shape.lines(cut)
+    return ((cut - 1) * lines1 + shape.results[1] - 1) * lines2 + shape.results[2]
+
+
+def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
+    """Where in the planes of a group each product's element lies, for the result at position 0."""
+    lines, part, plane = _extents(shape, cut, variant)
+
+    def offset(channel: int, taps: tuple[int, ...]) -> int:
+        reach = [shape.dilation[d] * taps[d] for d in range(3)]
+        q, r = ([f(reach[d], shape.stride[d]) for d in range(3)] for f in (int.__floordiv__, int.__mod__))
+        number = (r[0] * shape.stride[1] + r[1]) * shape.stride[2] + r[2]
+        return channel * plane + number * part + (q[0] * lines[1] + q[1]) * lines[2] + q[2]
+
+    every = product(range(shape.channels), product(*map(range, shape.taps)))
+    return torch.tensor([offset(channel, taps) for channel, taps in every])
+
+
+def _places(shape: Shape, cut: int) -> Tensor:
+    """The number in the item of the result at each position, and a vector's more."""
+    _, lines1, lines2 = shape.lines(cut)
+    size1, size2 = shape.results[1:]
+    position = torch.arange(_positions(shape, cut) + _LANES)
+    row = position // lines2
+    return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
+
+
+def run_planes(kernel: Contract, plan: Plan, x: Tensor, w: Tensor, draw: Draw) -> Tensor:
+    """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps), any strides."""
+    x, w, shape = x.contiguous(), w.contiguous(), plan.shape
+    result = torch.empty(shape.images, shape.groups * shape.outputs, *shape.results, dtype=dtype_of(kernel.result))
+    pointers = [t.data_ptr() for t in (x, w, plan.taps, plan.places, result)]
+    key = draw.key()
+
+    def count(code: Code, begin: int, end: int) -> bool:
+        """Do items begin ... end; whether the results count."""
+        flags = ctypes.c_int32(0)
+        code.run(begin, end, *code.sizes, *pointers, scratch(code.scratch), key, ctypes.byref(flags))
+        return flags.value == 0
+
+    split(attempt(plan.general, plan.quick, count), plan.items, plan.enough)
+    return result
