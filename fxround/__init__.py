@@ -23,10 +23,12 @@ from fxround.errors import (
     VerificationError,
 )
 from fxround.hashing import hash
+from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.loading import LoadedModule, load
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
+from fxround.runtime.compiled import instruction_set
 
 formats, modes, policies = FORMATS, MODES, PRESETS
 
@@ -34,8 +36,10 @@ __all__ = [
     "CaptureError",
     "Format",
     "FxroundError",
+    "InvarianceReport",
     "LoadedModule",
     "LocalizeReport",
+    "NotInvariant",
     "Policy",
     "PolicyError",
     "RoundedModule",
@@ -45,9 +49,11 @@ __all__ = [
     "UnsupportedRounding",
     "VariabilityReport",
     "VerificationError",
+    "check_invariance",
     "compile",
     "formats",
     "hash",
+    "instruction_set",
     "load",
     "localize",
     "modes",

@@ -1,4 +1,4 @@
-"""The command line: ``fxround demo``, ``inspect``, ``variability`` and ``localize``.
+"""The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize`` and ``invariance``.
 
 What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
 the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
@@ -8,6 +8,7 @@ status 1, a study that was interrupted with 130.
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
+    $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Final
 
 from fxround.analysis.localize_cli import add_localize
 from fxround.errors import FxroundError
+from fxround.invariance.invariance_cli import add_invariance
 
 FOLDER: Final = "fxround-demo"
 
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(command=_inspect)
     _add_variability(commands)
     add_localize(commands, _loaded, _named)
+    add_invariance(commands, _loaded)
     return parser
 
 

@@ -210,6 +210,17 @@ class RoundedModule(nn.Module):
         """
         yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
 
+    @torch.no_grad()
+    def observe_step(self, tangents: Mapping[int, Tensor], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """As ``observe``, of a training step: the operations forward and backward, named as in ``summary()``.
+
+        tangents: the gradient of each result, by its position among the leaves of the result. Nothing is
+        accumulated, and the sample stays.
+        """
+        with torch.enable_grad():
+            entry = self._entry(args, kwargs)
+        yield from entry.steps(pytree.tree_leaves((args, kwargs)), self.rng, tangents)
+
     def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
         """The same model under another policy, with the same seed and sample, and node for node the same graphs.
 
@@ -280,6 +291,11 @@ class RoundedModule(nn.Module):
     def graph(self) -> fx.GraphModule:
         """The lowered (forward) graph that ran or was captured last. Raises ValueError before that."""
         return self._called.step.shown.forward if self._called.step else self._called.lowered
+
+    @property
+    def lowered(self) -> fx.GraphModule:
+        """The whole lowered graph of the latest call, forward and backward: what ``observe_step`` walks along."""
+        return self._called.lowered
 
     @property
     def backward_graph(self) -> fx.GraphModule:

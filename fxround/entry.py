@@ -12,7 +12,7 @@ another input would show the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,16 +55,23 @@ class Entry:
         """The same result; nothing is written."""
         return self._result(self.running(*self._inputs(leaves), rng))
 
-    def steps(self, leaves: Sequence[Any], rng: Tensor) -> Iterator[tuple[str, Any]]:
-        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written."""
+    def steps(
+        self, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written.
+
+        tangents: of a joint graph, the gradient of each result by its position.
+        """
         interpreter = fx.Interpreter(self.lowered)
-        interpreter.args_iter = iter([*self._inputs(leaves), rng])
+        given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
+        interpreter.args_iter = iter([*self._inputs(leaves), *given, rng])
         for node in self.lowered.graph.nodes:
             value = interpreter.env[node] = interpreter.run_node(node)
             for spent in interpreter.user_to_last_uses.get(node, ()):
                 del interpreter.env[spent]
             if node.op == "output":
-                yield node.name, self._result(value)
+                ports = zip(self.captured.outputs, value, strict=True)
+                yield node.name, self._result([v for port, v in ports if port.kind != "gradient"])
             elif node.op == "call_function":
                 yield node.name, value
 

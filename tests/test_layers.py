@@ -43,6 +43,7 @@ RANKS = {
     "compiler": 4,
     "__init__": 5,
     "analysis": 5,
+    "invariance": 5,
     "training": 5,
     "significance": 5,
     "show": 5,

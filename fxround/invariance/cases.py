@@ -1,0 +1,240 @@
+"""Cases: the ways of running a model that should not change a bit, as data.
+
+What is true here. A ``Group`` is a list of cases whose compared part must be equal: all of the results, or the rows
+that belong to one row of the inputs. A case says with which arguments, and under which setting (threads, instruction
+set, another process). Nothing runs here.
+
+Why it is safe. Every case of a group holds the same numbers: rows are copied, views are made from copies, and the
+arguments of the caller are never written to.
+
+    before   assert model(x)[:1].equal(model(x[:1]))        # of one batch size
+    after    for group in AXES["batch"].groups(call, dim=0, stock=False): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fxround.analysis.inputs import Call
+from fxround.runtime.llvm.engine import instruction_sets
+
+BATCHES: Final = (1, 2, 3, 4, 7, 8, 16)
+THREADS: Final = (1, 2, 3)
+# What stock libraries read, when a process starts, to choose their code.
+STOCK_SETS: Final = MappingProxyType(
+    {
+        "avx512": {
+            "ATEN_CPU_CAPABILITY": "avx512",
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        },
+        "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+        "sse2": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a case runs: how many threads, which instruction set, and whether in a process of its own.
+
+    None: as it is. environment: of that process.
+    """
+
+    threads: int | None = None
+    isa: str | None = None
+    process: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of a case with a batch of ``count``: the row whose results are compared."""
+
+    position: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. row: what of its results is compared (None: everything)."""
+
+    label: str
+    call: Call
+    setting: Setting = field(default_factory=Setting)
+    row: Row | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that must agree; the first is what the others are held to. what: is compared, in words."""
+
+    what: str
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something that should not matter. groups: (call, dim, stock) to the groups; raises Inapplicable."""
+
+    name: str
+    meaning: str
+    groups: Callable[[Call, int, bool], Iterator[Group]]
+
+
+class Inapplicable(ValueError):
+    """The axis says nothing about this model or these inputs; the message says why."""
+
+
+def batch(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The first row alone, and among others in batches of several sizes."""
+    rows = rows_of(call, dim)
+    sizes = sorted({*BATCHES, rows})
+    cases = (Case(f"batch of {n}", taken(call, dim, range(n)), row=Row(0, n)) for n in sizes)
+    yield Group(f"row 0 in batches of {', '.join(map(str, sizes))}", tuple(cases))
+
+
+def slices(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The first row at other places of a batch of one size; a batch that is a slice of a bigger one."""
+    rows = rows_of(call, dim)
+    count = max(rows, 4)
+    places = sorted({0, 1, count // 2, count - 1})
+    orders = ([*range(1, p + 1), 0, *range(p + 1, count)] for p in places)
+    moved = (
+        Case(f"row {p} of {count}", taken(call, dim, order), row=Row(p, count))
+        for p, order in zip(places, orders, strict=True)
+    )
+    yield Group(f"a row at places {', '.join(map(str, places))} of {count}", tuple(moved))
+    cut = (Case(f"rows {n}: of a bigger batch", _cut_out(call, dim, n)) for n in (1, 3))
+    yield Group("a batch cut out of a bigger one", (Case("a batch of its own", owned(call)), *cut))
+
+
+def stride(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The same numbers under other strides."""
+    if not call.tensors:
+        raise Inapplicable("no argument is a tensor")
+    made = [(label, mapped(call, view)) for label, view in VIEWS.items()]
+    plain = owned(call)
+    different = [(label, c) for label, c in made if _strides(c) != _strides(plain)]
+    if different:
+        cases = tuple(Case(label, c) for label, c in different)
+        words = ", ".join(label for label, _ in different)
+        yield Group(f"row-major and {words} arguments", (Case("row-major", plain), *cases))
+    spread = mapped(call, lambda t: t[:1].expand_as(t) if t.dim() else t)
+    if _strides(spread) != _strides(owned(spread)):
+        yield Group("one row, expanded and copied", (Case("copied", owned(spread)), Case("expanded", spread)))
+    elif not different:
+        raise Inapplicable("the arguments have one element each: all strides are the same")
+
+
+def threads(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The same call with other numbers of threads."""
+    cases = tuple(Case(f"{n} thread{'s' * (n > 1)}", call, Setting(threads=n)) for n in THREADS)
+    yield Group(f"{', '.join(map(str, THREADS))} threads", cases)
+
+
+def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The same call as code for every instruction set that this machine has.
+
+    stock: kernels of PyTorch's are at work, which choose theirs when a process starts.
+    """
+    names = [name for name in instruction_sets() if name != "host"]
+    if len(names) < 2:
+        raise Inapplicable(f"this machine has one instruction set, {', '.join(names)}")
+    settings = (Setting(isa=n, process=stock, environment=tuple(STOCK_SETS[n].items()) if stock else ()) for n in names)
+    cases = tuple(Case(name, call, setting) for name, setting in zip(names, settings, strict=True))
+    yield Group(", ".join(names), cases)
+
+
+def process(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The same call here and in a fresh interpreter."""
+    yield Group("here and in a new process", (Case("here", call), Case("a new process", call, Setting(process=True))))
+
+
+AXES: Final = MappingProxyType(
+    {
+        axis.name: axis
+        for axis in (
+            Axis("batch", "how many other rows there are", batch),
+            Axis("slice", "where a row stands, and what its batch was cut out of", slices),
+            Axis("stride", "how the arguments lie in memory", stride),
+            Axis("threads", "how many threads work", threads),
+            Axis("isa", "which instruction set the kernels use", isa),
+            Axis("process", "which process runs", process),
+        )
+    }
+)
+
+
+def rows_of(call: Call, dim: int) -> int:
+    """The size of the first tensor that has dimension ``dim``. Raises Inapplicable where none has, or has no rows."""
+    sizes = [t.shape[dim] for t in call.tensors if t.dim() > dim]
+    if not sizes or not sizes[0]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors) or "no tensor"
+        raise Inapplicable(f"no argument has rows along dimension {dim}: the arguments are {shapes}")
+    return sizes[0]
+
+
+def taken(call: Call, dim: int, order: Sequence[int]) -> Call:
+    """The call with the rows of ``order``, modulo the number of rows, in memory of their own."""
+    index = torch.tensor([i % rows_of(call, dim) for i in order])
+    return _rowwise(call, dim, lambda t: t.index_select(dim, index))
+
+
+def _cut_out(call: Call, dim: int, skipped: int) -> Call:
+    """The same rows, as a view behind ``skipped`` others: the addresses are less aligned."""
+    rows = rows_of(call, dim)
+    index = torch.arange(-skipped, rows + 1) % rows
+    return _rowwise(call, dim, lambda t: t.index_select(dim, index).narrow(dim, skipped, rows))
+
+
+def _rowwise(call: Call, dim: int, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with every tensor changed that has as many rows as the first."""
+    rows = rows_of(call, dim)
+    return mapped(call, lambda t: change(t) if t.dim() > dim and t.shape[dim] == rows else t)
+
+
+def mapped(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with every tensor changed."""
+    args, kwargs = pytree.tree_map_only(Tensor, change, (call.args, call.kwargs))
+    return Call(args, kwargs)
+
+
+def owned(call: Call) -> Call:
+    """The call with row-major copies of its tensors."""
+    return mapped(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
+
+
+def _gapped(t: Tensor) -> Tensor:
+    """Every other element of a bigger tensor."""
+    wide = torch.zeros((*t.shape, 2), dtype=t.dtype)
+    wide[..., 0] = t
+    return wide[..., 0]
+
+
+def _laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
+    """A copy whose memory goes through the dimensions in another order."""
+    back = [order.index(d) for d in range(t.dim())]
+    return t.permute(*order).contiguous().permute(*back)
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return _laid_out(t, [*range(1, t.dim()), 0]) if t.dim() > 1 else t
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return _laid_out(t, [0, *range(2, t.dim()), 1]) if t.dim() > 2 else t
+
+
+VIEWS: Final = MappingProxyType({"gapped": _gapped, "transposed": _transposed, "channels-last": _channels_last})
+
+
+def _strides(call: Call) -> list[tuple[int, ...]]:
+    return [tuple(s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) for t in call.tensors]

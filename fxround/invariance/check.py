@@ -1,0 +1,212 @@
+"""``fxround.check_invariance``: run a model in ways that should not matter, and compare the bits.
+
+What is true here. Every axis makes groups of runs that must agree (``cases``); what is compared are bits. Where two
+runs differ they are run once more, operation by operation, to find the first that does.
+
+Why it is safe. Nothing of the model changes: state, gradients, sample, generator, threads and instruction set are
+afterwards what they were. An axis that says nothing of a model is reported with the reason, and an error if none does.
+
+    before   it worked on my machine
+    after    fxround.check_invariance(model, x).check()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxround.analysis.inputs import Call, calls
+from fxround.compiler import PolicyLike, RoundedModule, compile
+from fxround.errors import FxroundError
+from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, taken
+from fxround.invariance.difference import Rows, comparable, digest, first_difference, largest, shapes
+from fxround.invariance.process import Build, elsewhere
+from fxround.invariance.report import AxisResult, InvarianceReport
+from fxround.invariance.subjects import Compiled, Eager, Outcome, Place, Step, Subject
+from fxround.loading import LoadedModule
+from fxround.runtime.compiled import instruction_set
+
+REPRODUCIBLE = "reproducible"
+
+
+def check_invariance(
+    model: nn.Module,
+    inputs: Any,
+    axes: Sequence[str] = tuple(AXES),
+    policy: PolicyLike | None = REPRODUCIBLE,
+    *,
+    gradients: bool = False,
+    dim: int = 0,
+    build: Build | None = None,
+    first: bool = True,
+) -> InvarianceReport:
+    """How many distinct results a model has when its batch, its memory, its threads or its machine code change.
+
+    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict; of a DataLoader the first
+    batch. axes: some of ``batch``, ``slice``, ``stride``, ``threads``, ``isa``, ``process``. policy: as for
+    ``compile``, None for stock PyTorch; a compiled or loaded module keeps its own. gradients: compares those of the
+    parameters and of the arguments as well, in the model's own mode. dim: the dimension of the arguments that holds
+    the batch. build: makes the model in another process, where pickling cannot bring it; a function or
+    ``"module:function"``. first: whether to look for the first operation that differs, which keeps the values of one
+    run in memory.
+
+    Raises ValueError for an unknown axis, inputs that no axis can use, or a policy for a compiled module; FxroundError
+    for a model that no other process can run; what ``compile`` and the model raise.
+    """
+    asked = _axes(axes)
+    call = next(calls(getattr(model, "source", model), inputs))
+    check = _Check(_subject(model, policy, gradients), call, dim, build, first)
+    found = tuple(check.axis(axis) for axis in asked)
+    if not any(axis.distinct for axis in found):
+        reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in found)
+        raise ValueError(f"no axis says anything about {check.subject.name} and these inputs: {reasons}")
+    return InvarianceReport(check.subject.name, check.subject.policy, gradients, found)
+
+
+def _axes(names: Sequence[str]) -> list[Axis]:
+    if isinstance(names, str):
+        names = (names,)
+    for name in names:
+        if name not in AXES:
+            near = get_close_matches(str(name), AXES, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown axis {name!r}{hint} The axes are {', '.join(AXES)}.")
+    if not names:
+        raise ValueError(f"axes is empty; expected some of {', '.join(AXES)}")
+    return [AXES[name] for name in dict.fromkeys(names)]
+
+
+def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
+    if isinstance(model, RoundedModule | LoadedModule):
+        if policy != REPRODUCIBLE:
+            raise ValueError("the model is compiled, and keeps its own policy: leave out policy=, or pass the original")
+        if gradients and isinstance(model, LoadedModule):
+            raise ValueError("an exported program has no gradients: pass the compiled module")
+        return Compiled(model, gradients)
+    if policy is not None:
+        return Compiled(compile(model, policy), gradients)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    return Eager(model, gradients)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A subject and the call that all cases are made of."""
+
+    subject: Subject
+    call: Call
+    dim: int
+    build: Build | None
+    first: bool
+
+    def axis(self, axis: Axis) -> AxisResult:
+        """What an axis shows; its reason where it does not apply."""
+        try:
+            groups = list(axis.groups(self.call, self.dim, axis.name == "isa" and self.subject.stock(self.call)))
+            parts = [self._group(axis.name, group) for group in groups]
+        except Inapplicable as reason:
+            return AxisResult(axis.name, 0, 0, axis.meaning, reason=str(reason))
+        shown = next((part for part in parts if not part.invariant), parts[0])
+        return AxisResult(
+            axis.name,
+            max(part.distinct for part in parts),
+            sum(part.runs for part in parts),
+            "; ".join(part.compared for part in parts),
+            tuple(label for part in parts for label in part.differing),
+            tuple(label for part in parts for label in part.refused),
+            shown.first,
+            shown.share,
+            shown.largest,
+            "; ".join(part.reason for part in parts if part.reason),
+        )
+
+    def _group(self, axis: str, group: Group) -> AxisResult:
+        rows = self._result_rows() if group.cases[0].row else None
+        ran: list[tuple[Case, Outcome]] = []
+        refused = []
+        for case in group.cases:
+            try:
+                ran.append((case, comparable(self._outcome(case), rows, case.row)))
+            except FxroundError:
+                raise
+            except Exception as error:  # whatever the model's own code raises for these arguments
+                if case.setting != Setting() or case.label in ("row-major", "copied", "here", "a batch of its own"):
+                    raise
+                refused.append(f"{case.label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        if len(ran) < 2:
+            return AxisResult(axis, 0, len(ran), group.what, refused=tuple(refused), reason=_refusal(refused))
+        (reference, expected), *others = ran
+        digests = [digest(outcome) for _, outcome in ran]
+        wrong = [(case, found) for (case, found), d in zip(others, digests[1:], strict=True) if d != digests[0]]
+        share, gap = largest(expected, wrong[0][1]) if wrong else (0.0, 0.0)
+        place = self._first(reference, wrong[0][0]) if wrong and self.first else None
+        labels = tuple(case.label for case, _ in wrong)
+        return AxisResult(axis, len(set(digests)), len(ran), group.what, labels, tuple(refused), place, share, gap)
+
+    def _outcome(self, case: Case) -> Outcome:
+        setting = case.setting
+        if setting.process:
+            found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=False)
+            assert isinstance(found, dict)
+            return found
+        with _set(setting):
+            return self.subject.outcome(case.call)
+
+    def _steps(self, case: Case) -> Iterator[Step]:
+        setting = case.setting
+        if setting.process:
+            found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=True)
+            assert isinstance(found, list)
+            yield from found
+            return
+        with _set(setting):
+            yield from self.subject.steps(case.call)
+
+    def _first(self, reference: Case, other: Case) -> Place | None:
+        """The first operation of ``other`` whose value is not that of ``reference``."""
+        rows = None
+        if other.row:
+            few, more = (shapes(self.subject.steps(taken(self.call, self.dim, range(n)))) for n in (_PROBE, _PROBE + 1))
+            rows = Rows(_PROBE, few, more)
+        return first_difference(list(self._steps(reference)), self._steps(other), rows, (reference.row, other.row))
+
+    def _result_rows(self) -> Rows:
+        """Where the results hold the batch. Raises Inapplicable where none does."""
+        few, more = (
+            {name: tuple(t.shape) for name, t in self.subject.outcome(taken(self.call, self.dim, range(n))).items()}
+            for n in (_PROBE, _PROBE + 1)
+        )
+        rows = Rows(_PROBE, few, more)
+        if not any(rows.holds(name) for name in few):
+            seen = ", ".join(f"{name} {shape}" for name, shape in few.items())
+            raise Inapplicable(f"no result has rows that follow those of the arguments ({seen})")
+        return rows
+
+
+# Two sizes of a batch that no model takes for something else: broadcast, or absent.
+_PROBE = 5
+
+
+@contextlib.contextmanager
+def _set(setting: Setting) -> Iterator[None]:
+    """Threads and instruction set for the block."""
+    before = torch.get_num_threads()
+    with instruction_set(setting.isa) if setting.isa else contextlib.nullcontext():
+        try:
+            torch.set_num_threads(setting.threads or before)
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _refusal(refused: Sequence[str]) -> str:
+    return (
+        f"the model refused {len(refused)} runs, the first {refused[0]}" if refused else "one run, nothing to compare"
+    )

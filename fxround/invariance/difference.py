@@ -1,0 +1,113 @@
+"""Differences: which part of two runs must be equal, and where they part first.
+
+What is true here. The dimension along which a value holds the batch is the one whose size follows the batch's in two
+runs of different sizes; a value without one belongs to all rows and is compared whole. Equal means equal bits: minus
+zero and the payload of a NaN count.
+
+Why it is safe. Where a dimension is made of the batch and another one, both orders of the two are tried, and a
+difference is reported only if neither agrees; a value that cannot be cut into rows is not reported.
+
+    before   (a - b).abs().max()
+    after    first_difference(steps_of(reference), steps_of(other), rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxround.hashing import hash
+from fxround.invariance.cases import Row
+from fxround.invariance.subjects import Outcome, Place, Step
+
+# A key of a value, and the shape that it has with a batch of some size.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where values hold the batch: their shapes in two runs, with batches of ``count`` and of ``count + 1``."""
+
+    count: int
+    these: Shapes
+    those: Shapes
+
+    def cut(self, key: str, value: Tensor, row: Row) -> tuple[Tensor, ...]:
+        """What belongs to a row, in every way that it can be meant; () where that is unknown, all if nothing does."""
+        before, after = self.these.get(key, ()), self.those.get(key, ())
+        if len(before) != len(after) or value.dim() != len(before):
+            return ()
+        moving = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        if not moving:
+            return (value,)
+        d = moving[0]
+        each, rest = divmod(before[d], self.count)
+        if len(moving) > 1 or rest or after[d] != each * (self.count + 1) or value.shape[d] != each * row.count:
+            return ()
+        outer = value.unflatten(d, (row.count, each)).select(d, row.position)
+        inner = value.unflatten(d, (each, row.count)).select(d + 1, row.position)
+        return (outer, inner)
+
+    def holds(self, key: str) -> bool:
+        """Whether a value has rows."""
+        return self.these.get(key) != self.those.get(key)
+
+
+def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
+    """The part of an outcome that a case compares: all of it, or what has rows, cut to one."""
+    if rows is None or row is None:
+        return outcome
+    cuts = {name: rows.cut(name, value, row) for name, value in outcome.items() if rows.holds(name)}
+    return {name: found[0] for name, found in cuts.items() if found}
+
+
+def digest(outcome: Outcome) -> str:
+    """Equal for equal names and bits."""
+    return "\n".join(f"{name} {hash(value)}" for name, value in outcome.items())
+
+
+def shapes(steps: Iterable[Step]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all values, by key."""
+    return {key: tuple(value.shape) for step in steps for key, value in _keyed(step)}
+
+
+def first_difference(
+    reference: Sequence[Step], other: Iterable[Step], rows: Rows | None, pair: tuple[Row | None, Row | None]
+) -> Place | None:
+    """The first operation whose value differs between two runs; None where none is seen to."""
+    known = {key: value for step in reference for key, value in _keyed(step)}
+    for step in other:
+        for key, value in _keyed(step):
+            if key in known and not _agree(key, known[key], value, rows, pair):
+                return step.place
+    return None
+
+
+def _keyed(step: Step) -> list[tuple[str, Tensor]]:
+    return [(f"{step.place.node} {step.place.operator} {i}", value) for i, value in enumerate(step.value)]
+
+
+def _agree(key: str, a: Tensor, b: Tensor, rows: Rows | None, pair: tuple[Row | None, Row | None]) -> bool:
+    mine, theirs = pair
+    if rows is None or mine is None or theirs is None:
+        return hash(a) == hash(b)
+    cuts = list(zip(rows.cut(key, a, mine), rows.cut(key, b, theirs), strict=False))
+    return not cuts or any(hash(p) == hash(q) for p, q in cuts)
+
+
+def largest(a: Outcome, b: Outcome) -> tuple[float, float]:
+    """The share of elements whose bits differ, and the greatest absolute difference among the finite ones."""
+    pairs = [(a[name].contiguous(), b[name].contiguous()) for name in a if name in b and a[name].shape == b[name].shape]
+    total = sum(x.numel() for x, _ in pairs) or 1
+    unequal = sum(int((_words(x) != _words(y)).any(-1).sum()) for x, y in pairs)
+    gaps = [(x.double() - y.double()).abs() for x, y in pairs]
+    finite = [float(g[torch.isfinite(g)].max()) for g in gaps if torch.isfinite(g).any()]
+    return unequal / total, max(finite, default=0.0)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bytes of every element, in a last dimension of their own."""
+    return x.reshape(-1, 1).view(torch.uint8)

@@ -1,0 +1,53 @@
+"""``fxround invariance``: the command's arguments, and its exit status for CI.
+
+What is true here. The status is 0 where every axis that says anything has one result, 1 where one has two; a mistake
+of the caller is an exception, told by the caller.
+
+    $ fxround invariance net.py:build --shape 4,3,32,32 --axes batch,threads --gradients
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from fxround.invariance.cases import AXES
+from fxround.invariance.check import REPRODUCIBLE, check_invariance
+
+STOCK: Final = "none"
+
+
+def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
+    """Add the command to a parser's commands. load: the model and inputs of parsed arguments."""
+    parser = commands.add_parser(
+        "invariance", help="do a model's bits stay when batch, threads or machine code change?"
+    )
+    parser.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    parser.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
+    parser.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
+    parser.add_argument("--policy", default=REPRODUCIBLE, help=f"as elsewhere; {STOCK}: stock PyTorch ({REPRODUCIBLE})")
+    parser.add_argument("--axes", default=",".join(AXES), help=f"some of {','.join(AXES)} (all)")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
+    parser.add_argument("--dim", type=int, default=0, help="of the arguments, which holds the batch (0)")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
+    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments)))
+
+
+def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
+    """Check, print, and return the exit status."""
+    found = check_invariance(
+        model,
+        inputs,
+        [name.strip() for name in arguments.axes.split(",")],
+        None if arguments.policy == STOCK else arguments.policy,
+        gradients=arguments.gradients,
+        dim=arguments.dim,
+    )
+    print(found.to_json() if arguments.json == "-" else found)
+    if arguments.json and arguments.json != "-":
+        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    return 0 if found.invariant else 1

@@ -1,0 +1,120 @@
+"""Elsewhere: a case in an interpreter of its own.
+
+What is true here. The subject and the call are pickled (by cloudpickle where it is installed, so that classes of a
+script or a notebook travel too), run by a fresh interpreter that finds modules where this one does, and the result
+comes back in a file. ``build`` makes the model anew over there, and the state of the one here is loaded into it.
+
+Why it is safe. Files lie in a directory of this process alone. Whatever fails, here or there, raises with its message.
+
+    before   a second terminal
+    after    elsewhere(Subject, call, {"ATEN_CPU_CAPABILITY": "avx2"}, build=None, trace=False)
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from fxround.analysis.inputs import Call
+from fxround.compiler import RoundedModule
+from fxround.errors import FxroundError
+from fxround.invariance.subjects import Outcome, Step, Subject
+from fxround.runtime.compiled import instruction_set
+
+Build = Callable[[], nn.Module] | str
+# Modules are found where this process finds them, before anything of theirs is imported.
+_CHILD: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from fxround.invariance.process import serve
+serve(sys.argv[2], sys.argv[3])
+"""
+_WAYS_OUT: Final = (
+    "pass build=, a function that makes the model or its name 'module:function', or leave the axis 'process' out."
+)
+
+
+def elsewhere(
+    subject: Subject, call: Call, isa: str | None, environment: Mapping[str, str], build: Build | None, trace: bool
+) -> Outcome | list[Step]:
+    """``subject.outcome(call)``, or its steps, of a fresh interpreter. Raises FxroundError with what went wrong."""
+    import json
+
+    with tempfile.TemporaryDirectory(prefix="fxround-") as folder:
+        request, answer = Path(folder, "request"), Path(folder, "answer")
+        request.write_bytes(_packed((_portable(subject, build), call, isa, trace)))
+        paths = json.dumps([os.getcwd() if entry == "" else entry for entry in sys.path])
+        command = [sys.executable, "-c", _CHILD, paths, str(request), str(answer)]
+        ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+        if ran.returncode or not answer.exists():
+            last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+            raise FxroundError(
+                f"{subject.name} could not be run in another process: {last}. It is sent there pickled: define its "
+                "class in a module that can be imported, install cloudpickle (pip install "
+                f"'fxround[distributed]'), or {_WAYS_OUT}"
+            )
+        found: Outcome | list[Step] = pickle.loads(answer.read_bytes())
+        return found
+
+
+def serve(request: str, answer: str) -> None:
+    """What the other process does."""
+    made, call, isa, trace = pickle.loads(Path(request).read_bytes())
+    subject: Subject = made() if isinstance(made, _Rebuilt) else made
+    with instruction_set(isa) if isa else nullcontext():
+        found = list(subject.steps(call)) if trace else subject.outcome(call)
+    Path(answer).write_bytes(pickle.dumps(found))
+
+
+class _Rebuilt:
+    """A subject without its model: the model is built over there, and given the state that it has here."""
+
+    def __init__(self, subject: Any, build: Build) -> None:
+        module = subject.module
+        source = module.source if isinstance(module, RoundedModule) else module
+        self.build, self.training = build, source.training
+        self.state = source.state_dict()
+        self.policy = (
+            (module.policy, module.strict, *module.rng.tolist()) if isinstance(module, RoundedModule) else None
+        )
+        self.subject = replace(subject, module=None)
+
+    def __call__(self) -> Subject:
+        build = pkgutil.resolve_name(self.build) if isinstance(self.build, str) else self.build
+        model = build()
+        model.load_state_dict(self.state)
+        model.train(self.training)
+        found: Subject = replace(self.subject, module=RoundedModule(model, *self.policy) if self.policy else model)
+        return found
+
+
+def _portable(subject: Subject, build: Build | None) -> Any:
+    return subject if build is None else _Rebuilt(subject, build)
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return bytes(_pickler().dumps(value))
+    except Exception as error:  # pickling runs the model's own code
+        raise FxroundError(
+            f"{type(error).__name__}: {error}: what cannot be pickled runs in no other process: {_WAYS_OUT}"
+        ) from error
+
+
+def _pickler() -> Any:
+    try:
+        return import_module("cloudpickle")
+    except ImportError:
+        return pickle

@@ -1,0 +1,294 @@
+"""Subjects: what is checked, a compiled module or PyTorch itself, run without leaving a trace.
+
+What is true here. ``outcome`` is a call's results, and gradients if they are asked for, by name; ``steps`` are the
+values of its operations, one at a time, with the place in the model that each comes from. Buffers, gradients, the
+module's sample and PyTorch's generator are after a call what they were before.
+
+Why it is safe. The gradients of a compiled module's operations come of the joint graph that it trains by, and those of
+a plain module's from the operators that PyTorch dispatches: neither is traced anew for the sake of being looked at.
+
+    before   forward hooks, which see modules and no operations
+    after    for step in Eager(model).steps(call): step.place.operator, step.place.source, step.value
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxround.analysis.inputs import Call
+from fxround.compiler import RoundedModule
+from fxround.graph import inside_backward
+from fxround.inspection import described
+from fxround.loading import LoadedModule
+
+Outcome = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operation: the name of its node, its operator, the path of its module, and its line of the model."""
+
+    node: str
+    operator: str = ""
+    path: str = ""
+    source: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        line = f" at {self.source}: {self.code}" if self.source else self.code and f", {self.code}"
+        return f"{self.node} ({self.operator}) in {self.path or 'the root module'}{line}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation's place, and the tensors that it yields."""
+
+    place: Place
+    value: tuple[Tensor, ...]
+
+
+class Subject(Protocol):
+    """What can be run, and looked into while it runs. stock: whether kernels of PyTorch's compute floating point."""
+
+    @property
+    def name(self) -> str:
+        """Of the model's class."""
+
+    @property
+    def policy(self) -> str:
+        """The name of what it is compiled under."""
+
+    def outcome(self, call: Call) -> Outcome:
+        """Every tensor of the result, and of the gradients, by name."""
+
+    def steps(self, call: Call) -> Iterator[Step]:
+        """The operations' values, in the order in which they run."""
+
+    def stock(self, call: Call) -> bool:
+        """Whether kernels of PyTorch's compute floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled module at its own seed and sample."""
+
+    module: RoundedModule | LoadedModule
+    gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the model's class."""
+        return type(getattr(self.module, "source", self.module)).__name__
+
+    @property
+    def policy(self) -> str:
+        """Its name."""
+        return self.module.policy.name if isinstance(self.module, RoundedModule) else "as exported"
+
+    def outcome(self, call: Call) -> Outcome:
+        """Results and gradients by name."""
+        with self._kept():
+            return outcome_of(self.module, call, self.gradients)
+
+    def steps(self, call: Call) -> Iterator[Step]:
+        """The values of the lowered graph, forward and backward; none of an exported program."""
+        if isinstance(self.module, LoadedModule):
+            return
+        if self.gradients:
+            with self._kept():
+                seen = _differentiable(call)
+                leaves = pytree.tree_leaves(_run(self.module, seen))
+                tangents = {i: tangent(t) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+            values = self.module.observe_step(tangents, *seen.args, **seen.kwargs)
+        else:
+            values = self.module.observe(*call.args, **call.kwargs)
+        places: dict[str, Place] = {}
+        for name, value in values:
+            places = places or _places(self.module.lowered)
+            if name != "output":
+                yield Step(places[name], _tensors(value))
+
+    def stock(self, call: Call) -> bool:
+        """Whether an operation was left to a stock kernel; unknown of an exported program, so True."""
+        if isinstance(self.module, LoadedModule):
+            return True
+        self.outcome(call)
+        return bool(self.module.coverage().unrounded)
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The state and the sample as they were."""
+        rng = self.module.rng.clone() if isinstance(self.module, RoundedModule) else None
+        with _unchanged(self.module):
+            yield
+        if rng is not None:
+            self.module.reseed(*rng.tolist())
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A plain module, run by PyTorch."""
+
+    module: nn.Module
+    gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the model's class."""
+        return type(self.module).__name__
+
+    @property
+    def policy(self) -> str:
+        """There is none."""
+        return "none (stock PyTorch)"
+
+    def outcome(self, call: Call) -> Outcome:
+        """Results and gradients by name."""
+        with _unchanged(self.module):
+            return outcome_of(self.module, call, self.gradients)
+
+    def steps(self, call: Call) -> Iterator[Step]:
+        """The operators that PyTorch dispatched."""
+        with _Recorder(self.module) as seen, _unchanged(self.module):
+            outcome_of(self.module, call, self.gradients)
+        yield from seen.steps
+
+    def stock(self, call: Call) -> bool:
+        """All of them are."""
+        return True
+
+
+def _places(graph: fx.GraphModule) -> dict[str, Place]:
+    """Where every node comes from, by its name."""
+    found = ((node.name, described(node)) for node in graph.graph.nodes)
+    return {n: Place(n, s.operator, s.path, s.source, s.code) if s else Place(n) for n, s in found}
+
+
+def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
+    """The tensors of ``module(*args)``, and the gradients of all that requires one.
+
+    Each result's own gradient is ``tangent(result)``. Raises ValueError where nothing can be compared.
+    """
+    if not gradients:
+        with torch.no_grad():
+            return _required(_named("output", _run(module, call)))
+    seen = _differentiable(call)
+    with torch.enable_grad():
+        result = _run(module, seen)
+    found = _named("output", result)
+    leading = [t for t in found.values() if t.requires_grad]
+    wanted: Outcome = {f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
+    wanted |= {f"gradient of argument {i}": t for i, t in enumerate(seen.tensors) if t.requires_grad}
+    if not leading or not wanted:
+        raise ValueError("no result depends on anything that requires a gradient: leave out gradients=True")
+    grads = torch.autograd.grad(leading, list(wanted.values()), [tangent(t) for t in leading], allow_unused=True)
+    found |= {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+    return {name: t.detach() for name, t in found.items()}
+
+
+def tangent(result: Tensor) -> Tensor:
+    """A gradient for a result: multiples of 1/8 that depend on the last dimension alone, so on no other row."""
+    last = result.shape[-1] if result.dim() > 1 else 1
+    numbers = ((torch.arange(last) * 7 + 3) % 13 - 6).to(result.dtype) / 8
+    return numbers.expand(result.shape).contiguous()
+
+
+def _run(module: nn.Module, call: Call) -> Any:
+    return module(*call.args, **call.kwargs)
+
+
+def _differentiable(call: Call) -> Call:
+    """The call with arguments that require gradients, on the memory of the old ones."""
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.detach().requires_grad_(t.is_floating_point())
+
+    return Call(*pytree.tree_map_only(Tensor, leaf, (call.args, call.kwargs)))
+
+
+def _named(head: str, result: Any) -> Outcome:
+    leaves = pytree.tree_flatten_with_path(result)[0]
+    return {f"{head}{pytree.keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _required(found: Outcome) -> Outcome:
+    if not found:
+        raise ValueError("the model returned no tensor: there is nothing to compare")
+    return found
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return tuple(v for v in pytree.tree_leaves(value) if isinstance(v, Tensor))
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Buffers and PyTorch's generator as they were; inside, the generator starts at 0."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+_LIBRARIES: Final = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operator that is dispatched: its place, and copies of what it yields. Backward none has a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._inside = [""]
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        for hook in (
+            register_module_forward_pre_hook(lambda module, _: self._inside.append(self._names.get(module, ""))),
+            register_module_forward_hook(lambda module, *_: self._left(), always_call=True),
+        ):
+            self._hooks.callback(hook.remove)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def _left(self) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        source, code = ("", "backward") if inside_backward() else _line(sys._getframe(1))
+        place = Place(f"operation {len(self.steps)}", str(func), self._inside[-1], source, code)
+        self.steps.append(Step(place, tuple(t.detach().clone() for t in _tensors(result))))
+        return result
+
+
+def _line(frame: FrameType | None) -> tuple[str, str]:
+    """File and line of the model's own code, and its text; nothing where all is PyTorch's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return "", ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}", linecache.getline(file, line).strip()

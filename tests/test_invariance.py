@@ -1,0 +1,266 @@
+"""check_invariance: what is invariant passes, what was made to vary is found, at the operation that varies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround import Policy, Rule, check_invariance, cli
+from fxround.analysis.inputs import Call
+from fxround.invariance.cases import AXES, Inapplicable, Row
+from fxround.invariance.difference import Rows
+from fxround.invariance.subjects import Compiled
+from fxround.runtime.llvm.engine import instruction_sets
+
+HERE = ("batch", "slice", "stride", "threads")
+HASTE = ("batch", "slice")
+
+
+def network() -> nn.Module:
+    """Rows that do not touch each other; any process can import it."""
+    return nn.Sequential(nn.Linear(40, 3), nn.Softmax(1))
+
+
+class Neighbours(nn.Module):
+    """Rows that see how many others there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.weigh(x)
+
+    def weigh(self, x: Tensor) -> Tensor:
+        return x * x.mean(0)
+
+
+class Twin(nn.Module):
+    """Two arguments, one of them integers; results in a dict and a tuple, one without rows."""
+
+    def forward(self, x: Tensor, index: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        return {"a": (x.exp() * scale, index + 1), "b": torch.ones(2)}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_reproducible_model_is_invariant_along_every_axis() -> None:
+    report = check_invariance(network(), torch.randn(3, 40))
+    assert [axis.axis for axis in report.axes] == list(AXES)
+    assert {axis.axis: axis.distinct for axis in report.axes} == dict.fromkeys(AXES, 1)
+    assert report.invariant and report.check() is report
+    assert all(axis.runs > 1 and axis.first is None and not axis.differing for axis in report.axes)
+    assert report["isa"].runs == len(instruction_sets()) - 1
+
+
+def test_gradients_are_compared_as_well() -> None:
+    report = check_invariance(network(), torch.randn(3, 40), HERE, gradients=True)
+    assert [axis.distinct for axis in report.axes] == [1, 1, 1, 1] and "results and gradients" in str(report)
+
+
+def test_nothing_of_the_model_and_of_torch_changes() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), torch.randn(6, 4)
+    compiled = fxround.compile(model.train(), "stochastic", seed=3).reseed(3, sample=5)
+    before, state, threads = fxround.hash(model), torch.random.get_rng_state(), torch.get_num_threads()
+    check_invariance(compiled, x, ("stride", "threads"), gradients=True).check()
+    assert compiled.rng.tolist() == [3, 5] and fxround.hash(model) == before
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert all(p.grad is None for p in model.parameters()) and model.training
+
+
+@pytest.mark.parametrize("policy", ["reproducible", None])
+def test_the_first_operation_that_differs_is_named(policy: str | None) -> None:
+    report = check_invariance(Neighbours(), torch.randn(4, 3), HASTE, policy)
+    found = report["batch"].first
+    assert report["batch"].distinct > 1 and not report.invariant
+    assert found is not None and found.source.startswith("test_invariance.py:") and "x.mean(0)" in found.code
+    assert "sum" in found.operator or "mean" in found.operator or "mul" in found.operator
+    with pytest.raises(fxround.NotInvariant, match=r"batch: \d results in 7 runs .*x\.mean\(0\)"):
+        report.check()
+
+
+def test_the_module_of_the_first_difference_is_named() -> None:
+    report = check_invariance(nn.Sequential(nn.Linear(3, 3), Neighbours()), torch.randn(4, 3), ("batch",))
+    assert report["batch"].first is not None and report["batch"].first.path == "1"
+
+
+def test_gradients_that_differ_are_found_backwards() -> None:
+    class Back(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * torch.get_num_threads()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Back.apply(x)
+
+    x = torch.randn(3, 4)
+    assert check_invariance(Model(), x, ("threads",), None).invariant
+    found = check_invariance(Model(), x, ("threads",), None, gradients=True)["threads"]
+    assert found.distinct == 3 and found.differing == ("2 threads", "3 threads")
+    assert found.first is not None and "mul" in found.first.operator and found.first.code == "backward"
+
+
+def test_stochastic_rounding_gives_a_row_other_bits_at_another_place() -> None:
+    report = check_invariance(nn.Linear(4, 4), torch.randn(3, 4), HERE, "stochastic")
+    assert [axis.distinct for axis in report.axes] == [1, 4, 1, 1]
+    assert report["slice"].share > 0 and report["slice"].largest > 0
+
+
+def test_a_batch_that_is_summed_has_no_rows() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().sum()
+
+    report = check_invariance(Loss(), torch.randn(4, 3), HERE)
+    assert [axis.distinct for axis in report.axes] == [0, 0, 1, 1] and report.invariant
+    assert "no result has rows" in report["batch"].reason and "not asked: no result has rows" in str(report)
+    with pytest.raises(ValueError, match="no axis says anything about Loss"):
+        check_invariance(Loss(), torch.randn(4, 3), HASTE)
+
+
+def test_several_arguments_integers_and_structures() -> None:
+    args = (torch.randn(3, 2), torch.arange(3))
+    report = check_invariance(Twin(), (args, {"scale": 2.0}), HERE)
+    assert [axis.distinct for axis in report.axes] == [1, 1, 1, 1]
+
+
+def test_a_batch_of_one_is_repeated() -> None:
+    report = check_invariance(nn.Linear(5, 2), torch.randn(1, 5), HERE)
+    assert [axis.distinct for axis in report.axes] == [1, 1, 1, 1] and report["batch"].runs == 7
+
+
+def test_the_batch_may_be_another_dimension() -> None:
+    lstm = nn.LSTM(3, 4)
+    report = check_invariance(lstm, torch.randn(2, 3, 3), HASTE, dim=1)
+    assert [axis.distinct for axis in report.axes] == [1, 1]
+
+
+def test_runs_that_the_model_refuses_are_listed() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], -1) * 2
+
+    report = check_invariance(Flat(), torch.randn(3, 2, 4), ("stride",), None)
+    assert report["stride"].refused and report["stride"].refused[0].startswith("channels-last: RuntimeError: view")
+    assert "runs raised, the first channels-last" in str(report)
+
+
+def test_unknown_axes_and_other_mistakes_say_what_was_expected() -> None:
+    model, x = nn.Linear(2, 2), torch.randn(2, 2)
+    with pytest.raises(ValueError, match=r"unknown axis 'thread'; did you mean 'threads'\? The axes are batch, slice"):
+        check_invariance(model, x, ("batch", "thread"))
+    with pytest.raises(ValueError, match="axes is empty"):
+        check_invariance(model, x, ())
+    with pytest.raises(ValueError, match="keeps its own policy"):
+        check_invariance(fxround.compile(model, "bfloat16"), x, HERE, "reproducible/")
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+        check_invariance(torch.relu, x, HERE, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returned no tensor"):
+        check_invariance(_Nothing(), x, HERE, None)
+    with pytest.raises(ValueError, match="leave out gradients"):
+        check_invariance(_Whole(), torch.arange(4), HERE, None, gradients=True)
+
+
+class _Nothing(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+class _Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_scalar_argument_has_no_rows() -> None:
+    report = check_invariance(_Whole(), torch.tensor(1.5), HERE)
+    assert [axis.distinct for axis in report.axes] == [0, 0, 0, 1]
+    assert "no argument has rows along dimension 0" in report["batch"].reason
+
+
+def test_a_model_that_cannot_be_pickled_is_built_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 2)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = nn.Linear(3, 2)
+    model.held = (n for n in range(3))  # type: ignore[assignment]
+    with pytest.raises(fxround.FxroundError, match=r"cannot be pickled.* pass build="):
+        check_invariance(model, torch.randn(2, 3), ("process",))
+    assert check_invariance(model, torch.randn(2, 3), ("process",), build="made:build").invariant
+    assert "made" not in sys.modules
+
+
+def test_what_fails_in_the_other_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(fxround.FxroundError, match="could not be run in another process: ModuleNotFoundError"):
+        check_invariance(nn.Linear(3, 2), torch.randn(2, 3), ("process",), build="no_such_module:build")
+
+
+def test_reports_are_data() -> None:
+    report = check_invariance(Neighbours(), torch.randn(4, 3), HASTE)
+    data = json.loads(report.to_json())
+    assert data["model"] == "Neighbours" and data["invariant"] is False and data["axes"][0]["axis"] == "batch"
+    assert data["axes"][0]["first"]["code"] == report["batch"].first.code  # type: ignore[union-attr]
+    assert "Not invariant: batch." in str(report) and "<table" in report._repr_html_()
+    with pytest.raises(KeyError, match="no axis 'isa' in this report; it has batch, slice"):
+        report["isa"]
+
+
+def test_the_command_fails_where_bits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = f"{__file__}:{neighbours.__name__}"
+    assert cli.main(["invariance", "fxround.demo:DigitsCNN", "--shape", "3,1,8,8", "--axes", "batch, slice"]) == 0
+    assert "Every result has the same bits." in capsys.readouterr().out
+    assert cli.main(["invariance", spec, "--shape", "3,3", "--axes", "batch", "--policy", "none", "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["invariant"] is False
+    assert cli.main(["invariance", spec, "--shape", "3,3", "--axes", "batches"]) == 2
+    assert "did you mean 'batch'?" in capsys.readouterr().err
+
+
+def neighbours() -> nn.Module:
+    return Neighbours()
+
+
+def test_rows_are_cut_in_both_orders_of_a_merged_dimension() -> None:
+    rows = Rows(5, {"v": (10, 3), "w": (4,)}, {"v": (12, 3), "w": (4,)})
+    value = torch.arange(12.0).reshape(4, 3)
+    outer, inner = rows.cut("v", value, Row(1, 2))
+    assert torch.equal(outer, value[2:4]) and torch.equal(inner, value[[1, 3]])
+    whole = torch.ones(4)
+    assert rows.cut("w", whole, Row(1, 2)) == (whole,) and rows.cut("v", torch.ones(3, 3), Row(0, 2)) == ()
+
+
+@pytest.mark.parametrize("name", ["batch", "slice", "stride"])
+def test_cases_hold_the_numbers_of_the_caller(name: str) -> None:
+    x = torch.randn(3, 4, 5)
+    for group in AXES[name].groups(Call((x,)), 0, False):
+        for case in group.cases:
+            (given,) = case.call.args
+            expected = x[0] if case.row else x
+            seen = given[case.row.position] if case.row else given
+            if case.label in ("copied", "expanded"):
+                expected = x[:1].expand(3, 4, 5)
+            assert torch.equal(seen, expected), case.label
+    with pytest.raises(Inapplicable):
+        list(AXES["batch"].groups(Call((1.5,)), 0, False))
+
+
+def test_stock_kernels_run_as_every_instruction_set_in_processes_of_their_own() -> None:
+    native = fxround.compile(nn.Linear(3, 4), Policy("native", (Rule(rounding="dtype", accumulate="native"),)))
+    call = Call((torch.randn(2, 3),))
+    assert Compiled(native).stock(call) and not Compiled(fxround.compile(nn.Linear(3, 4), "reproducible")).stock(call)
+    (group,) = AXES["isa"].groups(call, 0, True)
+    assert [dict(case.setting.environment)["ATEN_CPU_CAPABILITY"] for case in group.cases][-1] == "default"
+    assert all(case.setting.process for case in group.cases)
