@@ -14,7 +14,8 @@ applied; equal kernels have equal digests, and the digest is the key of all comp
 Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; a fused chain
 draws for each operation what it would have drawn alone. Random words of the others come from one MWC64X stream per
 output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
-draw advance it once each, in the order of the formula.
+draw advance it once each, in the order of the formula. A Contract whose steps toss one coin each (``coins``) shares a
+word between 32 of them: step k sees word k div 32 shifted left by k mod 32.
 
 Why it is safe. A kernel is frozen and knows no target: what LLVM, CUDA and NumPy make of it can be compared.
 
@@ -119,8 +120,9 @@ class Contract:
 
     lifts: a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
     after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random).
-    direction: how the hardware must round while the kernel runs; other than "nearest", subnormal results are flushed,
-    and the results count only if nothing overflowed, was subnormal, or ended infinite or NaN.
+    coins: of its random word, a step uses the highest bit alone.
+    direction: how the hardware must round while the kernel runs. watched: subnormal results are flushed, and the
+    results count only if nothing overflowed, was subnormal, or ended infinite or NaN.
     quick: such a kernel, whose results, where they count, are this one's.
     """
 
@@ -134,15 +136,17 @@ class Contract:
     accumulator: Type
     draws: bool
     finish_draws: bool
+    coins: bool = False
     direction: Direction = "nearest"
+    watched: bool = False
     quick: Contract | None = None
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         functions = (*self.lifts, self.step, self.finish, self.combine or "")
-        parts = (*functions, self.chunk, self.loads, self.result, self.draws, self.finish_draws, self.direction)
-        return _digest("contract", *parts)
+        randomness, hardware = (self.draws, self.finish_draws, self.coins), (self.direction, self.watched)
+        return _digest("contract", *functions, self.chunk, self.loads, self.result, randomness, hardware)
 
 
 @dataclass(frozen=True, eq=False)

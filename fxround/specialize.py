@@ -318,8 +318,14 @@ def contract_kernel(
         accumulator=accumulator,
         draws=how.random,
         finish_draws=_finish_draws(last, rounding),
+        coins=_tosses_coins(how),
         quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
     )
+
+
+def _tosses_coins(how: Accumulation) -> bool:
+    """Whether a step's one rounding needs one random bit, and nothing else draws between two steps."""
+    return how.product is None and how.chunk is None and how.step.mode.random_bits == 1
 
 
 def _quick_contract(
@@ -333,7 +339,7 @@ def _quick_contract(
     if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
         return None
     a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
-    found = directed_step(how.step, a, b, acc)
+    found = directed_step(how.step, a, b, acc, random)
     if found is None:
         return None
     direction, value = found
@@ -352,9 +358,11 @@ def _quick_contract(
         loads=loads,
         result=result,
         accumulator="f32",
-        draws=False,
+        draws=how.random,
         finish_draws=_finish_draws(how.step, rounding),
+        coins=_tosses_coins(how),
         direction=direction,
+        watched=True,
     )
 
 

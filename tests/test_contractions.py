@@ -23,7 +23,7 @@ from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.rounding import round_expr
 from fxround.numerics.scalar import Function, param
-from fxround.numerics.truncation import up_or_down
+from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.contractions import Right, run_contract
@@ -60,6 +60,7 @@ DIRECTED = (
     "tf32/nearest_even",
     "ieee(8,23)/nearest_even",
     "ieee(8,2)/nearest_zero",
+    "binary32/up_down",
 )
 SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-126), 3.4e38, -3.4e38, 1e-30]
 KINDS = ("normal", "integers", "tiny", "huge", "special", "zeros", "halves")
@@ -153,6 +154,27 @@ def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate
             run_contract(kernel, left, right_operand, 0, DRAW),
             run_contract(replace(kernel, quick=None), left, right_operand, 0, DRAW),
         )
+
+
+def test_the_quick_up_down_is_not_trusted_where_binary32_ends() -> None:
+    """Sums of few quanta, which are exact where they are subnormal, and sums that end near the maximum."""
+    kernel = kernel_of("binary32/up_down")
+    rng = np.random.default_rng(1)
+    quanta = np.ldexp(rng.integers(-3, 4, (1, 300, 12)).astype(np.float32), rng.integers(-149, -124, (1, 300, 12)))
+    largest = rng.choice(np.float32([3.4028235e38, -3.4028235e38, 1.7e38, 1e31, 0]), (1, 300, 12))
+    ones = torch.ones(1, 12, 17)
+    for a in (torch.from_numpy(quanta), torch.from_numpy(largest)):
+        got = run_contract(kernel, a, Right.matrices(ones), 0, DRAW)
+        same(got, reference.contract(kernel, a.numpy(), ones.numpy(), KEY))
+
+
+def test_the_step_of_up_down_reaches_the_neighbour_of_every_significand() -> None:
+    x, random = param("x", "f32"), param("random", "u32")
+    step = Function("step", (x, random), (neighbour(x, random),))
+    values = np.arange(1 << 23, (1 << 24) + 1, dtype=np.float32)
+    for sign, coin, end in ((1, 1 << 31, math.inf), (1, 0, 0), (-1, (1 << 32) - 1, -math.inf), (-1, 0, 0)):
+        got = step.evaluate(sign * values, np.uint32(coin))[0]
+        assert np.array_equal(got, np.nextafter(sign * values, np.float32(end)))
 
 
 @pytest.mark.parametrize("isa", instruction_sets())

@@ -4,6 +4,8 @@ What is true here. Rounding twice in one direction is rounding once, so that wha
 zero to 24 bits, cut to fewer, is the exact value cut. Nearest needs one thing more: whether the exact value lies on a
 midpoint, and that can only be where its 24 bits do, seldom.
 
+up_down steps from the nearest value, which the hardware finds, and one more multiply-add takes the step.
+
 Why it is safe. Binary32 has fewer exponents than a chain is defined with: whoever runs these steps flushes subnormal
 results to zero, and looks afterwards at the hardware's flags (overflow, underflow, subnormal operand) and at the
 result (infinite or NaN). If any is raised the chain is run again by the general step; if none is, no value left
@@ -34,7 +36,7 @@ _DIRECTIONS: Final[dict[str, Direction]] = {
 HARDWARE_ROUNDED: Final = frozenset({"fadd", "fsub", "fmul", "fdiv", "sqrt", "fma", "narrow", "signed_to_f64"})
 
 
-def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr) -> tuple[Direction, Expr] | None:
+def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr) -> tuple[Direction, Expr] | None:
     """R(a * b + acc) of binary32 values, and the direction that the hardware must round in; None if there is none.
 
     rounding: of a format with binary32's exponents and subnormals that overflows to infinity.
@@ -42,6 +44,8 @@ def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr) -> tuple[Dire
     carrier = CARRIERS["f32"]
     drop = carrier.format.precision - rounding.format.precision
     mode = rounding.mode.name
+    if rounding.mode.jitter and not drop:
+        return "nearest", neighbour(fma(a, b, acc), random)
     nearest = mode.startswith("nearest_")
     if mode not in _DIRECTIONS or rounding.format.precision < 2 or drop < int(nearest):
         return None
@@ -55,6 +59,21 @@ def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr) -> tuple[Dire
     if outward is not None:
         code = code + select(outward, unit - 1, code ^ code)
     return direction, from_bits(code & (1 << 32) - unit)
+
+
+def neighbour(x: Expr, random: Expr) -> Expr:
+    """The next binary32 value away from zero, or towards it: x + x c to nearest, |c| = 5/4 2^-24. Zeros stay.
+
+    Let x = m 2^e with 2^23 <= m < 2^24, so that the term is between 0.62 and 1.25 quanta of 2^e. Away from zero the
+    nearest value is m + 1, also where that is 2^24: the next one is 2 further. Towards zero it is m - 1, if m > 2^23;
+    and from 2^23, below which values are half a quantum apart, 2^23 - 0.625 is nearest to 2^23 - 1/2.
+    """
+    sign = (random & (1 << 31)) ^ (1 << 31)
+    return fma(x, from_bits(sign | _STEP), x)
+
+
+# The encoding of 5/4 2^-24.
+_STEP: Final = 127 - 24 << 23 | 1 << 21
 
 
 def _nearest(mode: str, unit: int, a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:

@@ -135,7 +135,10 @@ def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
     for k in range(length):
         left = kernel.lifts[0].evaluate(a[:, :, k, None])[0]
         right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
-        acc = kernel.step.evaluate(left, right, acc, streams.draw(..., kernel.draws))[0]
+        if not kernel.coins or k % 32 == 0:
+            word = streams.draw(..., kernel.draws)
+        shared = word << np.uint32(k % 32) if kernel.coins else word
+        acc = kernel.step.evaluate(left, right, acc, shared)[0]
         if kernel.combine is not None and ((k + 1) % kernel.chunk == 0 or k + 1 == length):
             total = kernel.combine.evaluate(total, acc, streams.draw(..., kernel.draws))[0]
             acc = np.zeros_like(acc)

@@ -333,13 +333,13 @@ _COMBINE: Final = """      if ((k + 1) % {chunk} == 0 || k + 1 == shape.length) 
 def _contract(kernel: Contract) -> str:
     name, chunked = kernel_name(kernel), kernel.combine is not None
     finish = f"{name}_finish({'total' if chunked else 'acc'}, {_bits(kernel.finish_draws, 'state')})"
-    step_bits = _bits(kernel.draws, "state")
+    step_bits = "word = k % 32 ? word << 1 : draw(state)" if kernel.coins else _bits(kernel.draws, "state")
     body = _CONTRACT.format(
         name=name,
         a=MEMORY[kernel.loads[0]],
         b=MEMORY[kernel.loads[1]],
         type=TYPES[kernel.accumulator],
-        start=_stream(kernel, "    u64 state", "i"),
+        start=_stream(kernel, "    u64 state", "i") + ("    u32 word = 0;\n" if kernel.coins else ""),
         x=_element(kernel.loads[0], "left[k * shape.a_length]"),
         y=_element(kernel.loads[1], "right[k * shape.b_length]"),
         step_bits=step_bits,

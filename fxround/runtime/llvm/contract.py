@@ -38,7 +38,7 @@ def build_contract(variant: ContractVariant) -> str:
     """
     module = ir.Module("contract")
     args = [*((n, I64) for n in SIZES + STRIDES), *((n, PTR) for n in POINTERS)]
-    b, a = define(module, "contract", args, variant.kernel.direction)
+    b, a = define(module, "contract", args, variant.kernel.direction, variant.kernel.watched)
     work = Item(b, a, variant)
     # A sum of no products still has one block, of no steps: it stores +0.
     some = b.icmp_signed(">", a["length"], I64(0))

@@ -28,21 +28,26 @@ I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
 # All exceptions masked, round to nearest, subnormals kept: the state in which a process starts.
 _MXCSR: Final = 0x1F80
-# Rounding control, and the flush of subnormal results, which raises underflow even where the result was exact.
-_DIRECTIONS: Final[dict[Direction, int]] = {"nearest": 0, "down": 0xA000, "up": 0xC000, "zero": 0xE000}
+_DIRECTIONS: Final[dict[Direction, int]] = {"nearest": 0, "down": 0x2000, "up": 0x4000, "zero": 0x6000}
+# Subnormal results become zero, which raises underflow even where the result was exact.
+_FLUSH: Final = 0x8000
 # Subnormal operand, overflow, underflow.
 _RAISED: Final = 0x1A
 MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16}
 
 
 def define(
-    module: ir.Module, name: str, args: Sequence[tuple[str, Any]], direction: Direction = "nearest"
+    module: ir.Module,
+    name: str,
+    args: Sequence[tuple[str, Any]],
+    direction: Direction = "nearest",
+    watched: bool = False,
 ) -> tuple[ir.IRBuilder, dict[str, Any]]:
     """A void function of the module, its builder at the entry block, and its arguments by name.
 
     What is exported under ``name`` calls it with the floating-point environment that IEEE 754 starts with, and
     gives the caller's back: neither a flush of subnormals nor a rounding direction set outside can reach it.
-    direction: other than "nearest", the function runs with that rounding direction, flushes subnormal results, and
+    direction: the rounding direction that the function runs with. watched: it flushes subnormal results, and
     its argument ``flags`` (a pointer to an i32) is set to nonzero where anything overflowed or was subnormal.
     """
     kind = ir.FunctionType(ir.VoidType(), [t for _, t in args])
@@ -55,26 +60,26 @@ def define(
         if isinstance(type_, ir.PointerType) and label != "out":
             argument.add_attribute("noalias")
     labels = [label for label, _ in args]
-    _export(module, name, function, direction, labels)
+    _export(module, name, function, _DIRECTIONS[direction] | (_FLUSH if watched else 0), labels)
     return ir.IRBuilder(function.append_basic_block("entry")), dict(zip(labels, function.args, strict=True))
 
 
-def _export(module: ir.Module, name: str, function: ir.Function, direction: Direction, labels: list[str]) -> None:
+def _export(module: ir.Module, name: str, function: ir.Function, control: int, labels: list[str]) -> None:
     outer = ir.Function(module, function.function_type, name)
     b = ir.IRBuilder(outer.append_basic_block("entry"))
     if platform.machine() not in ("x86_64", "AMD64"):
-        assert direction == "nearest", "this processor's rounding direction is not set here"
+        assert control == 0, "this processor's rounding direction and flags are not set here"
         b.call(function, outer.args)
         b.ret_void()
         return
     kind = ir.FunctionType(ir.VoidType(), [PTR])
     save, load = (ir.Function(module, kind, f"llvm.x86.sse.{n}mxcsr") for n in ("st", "ld"))
     theirs, ours = scratch(b, I32, 1), scratch(b, I32, 1)
-    b.store(I32(_MXCSR | _DIRECTIONS[direction]), ours)
+    b.store(I32(_MXCSR | control), ours)
     b.call(save, [theirs])
     b.call(load, [ours])
     b.call(function, outer.args)
-    if direction != "nearest":
+    if control & _FLUSH:
         b.call(save, [ours])
         flags = outer.args[labels.index("flags")]
         b.store(b.or_(b.load(flags, typ=I32), b.and_(b.load(ours, typ=I32), I32(_RAISED))), flags)

@@ -93,7 +93,11 @@ def build_planes(variant: PlanesVariant) -> str:
     """
     module = ir.Module("planes")
     b, a = define(
-        module, "planes", [*((n, I64) for n in SIZES), *((n, PTR) for n in POINTERS)], variant.kernel.direction
+        module,
+        "planes",
+        [*((n, I64) for n in SIZES), *((n, PTR) for n in POINTERS)],
+        variant.kernel.direction,
+        variant.kernel.watched,
     )
     work = _Planes(b, a, variant)
     with count(b, a["begin"], a["end"]) as item:
@@ -225,7 +229,7 @@ class _Planes:
         b, a, combine = self.b, self.a, self.kernel.combine
         offsets = [b.add(position, I64(v * self.lanes)) for v in range(vectors)]
         states = [self._start(offset) for offset in offsets] if self.variant.streams else []
-        carried = Carried(b, [self.steps.zero] * vectors + states)
+        carried = self.steps.carried([self.steps.zero] * vectors, states)
         here = at(b, self.planes, position, self.value)
         if combine is None:
             self._take(carried, here, vectors, I64(0), a["length"])
@@ -253,7 +257,7 @@ class _Planes:
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
         """Steps first ... end."""
         b = self.b
-        with count(b, first, end) as k:
+        with self.steps.along(first, end, carried, vectors) as k:
             values = carried.load()
             one = b.load(at(b, self.weights, k, self.value), typ=self.value, align=4)
             left = splat(b, one, self.lanes)

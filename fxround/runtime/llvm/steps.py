@@ -1,7 +1,7 @@
 """The arithmetic of a contraction's results in registers: begin, step, combine, finish, each with its random bits.
 
-What is true here. Accumulators come first in a list of carried values, their streams behind them in the same order;
-kernels that draw nothing carry no streams.
+What is true here. Accumulators come first in a list of carried values, their streams behind them in the same order,
+and where 32 steps share a word, the words behind those; kernels that draw nothing carry no streams.
 
 Why it is safe. Both loop nests of a contraction (``tile``, ``planes``) compute through here, so that they cannot differ
 in a step.
@@ -12,7 +12,9 @@ in a step.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 from llvmlite import ir
 
@@ -21,9 +23,11 @@ from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.scalar import WIDTH
 from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.fusions import fusions_for
-from fxround.runtime.llvm.loops import I32, load_vector, scratch
-from fxround.runtime.llvm.render import emit, literal
+from fxround.runtime.llvm.loops import I32, I64, Carried, count, load_vector, scratch
+from fxround.runtime.llvm.render import emit, literal, splat
 from fxround.runtime.llvm.streams import advance
+
+_COINS: Final = 32
 
 
 class Steps:
@@ -32,7 +36,6 @@ class Steps:
     def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine) -> None:
         self.b, self.kernel, self.lanes = b, kernel, lanes
         self.fuse = fusions_for(machine, lanes)
-        self.directed = kernel.direction != "nearest"
         self.bad = scratch(b, I32, 1)
         b.store(I32(0), self.bad)
 
@@ -50,9 +53,33 @@ class Steps:
         """``lanes`` stored elements of an operand as accumulators."""
         return self.lift(operand, load_vector(self.b, address, self.kernel.loads[operand], lanes), lanes)
 
-    def step(self, values: list[Any], count: int, place: int, left: Any, right: Any) -> None:
-        """acc = step(a, b, acc, random) of one place among ``count``."""
-        operands = [left, right, values[place], self._draw(values, count, place)]
+    def carried(self, accumulators: Sequence[Any], states: Sequence[Any]) -> Carried:
+        """What a loop over k carries."""
+        words = [literal("u32", 0, self.lanes)] * (len(accumulators) if self.kernel.coins else 0)
+        return Carried(self.b, [*accumulators, *states, *words])
+
+    @contextmanager
+    def along(self, begin: Any, end: Any, carried: Carried, places: int) -> Iterator[Any]:
+        """for (k = begin; k < end; ++k), the words of 32 steps drawn on the way; begin is a multiple of 32."""
+        b = self.b
+        if not self.kernel.coins:
+            with count(b, begin, end) as k:
+                yield k
+            return
+        with count(b, begin, end, _COINS) as first:
+            values = carried.load()
+            for place in range(places):
+                word, state = advance(b, values[places + place], self.lanes, True)
+                values[places + place], values[2 * places + place] = state, word
+            carried.store(values)
+            last = b.add(first, I64(_COINS))
+            with count(b, first, b.select(b.icmp_signed("<", last, end), last, end)) as k:
+                self._coin = splat(b, b.lshr(I32(1 << 31), b.trunc(b.sub(k, first), I32)), self.lanes)
+                yield k
+
+    def step(self, values: list[Any], places: int, place: int, left: Any, right: Any) -> None:
+        """acc = step(a, b, acc, random) of one place among ``places``."""
+        operands = [left, right, values[place], self._draw(values, places, place)]
         (values[place],) = emit(self.kernel.step, self.b, operands, self.lanes, self.fuse)
 
     def combine(self, values: list[Any], totals: list[Any]) -> None:
@@ -64,7 +91,7 @@ class Steps:
 
     def finish(self, value: Any, state: Any) -> Any:
         """The store's rounding."""
-        if self.directed:
+        if self.kernel.watched:
             self._look_at(value)
         bits, _ = advance(self.b, state, self.lanes, self.kernel.finish_draws)
         (rounded,) = emit(self.kernel.finish, self.b, [value, bits], self.lanes)
@@ -72,14 +99,18 @@ class Steps:
 
     def report(self, flags: Any) -> None:
         """Say whether a result was infinite or NaN, where that makes the results not count."""
-        if self.directed:
+        if self.kernel.watched:
             b = self.b
             b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
 
-    def _draw(self, values: list[Any], count: int, place: int) -> Any:
+    def _draw(self, values: list[Any], places: int, place: int) -> Any:
         if not self.kernel.draws:
             return literal("u32", 0, self.lanes)
-        bits, values[count + place] = advance(self.b, values[count + place], self.lanes, True)
+        if self.kernel.coins:
+            b, word = self.b, values[2 * places + place]
+            tossed = b.icmp_unsigned("!=", b.and_(word, self._coin), literal("u32", 0, self.lanes))
+            return b.select(tossed, literal("u32", 1 << 31, self.lanes), literal("u32", 0, self.lanes))
+        bits, values[places + place] = advance(self.b, values[places + place], self.lanes, True)
         return bits
 
     def _look_at(self, value: Any) -> None:

@@ -91,6 +91,8 @@ def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
     work = _usual(kernel.step)
     if work < 3:
         return ContractVariant(kernel, lanes, 2, (14, 8, 4, 2, 1) if many else (6, 3, 1), pitch, machine)
+    if kernel.coins and kernel.accumulator == "f32":
+        return ContractVariant(kernel, lanes, 2, (6, 4, 2, 1) if many else (2, 1), pitch, machine)
     if kernel.accumulator == "f32":
         return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch, machine)
     if work < 20:
@@ -205,7 +207,7 @@ class Item:
         places = [(b.add(row, I64(r)), v) for r in range(rows) for v in range(vectors)]
         line = at(b, self.left, b.mul(b.sub(row, self.first_row), I64(self.variant.pitch)), self.value)
         carried = self._begin(places, block)
-        with count(b, I64(0), block.steps) as i:
+        with self.steps.along(I64(0), block.steps, carried, len(places)) as i:
             values = carried.load()
             here = at(b, line, i, self.value)
             right = [b.load(self.packed(i, v), typ=self.vector, align=4) for v in range(vectors)]
@@ -243,10 +245,12 @@ class Item:
         b, lanes, streams = self.b, self.lanes, self.variant.streams
         slots = [self._slots(row, v) for row, v in places]
         states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
-        carried = Carried(b, [self.steps.zero] * len(places) + states)
+        carried = self.steps.carried([self.steps.zero] * len(places), states)
         if self.kernel.combine is None:
             with b.if_then(b.not_(block.first)):
-                carried.store([b.load(acc, typ=self.vector, align=4) for acc, _ in slots] + states)
+                values = carried.load()
+                values[: len(places)] = [b.load(acc, typ=self.vector, align=4) for acc, _ in slots]
+                carried.store(values)
         return carried
 
     def _park(self, places: list[tuple[Any, int]], values: list[Any]) -> None:
