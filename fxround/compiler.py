@@ -93,9 +93,9 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _following(seed: int, sample: int) -> tuple[int, int]:
-    """What (seed, sample) become after a training step: 2^32 samples are a seed's."""
-    return (seed, sample + 1) if sample + 1 < 1 << 32 else (seed + 1, 0)
+def _following(seed: int, sample: int, processes: int) -> tuple[int, int]:
+    """What (seed, sample) become after a training call of each process: 2^32 samples are a seed's."""
+    return (seed, sample + processes) if sample + 2 * processes <= 1 << 32 else (seed + 1, 0)
 
 
 class RoundedModule(nn.Module):
@@ -113,7 +113,7 @@ class RoundedModule(nn.Module):
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
         self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse)
-        self.__dict__.update(_entries={}, _latest=None)
+        self.__dict__.update(_entries={}, _latest=None, _rank=0, _processes=1)
         self.__dict__["_differentiated"] = set()
 
     source: nn.Module
@@ -121,6 +121,8 @@ class RoundedModule(nn.Module):
     strict: bool | None
     rng: Tensor
     fuse: bool
+    _rank: int
+    _processes: int
     _entries: dict[Any, list[Entry]]
     _latest: Entry | None
     _differentiated: set[int]
@@ -148,10 +150,13 @@ class RoundedModule(nn.Module):
             entry = self._entry(args, kwargs)
         if wanted and not self.training:
             return self._differentiable_in_eval(entry, args, kwargs)
+        if not entry.step or not self.training:
+            with torch.set_grad_enabled(wanted):
+                return entry.run(leaves, self.rng)
+        seed, sample = self.rng.tolist()
         with torch.set_grad_enabled(wanted):
-            result = entry.run(leaves, self.rng)
-        if entry.step and self.training:
-            self.reseed(*_following(*self.rng.tolist()))
+            result = entry.run(leaves, random_state(seed, sample + self._rank))
+        self.reseed(*_following(seed, sample, self._processes))
         return result
 
     def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -237,6 +242,18 @@ class RoundedModule(nn.Module):
     def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
         """Set what the random bits are a function of; no graph is captured anew. Returns the module itself."""
         self.rng = random_state(seed, sample)
+        return self
+
+    def distribute(self, rank: int, processes: int) -> RoundedModule:
+        """Train as one of several processes, each of which draws random bits of its own.
+
+        A call that trains draws with the sample + rank and leaves the sample + processes behind. So (seed, sample)
+        stays the same in every process, and one process that makes the calls of all, in the order of their ranks, draws
+        the same bits. Other calls draw with the sample. Returns the module itself. ValueError for a rank outside.
+        """
+        if not 0 <= rank < processes:
+            raise ValueError(f"rank {rank} of {processes} processes: expected 0 to {processes - 1}")
+        self.__dict__.update(_rank=rank, _processes=processes)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -103,6 +103,17 @@ def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
     return Wide(select(high < risen, high, risen))
 
 
+def _chosen(compared: Callable[[Expr, Expr], Expr]) -> Callable[..., Wide]:
+    """(a, b, x, y) to x where ``compared(a, b)``, else y: no comparison holds of a NaN."""
+
+    def choose(*operands: Expr) -> Wide:
+        wide = any(o.type == "f64" for o in operands)
+        a, b, x, y = map(widen_exactly, operands) if wide else operands
+        return Wide(select(compared(a, b), x, y))
+
+    return choose
+
+
 def _product(a: Expr, b: Expr) -> Wide:
     value = a * b
     # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64.
@@ -161,6 +172,9 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("abs", 1, lambda x: Wide(absolute(x)), exact=True),
     Operator("relu", 1, lambda x: Wide(select(x < 0.0, 0.0, x)), exact=True),
     Operator("clamp", 3, _clamped, exact=True),
+    Operator("where_lt", 4, _chosen(lambda a, b: a < b), exact=True),
+    Operator("where_le", 4, _chosen(lambda a, b: (a < b) | a.equals(b)), exact=True),
+    Operator("where_eq", 4, _chosen(lambda a, b: a.equals(b)), exact=True),
     Operator("add", 2, two_sum, lambda a, b: a + b),
     Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
     Operator("mul", 2, _product, lambda a, b: a * b, residual=True),

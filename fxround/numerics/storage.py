@@ -1,8 +1,8 @@
-"""How tensors store values: four dtypes, two of them 16 bits wide, all exact in a carrier.
+"""How tensors store values: four dtypes, two of them 16 bits wide, all exact in a carrier; and masks, which are read.
 
 What is true here. float32 and float64 tensors are their own carriers. float16 and bfloat16 are read into
 binary32, where every value of theirs is exact, and written back from values that were rounded to them
-before: loading and storing never round.
+before: loading and storing never round. A mask's byte is read as 0.0 or 1.0, and no result is stored as one.
 
 Why it is safe. The conversions are integer operators, and one subtraction of normal binary32 numbers
 that is exact, so flush-to-zero modes cannot reach them.
@@ -18,17 +18,18 @@ from typing import Final, Literal
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.scalar import Expr, Type, bits, const, from_bits, minimum, select
 
-Storage = Literal["f32", "f64", "f16", "bf16"]
+Storage = Literal["f32", "f64", "f16", "bf16", "mask"]
 
 FORMAT_OF: Final[dict[Storage, Format]] = {
     "f32": FORMATS["binary32"],
     "f64": FORMATS["binary64"],
     "f16": FORMATS["binary16"],
     "bf16": FORMATS["bfloat16"],
+    "mask": Format.custom(precision=1, emin=0, maximum=1.0, signed=False, inf=False, nan=False, subnormals=False),
 }
-# The IR type of a stored element: a 16-bit code travels in the low half of a u32.
-ELEMENT_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "u32", "bf16": "u32"}
-CARRIER_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "f32", "bf16": "f32"}
+# The IR type of a stored element: a shorter code travels in the low part of a u32.
+ELEMENT_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "u32", "bf16": "u32", "mask": "u32"}
+CARRIER_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "f32", "bf16": "f32", "mask": "f32"}
 
 
 def load(element: Expr, storage: Storage) -> Expr:
@@ -37,11 +38,15 @@ def load(element: Expr, storage: Storage) -> Expr:
         return from_bits(element << 16)
     if storage == "f16":
         return _load_binary16(element)
+    if storage == "mask":
+        return select(element.equals(0), const("f32", 0.0), 1.0)
     return element
 
 
 def store(value: Expr, storage: Storage) -> Expr:
-    """A value of the carrier, already a value of the storage's format, as a stored element."""
+    """A value of the carrier, already a value of the storage's format, as a stored element. ValueError for a mask."""
+    if storage == "mask":
+        raise ValueError("a result cannot be stored as a mask: masks are read, never written")
     if storage == "bf16":
         return bits(value) >> 16
     if storage == "f16":

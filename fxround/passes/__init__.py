@@ -18,6 +18,7 @@ from torch import fx
 
 from fxround.graph import ORIGIN, settle
 from fxround.passes.assign import assign
+from fxround.passes.choose import choose
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.draws import lower_draws
@@ -29,6 +30,7 @@ from fxround.passes.reductions import lower_reductions
 from fxround.passes.results import round_results, round_selections
 from fxround.passes.rewrite import Pass, Plan
 from fxround.passes.verify import verify, verify_accounted
+from fxround.program import EXACT
 from fxround.tracing import quickened, uncollected
 
 PIPELINE: Final[tuple[Pass, ...]] = (
@@ -75,11 +77,17 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
 
     Raises VerificationError if a fused value has another shape or dtype than before.
     """
-    fused = fuse(lowered)
-    settle(fused, [node for node in fused.graph.nodes if node.target is torch.ops.fxround.fused.default])
+    fused = fuse(choose(lowered))
+    settle(fused, [node for node in fused.graph.nodes if _is_made(node)])
     verify(fused, fuse.__name__)
     fused.recompile()
     return fused
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Whether ``optimize`` made the node's program."""
+    chosen = node.target is torch.ops.fxround.pointwise.default and str(node.args[1]).endswith(f"@ {EXACT}")
+    return chosen or node.target is torch.ops.fxround.fused.default
 
 
 __all__ = ["PIPELINE", "Plan", "lower", "optimize"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
@@ -38,6 +38,8 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
 }
+# What a map reads besides.
+LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
 _MAP: Final = signature(4, 5)
 _WORD: Final = (1 << 32) - 1
 # A thread is worth waking for this many scalar steps.
@@ -77,16 +79,16 @@ class Draw:
         return (ctypes.c_uint32 * len(words))(*words)
 
 
-def storage_of(x: Tensor, what: str) -> Storage:
-    """The storage of a dense CPU tensor of a real floating dtype; a clear error for anything else."""
+def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
+    """The storage of a dense CPU tensor of a known dtype, a real floating one; a clear error for anything else."""
     if x.layout != torch.strided or x.is_quantized:
         raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
-    if x.dtype not in STORAGES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in STORAGES)
+    if x.dtype not in known:
+        names = ", ".join(str(d).removeprefix("torch.") for d in known)
         raise TypeError(f"{what}: got dtype {x.dtype}; expected one of {names}")
     if x.device.type != "cpu":
         raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
-    return STORAGES[x.dtype]
+    return known[x.dtype]
 
 
 def _array(values: Sequence[int]) -> Any:
@@ -140,8 +142,8 @@ def run_map(
 
 
 def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
-    """How the operands are stored; what cannot be an operand raises."""
-    return tuple(storage_of(x, f"operand {i}") for i, x in enumerate(operands))
+    """How a map's operands are stored, masks among them; what cannot be an operand raises."""
+    return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
 
 
 def result_storage(dtype: torch.dtype) -> Storage:

@@ -30,7 +30,7 @@ from fxround.kernel import Map, Reduce
 from fxround.numerics.randomness import BLOCK
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import current_set
-from fxround.runtime.execute import STORAGES, Draw, MapCall, dtype_of
+from fxround.runtime.execute import LOADS, STORAGES, Draw, MapCall, dtype_of
 from fxround.runtime.library import KERNELS
 from fxround.runtime.lines import Lines
 from fxround.runtime.reducing import Loops, loops_for
@@ -61,7 +61,7 @@ class Shape:
 def _shape(node: fx.Node) -> Shape | None:
     """The rows of a node that can be a part of a chain."""
     value = float_value(node)
-    if node.op != "call_function" or not all(float_value(n) is not None for n in _tensors(node)):
+    if node.op != "call_function" or not all(_is_operand(n) for n in _tensors(node)):
         return None
     if node.target is _FUSED:
         value = node.meta["val"][0]
@@ -77,6 +77,12 @@ def _shape(node: fx.Node) -> Shape | None:
     if value is None or value.dim() < 2 or not isinstance(value.shape[-1], int):
         return None
     return Shape(str(tuple(value.shape[:-1])), value.shape[-1] if value.shape[-1] > 1 else None)
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Whether a kernel can read the node: a float or a mask."""
+    value = node.meta.get("val")
+    return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -174,7 +180,7 @@ class Rows(nn.Module):
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
         self.whole = _subgraph(graph, nodes, inputs)
-        self.rng = next(i for i, n in enumerate(inputs) if float_value(n) is None)
+        self.rng = next(i for i, n in enumerate(inputs) if not _is_operand(n))
         own = set(nodes)
         values = [*inputs, *(n for n in nodes if n.target is not _FUSED)]
         place = {node: i for i, node in enumerate(values)}
@@ -285,7 +291,7 @@ def _key(node: fx.Node, rng: Tensor) -> Any:
 
 def _map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
     """The kernel of a map over these operands."""
-    loads, text = tuple(STORAGES[x.dtype] for x in operands), str(node.args[1])
+    loads, text = tuple(LOADS[x.dtype] for x in operands), str(node.args[1])
     if node.target is _FUSED:
         return texts.fused(text, loads, str(node.args[2]))
     return texts.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]

@@ -32,7 +32,9 @@ from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.runtime.cuda.limbs import LIMBS, SIZES
 from fxround.runtime.cuda.source import TYPES, device_function
 
-MEMORY: Final = MappingProxyType({"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short"})
+MEMORY: Final = MappingProxyType(
+    {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
+)
 MAX_DIMS: Final = 8
 
 SHAPE: Final = (
@@ -117,7 +119,7 @@ def _pointer(storage: Storage, name: str, readonly: bool = True) -> str:
 
 def _element(storage: Storage, place: str) -> str:
     """A stored element as a scalar body takes it: a 16-bit code as a u32."""
-    return f"(u32){place}" if MEMORY[storage] == "unsigned short" else place
+    return f"(u32){place}" if MEMORY[storage].startswith("unsigned") else place
 
 
 def _stored(storage: Storage, value: str) -> str:

@@ -22,6 +22,7 @@ from fxround.numerics.storage import ELEMENT_OF, Storage
 from fxround.numerics.truncation import Direction
 from fxround.runtime.llvm.render import SCALARS, llvm_type
 
+I8: Final = ir.IntType(8)
 I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
@@ -33,7 +34,7 @@ _DIRECTIONS: Final[dict[Direction, int]] = {"nearest": 0, "down": 0x2000, "up": 
 _FLUSH: Final = 0x8000
 # Subnormal operand, overflow, underflow.
 _RAISED: Final = 0x1A
-MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16}
+MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16, "mask": I8}
 
 
 def define(
@@ -154,7 +155,7 @@ def store_vector(b: ir.IRBuilder, value: Any, address: Any, storage: Storage, la
     b.store(value, address, align=MEMORY_BYTES[storage])
 
 
-MEMORY_BYTES: Final[dict[Storage, int]] = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2}
+MEMORY_BYTES: Final[dict[Storage, int]] = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "mask": 1}
 
 
 def copy_elements(b: ir.IRBuilder, target: Any, source: Any, number: Any, type_: Any) -> None:

@@ -27,6 +27,7 @@ from fxround.runtime.llvm.loops import (
     I32,
     I64,
     MEMORY,
+    MEMORY_BYTES,
     PTR,
     at,
     copy_elements,
@@ -222,7 +223,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(0)))):
         one = splat(b, b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), STRIDE)
         for i in range(0, BLOCK, STRIDE):
-            b.store(one, at(b, buffer, I64(i), memory), align=2)
+            b.store(one, at(b, buffer, I64(i), memory), align=MEMORY_BYTES[storage])
         b.ret(buffer)
     with count(b, I64(0), number) as i:
         b.store(b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), at(b, buffer, i, memory))

@@ -1,0 +1,172 @@
+"""Two gloo processes: they agree with themselves, and with one process that accumulates their batches in order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxround
+from fxround import Policy, Rule
+from fxround.compiler import RoundedModule
+from fxround.runtime.execute import Draw, run_map
+from fxround.training import compile_optimizer
+
+dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo backend", allow_module_level=True)
+
+from fxround.training.distributed import average_in_order, average_program  # noqa: E402
+
+STEPS, PROCESSES = 3, 2
+LOW = Policy.preset("reproducible").with_rules(
+    Rule("2", role="gradient", direction="backward", rounding="bfloat16/stochastic"), name="low gradients of layer 2"
+)
+POLICIES: dict[str, Any] = {"reproducible": "reproducible", "low": LOW}
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.3), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """One for every rank of every step."""
+    g = torch.Generator().manual_seed(1)
+    sizes = [4] * (STEPS * PROCESSES - 1) + [3]
+    return [(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)) for n in sizes]
+
+
+def train(policy: str, gradients: Callable[[RoundedModule, int], None], compiled: RoundedModule) -> list[Tensor]:
+    """The weights after some steps; gradients(compiled, step) sets the gradients of a step."""
+    optimizer = compile_optimizer(torch.optim.SGD(compiled.parameters(), lr=0.5, momentum=0.9), "reproducible")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients(compiled, step)
+        optimizer.step()
+    return [p.detach().clone() for p in compiled.parameters()]
+
+
+def as_a_rank(store: str, out: str, rank: int) -> None:
+    """What each of the two processes does: every policy, one of them with one large bucket and with small ones."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+    found: dict[str, Any] = {}
+    for name, policy in POLICIES.items():
+        # A bucket of 1 kB holds a parameter or two, one of 25 MB all of them.
+        for megabytes in (25.0, 0.001) if name == "low" else (25.0,):
+            compiled = fxround.compile(build(), policy, seed=7)
+            ddp = nn.parallel.DistributedDataParallel(compiled, bucket_cap_mb=megabytes)
+            average_in_order(ddp)
+
+            def step_of(compiled: RoundedModule, step: int, ddp: nn.Module = ddp) -> None:
+                x, target = batches()[step * PROCESSES + rank]
+                F.cross_entropy(ddp(x), target).backward()
+
+            weights = train(name, step_of, compiled)
+            state = {k.removeprefix("module."): v for k, v in ddp.state_dict().items()}
+            found[f"{name} {megabytes}"] = (weights, state["fxround_rng"], len(compiled._entries))
+    torch.save(found, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    place = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", __file__, str(place / "store"), str(place / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fxround.__file__).parent.parent)}
+    started = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(PROCESSES)]
+    try:
+        assert [process.wait(120) for process in started] == [0] * PROCESSES
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(f"{place / 'out'}.{rank}") for rank in range(PROCESSES)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_processes_agree_whatever_the_buckets(policy: str, ranks: list[dict[str, Any]]) -> None:
+    results = [found for rank in ranks for key, found in rank.items() if key.startswith(policy)]
+    assert len(results) == (4 if policy == "low" else 2)
+    assert not same(results[0][0], [p.detach() for p in build().parameters()])
+    for weights, rng, graphs in results:
+        assert same(weights, results[0][0])
+        # The short last batch of the second rank needs no graph of its own.
+        assert rng.tolist() == [7, STEPS * PROCESSES] and graphs == 1
+
+
+def test_two_processes_are_one_that_accumulates_in_order(ranks: list[dict[str, Any]]) -> None:
+    """Dropout included: process r of step t draws with the sample 2 t + r."""
+
+    def accumulate(compiled: RoundedModule, step: int) -> None:
+        for rank in range(PROCESSES):
+            x, target = batches()[step * PROCESSES + rank]
+            F.cross_entropy(compiled(x), target).backward()
+        for p in compiled.parameters():
+            assert p.grad is not None
+            p.grad /= PROCESSES
+
+    assert same(
+        train("reproducible", accumulate, fxround.compile(build(), "reproducible", seed=7)),
+        ranks[0]["reproducible 25.0"][0],
+    )
+
+
+def test_sums_are_rounded_as_the_policy_says(ranks: list[dict[str, Any]]) -> None:
+    def rounded(compiled: RoundedModule, step: int) -> None:
+        parts = []
+        for rank in range(PROCESSES):
+            x, target = batches()[step * PROCESSES + rank]
+            parts.append(torch.autograd.grad(F.cross_entropy(compiled(x), target), list(compiled.parameters())))
+        for k, (name, p) in enumerate(compiled.named_parameters()):
+            text = "bfloat16/stochastic" if name.startswith("2.") else "binary32"
+            program = f"t0 = add(x0, x1) @ {text}; t1 = div(t0, 2) @ {text}"
+            draw = Draw(7, (step + 1) * PROCESSES, (1 << 32) - 1 - k)
+            p.grad = run_map(fxround.program.Program.parse(program), [g[k] for g in parts], torch.float32, draw)
+
+    compiled = fxround.compile(build(), LOW, seed=7)
+    assert same(train("low", rounded, compiled), ranks[0]["low 25.0"][0])
+
+
+def test_the_average_of_many() -> None:
+    program = average_program(Policy.preset("bfloat16"), "", torch.float32, 4)
+    assert str(program).count("bfloat16/nearest_even") == 4 and program.arity == 4
+    assert "binary64/nearest_even" in str(average_program(Policy.preset("identity"), "", torch.float64, 1))
+    with pytest.raises(TypeError, match="real floating"):
+        average_program(Policy.preset("identity"), "", torch.complex64, 2)
+
+
+def test_wrong_modules_and_ranks_are_told() -> None:
+    compiled = fxround.compile(nn.Linear(2, 2), "reproducible")
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        average_in_order(compiled)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        compiled.distribute(2, 2)
+
+
+def test_a_rank_draws_bits_of_its_own() -> None:
+    x = torch.ones(50, 6)
+    alone = fxround.compile(build(), "stochastic", seed=3)
+    second = fxround.compile(build(), "stochastic", seed=3).distribute(1, 2)
+    first_call, second_call = alone(x), alone(x)
+    assert torch.equal(second(x), second_call) and not torch.equal(first_call, second_call)
+    assert second.rng.tolist() == alone.rng.tolist() == [3, 2]
+    with torch.no_grad():
+        assert torch.equal(second(x), alone(x))
+
+
+if __name__ == "__main__":
+    as_a_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]))
