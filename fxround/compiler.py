@@ -229,11 +229,16 @@ class RoundedModule(nn.Module):
     def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
         """The same model under another policy, with the same seed and sample, and node for node the same graphs.
 
-        What is captured is lowered anew, not captured anew. Raises PolicyError and what lowering raises.
+        What is captured is lowered anew, not captured anew, unless the policy has other definitions of composite
+        operators, or one of the two treats gradients of roundings. Raises PolicyError and what lowering raises.
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
+        same = other.policy.definitions == self.policy.definitions
+        as_marked = other.policy.treats_gradients == self.policy.treats_gradients
         for key, entries in self._entries.items():
+            if not same or not (as_marked or all(entry.step is None for entry in entries)):
+                continue
             other._entries[key] = [other._lowered(entry.captured) for entry in entries]
             if self._latest in entries:
                 other._latest = other._entries[key][entries.index(self._latest)]
@@ -370,8 +375,9 @@ class RoundedModule(nn.Module):
     def _compile(self, args: Any, kwargs: Any) -> Entry:
         _require_arguments(self.source, args, kwargs)
         _require_dtypes(self.source, args, kwargs)
+        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
         try:
-            captured = capture(self.source, args, kwargs, decompositions())
+            captured = capture(self.source, args, kwargs, formulas, marked)
         except CaptureError as error:
             refusal = error
         else:

@@ -1,7 +1,8 @@
 """``fxround.round``: the rounding of a tensor or an array, eagerly.
 
 What is true here. The result has the operand's type, dtype and shape; the carrier is binary64 for float64 and
-binary32 for the rest, so a float64 value is rounded from its own bits. Gradients pass straight through.
+binary32 for the rest, so a float64 value is rounded from its own bits. Gradients pass straight through, are zero where
+the rounding clamped, or are rounded themselves (numerics.gradients).
 
 Why it is safe. It is the program ``t0 = identity(x0) @ R`` of the compiled graphs, run by the same kernel.
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.program import Program, Statement
 from fxround.runtime.execute import Draw, run_map, storage_of
@@ -31,7 +33,14 @@ def rounding_program(rounding: Rounding) -> Program:
 
 
 @overload
-def round(x: Tensor, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: Tensor | None = None) -> Tensor: ...
+def round(
+    x: Tensor,
+    rounding: str | Rounding,
+    seed: int = 0,
+    sample: int = 0,
+    out: Tensor | None = None,
+    gradient: str | Gradient = STRAIGHT,
+) -> Tensor: ...
 
 
 @overload
@@ -40,31 +49,44 @@ def round(
 ) -> FloatArray: ...
 
 
-def round(x: Any, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: Any = None) -> Any:
+def round(
+    x: Any,
+    rounding: str | Rounding,
+    seed: int = 0,
+    sample: int = 0,
+    out: Any = None,
+    gradient: str | Gradient = STRAIGHT,
+) -> Any:
     """Round every element of ``x`` to the values of a format.
 
     x: a torch tensor (float32, float64, float16, bfloat16) or NumPy array (the first three) of any shape
     and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``. seed, sample:
     what the random bits of the stochastic modes are a function of, beside the element's row-major index.
-    out: written to and returned, of x's shape and dtype.
+    out: written to and returned, of x's shape and dtype. gradient: what happens to the gradient of a tensor:
+    ``straight_through``; ``zero_clamped``, zero where the rounding clamped; a rounding, by which it is rounded, with
+    random bits of its own; or the last two, as in ``"zero_clamped e5m2/stochastic"``.
 
-    Returns a row-major result of x's shape and dtype. The gradient of a tensor passes straight through.
+    Returns a row-major result of x's shape and dtype.
     Raises ValueError for an unknown format or mode (with the nearest names), a precision or range that the
-    dtype's carrier cannot hold; TypeError for another kind of operand.
+    dtype's carrier cannot hold, zeros where nothing is clamped; TypeError for another kind of operand.
     """
-    parsed = Rounding.parse(rounding)
+    parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
+    if how.zero_clamped and not clamps(parsed):
+        raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
     if isinstance(x, Tensor):
         _check_out(x, out, Tensor)
         if x.requires_grad and torch.is_grad_enabled():
             if out is not None:
                 raise ValueError("out= cannot be differentiated; detach x or leave out= away")
-            result: Tensor = _StraightThrough.apply(x, parsed, seed, sample)  # type: ignore[no-untyped-call]
+            result: Tensor = _Round.apply(x, parsed, seed, sample, how, 0)  # type: ignore[no-untyped-call]
             return result
         return _round_tensor(x, parsed, seed, sample, out)
     if not isinstance(x, np.ndarray):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
+    if how != Gradient():
+        raise ValueError(f"gradient = {str(how)!r}: a NumPy array has no gradient")
     _check_out(x, out, np.ndarray)
-    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample, None)
+    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample)
     if out is None:
         return rounded.numpy()
     out[...] = rounded.numpy()
@@ -88,21 +110,33 @@ def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
         raise ValueError(f"out is a {got}; expected {kind.__name__} {x.dtype} {tuple(x.shape)}, as x")
 
 
-def _round_tensor(x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None) -> Tensor:
+def _round_tensor(
+    x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None = None, stream: int = 0
+) -> Tensor:
     storage_of(x, "x")
-    program, draw = rounding_program(rounding), Draw(seed, sample, 0)
+    program, draw = rounding_program(rounding), Draw(seed, sample, stream)
     if out is None or out.is_contiguous():
         return run_map(program, (x,), x.dtype, draw, out)
     return out.copy_(run_map(program, (x,), x.dtype, draw))
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The identity's gradient for a rounding."""
+class _Round(torch.autograd.Function):
+    """A rounding with the gradient that is asked for, which draws from the stream behind the rounding's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int) -> Tensor:
-        return _round_tensor(x.detach(), rounding, seed, sample, None)
+    def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int, how: Gradient, stream: int) -> Tensor:
+        x = x.detach()
+        ctx.how, ctx.draw = how, (seed, sample, Gradient(), stream + 1)
+        if how.zero_clamped:
+            wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
+            ctx.save_for_backward(wide.abs() > rounding.format.maximum)
+        return _round_tensor(x, rounding, seed, sample, stream=stream)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        g = gradients[0]
+        for clamped in ctx.saved_tensors:
+            g = g.masked_fill(clamped, 0.0)
+        if ctx.how.rounding is not None:
+            g = _Round.apply(g, ctx.how.rounding, *ctx.draw)  # type: ignore[no-untyped-call]
+        return g, None, None, None, None, None

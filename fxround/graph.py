@@ -30,6 +30,7 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxround.errors import CaptureError
+from fxround.marks import mark_values
 from fxround.refusals import (
     EXPECTED,
     explained,
@@ -39,7 +40,7 @@ from fxround.refusals import (
     source_line,
 )
 from fxround.sizes import Sizes, ask_arguments_for_sizes, sizes_of
-from fxround.tracing import asked_sizes, quickened, tracing_switches, uncollected
+from fxround.tracing import asked_sizes, quickened, redefine, separate_results, tracing_switches, uncollected
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
@@ -135,9 +136,15 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
 
 @uncollected()
 def capture(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    decompositions: Decompositions,
+    marked: bool = False,
 ) -> Captured:
     """The ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
+
+    marked: whether a graph with gradients says which are whose (``fxround.marks``).
 
     Tensors of size 1 in dimension 0 are duplicated for the trace when all have it, so that the batch stays
     symbolic. Raises CaptureError with the line of the model and what to change.
@@ -147,7 +154,7 @@ def capture(
     error: CaptureError | None = None
     for example, doubled in _examples((tuple(args), dict(kwargs))):
         try:
-            traced = _trace(model, example, decompositions, doubled)
+            traced = _trace(model, example, decompositions, doubled, marked)
         except CaptureError as e:
             error = error or e
             continue
@@ -275,7 +282,7 @@ def fake_mode(graph: fx.GraphModule) -> Any:
 
 
 def _trace(
-    model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool = False
+    model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool, marked: bool
 ) -> _Traced | None:
     """The joint graph; None if the example's batch was doubled and the model treats a batch of one apart."""
     # Imported at the first capture: they cost as much time as the rest of torch.
@@ -287,13 +294,16 @@ def _trace(
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
         try:
-            graph = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            graph = redefine(dynamo_graph_capture_for_export(model)(*args, **kwargs), decompositions)
             if doubled and _excludes_one(graph):
                 return None
             if torch.is_grad_enabled():
-                _separate_results(graph)
+                separate_results(graph)
+                if marked:
+                    mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
-            joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=dict(decompositions))
+            overloads = {k: f for k, f in decompositions.items() if isinstance(k, torch._ops.OpOverload)}
+            joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=overloads)
         except Exception as e:  # whatever a model's own code raises, told with its line
             raise explained(model, e) from e
     _refuse_unsupported_nodes(joint.graph_module)
@@ -305,41 +315,6 @@ def _excludes_one(graph: fx.GraphModule) -> bool:
     environment = graph.meta["tracing_context"].fake_mode.shape_env
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
     return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
-
-
-def _separate_results(graph: fx.GraphModule) -> None:
-    """Copy every result: one that is a view of an argument or of another result would be differentiated outside.
-
-    So would an argument or a parameter that the model returns as it is: Dynamo puts it among the results afterwards.
-    """
-    output = graph.graph.output_node()
-    with graph.graph.inserting_before(output):
-        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
-    output.args, output.kwargs = args, kwargs
-    graph.recompile()
-    codegen: Any = graph.graph._codegen
-    restored = codegen.dynamo_bytecode_unflatten
-
-    def separated(computed: Sequence[Any], inputs: tuple[Any, ...]) -> Any:
-        own = {id(value) for value in computed}
-
-        def copied(value: torch.Tensor) -> torch.Tensor:
-            if id(value) not in own:
-                return value.clone()
-            own.remove(id(value))
-            return value
-
-        return pytree.tree_map_only(torch.Tensor, copied, restored(computed, inputs))
-
-    codegen.dynamo_bytecode_unflatten = separated
-
-
-def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
-    if not isinstance(node.meta.get("example_value"), torch.Tensor):
-        return node
-    copy: fx.Node = graph.graph.call_function(torch.clone, (node,))
-    copy.meta = dict(node.meta)
-    return copy
 
 
 def _describe(traced: _Traced) -> Captured:

@@ -222,6 +222,7 @@ _TABLE: Final = (
 RULES: Final = MappingProxyType(
     _TABLE
     | {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
+    | _rows("movement", "fxround", "marked marked_gradient")
     | _rows("opaque", "transformers", "grouped_mm_fallback grouped_mm_fallback_backward", "a third party's operator")
     | _rows("opaque", "higher_order", "run_and_save_rng_state run_with_rng_state", "random state of a checkpoint")
 )

@@ -29,6 +29,7 @@ from typing import Any, Final, Literal
 from fxround.errors import PolicyError
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, OTHER_NAMES, Format
+from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import LANES, Order
 
@@ -42,6 +43,12 @@ ENTERING: Final = ("weight", "input", "buffer", "constant")
 # Results: forwards; backwards (of a weight; of anything else); in an optimizer's step.
 ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
 DIRECTIONS: Final = ("forward", "backward", "update")
+# Whose formulas composite operators have (fxround.formulas).
+OWN: Final = "fxround"
+DEFINITIONS: Final = (OWN, "repdl")
+# What a rule can say.
+_SAID: Final = ("rounding", "accumulate", "order", "gradient")
+_STRAIGHT: Final = Gradient()
 _DIRECTIONS_OF_ROLE: Final = {
     **dict.fromkeys(ENTERING, ("forward", "update")),
     "error": ("backward",),
@@ -56,13 +63,15 @@ class Assignment:
     """What a policy says of one operation. ``rounding`` None: leave it alone, accumulator included.
 
     ``accumulate`` is how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock
-    kernel computes and its result is rounded once. ``rule`` is the text of the rule that chose ``rounding``.
+    kernel computes and its result is rounded once. ``rule`` is the text of the rule that chose ``rounding``;
+    ``gradient`` is what the rounding does to the gradient that passes it.
     """
 
     rounding: Rounding | None
     accumulate: Accumulation | Literal["native"] | None
     order: Order
     rule: str
+    gradient: Gradient = _STRAIGHT
 
     def __str__(self) -> str:
         return IDENTITY if self.rounding is None else f"{self.rounding} accumulate {self.accumulate} order {self.order}"
@@ -81,6 +90,8 @@ class Rule:
                 "native": the stock kernel, rounded once
     order       "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing
+    gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped",
+                a rounding, or the last two
 
     Raises PolicyError when a text does not parse or the rule says nothing.
     """
@@ -93,24 +104,45 @@ class Rule:
     order: str | None = None
     optional: bool = False
     direction: str | None = None
+    gradient: str | None = None
 
     def __post_init__(self) -> None:
         for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE)):
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
-            object.__setattr__(self, "order", str(_said(Order.parse, self.order, "order")))
+            object.__setattr__(self, "order", str(_parsed(Order.parse, self.order, "order")))
+        object.__setattr__(self, "gradient", self._full_gradient())
         for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
             if said is not None and said not in known:
                 raise PolicyError(f"no {what} is named {said!r}{_nearest(str(said), known)} Known: {', '.join(known)}")
-        if self.rounding is None and self.accumulate is None and self.order is None:
-            raise PolicyError(f"the rule {self} says nothing: give it rounding=, accumulate= or order=")
+        if self.role is not None and not self.directions:
+            raise PolicyError(
+                f"the rule {self} can match nothing: {self.role} has no direction {self.direction!r}. What enters a "
+                "graph is rounded once, and the backward pass works with the same values as the forward pass"
+            )
+        if all(getattr(self, field) is None for field in _SAID):
+            raise PolicyError(f"the rule {self} says nothing: give it {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
 
     def __str__(self) -> str:
         selectors = ("operator", "role", "direction")
         where = [f"{key}={getattr(self, key)}" for key in selectors if getattr(self, key)]
-        what = ("rounding", "accumulate", "order")
-        said = [f"{key}={getattr(self, key)}" for key in what if getattr(self, key) is not None]
+        said = [f"{key}={getattr(self, key)}" for key in _SAID if getattr(self, key) is not None]
         return " ".join([self.match or '""', *where, "->", *said])
+
+    def _full_gradient(self) -> str | None:
+        """The gradient's text with all its parts. Raises PolicyError for zeros where the rounding clamps nothing."""
+        if self.gradient is None:
+            return None
+        _parsed(lambda text: Gradient.parse(_with_dtype(text, "binary32")), self.gradient, "gradient")
+        words = [w if w in (STRAIGHT, ZEROED) else _full_rounding(w) for w in str(self.gradient).split()]
+        if ZEROED in words and self.rounding not in (None, IDENTITY):
+            rounding = _resolve(str(self.rounding), "binary32")
+            if not clamps(rounding):
+                raise PolicyError(
+                    f"gradient = {self.gradient!r}: {self.rounding} clamps nothing; write {rounding.format}/"
+                    f"{'nearest_even' if rounding.mode.jitter else rounding.mode}/saturate"
+                )
+        return " ".join(words)
 
     @property
     def directions(self) -> frozenset[str]:
@@ -133,20 +165,32 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name, ordered rules, and whether what cannot be rounded is an error (``strict``)."""
+    """A name, ordered rules, and whether what cannot be rounded is an error (``strict``).
+
+    definitions: whose formulas composite operators have, one of DEFINITIONS.
+    """
 
     name: str
     rules: tuple[Rule, ...] = ()
     strict: bool = False
+    definitions: str = OWN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
+        if self.definitions not in DEFINITIONS:
+            near = f"{_nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
+            raise PolicyError(f"policy {self.name!r}: no definitions are named {self.definitions!r}{near}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise PolicyError(f"policy {self.name!r}: a rule is a Rule, got {type(rule).__name__} {rule!r}")
 
     def __str__(self) -> str:
         return "\n".join([f"policy {self.name}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)])
+
+    @property
+    def treats_gradients(self) -> bool:
+        """Whether some rounding does not pass its gradient straight through."""
+        return any(rule.gradient not in (None, STRAIGHT) for rule in self.rules)
 
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
         """This policy with more rules after its own, so that they win."""
@@ -171,7 +215,7 @@ class Policy:
         rules = [self.rules[i] for i in self.matching(**place)]
         if not rules:
             return None
-        said = {key: [r for r in rules if getattr(r, key) is not None] for key in ("rounding", "accumulate", "order")}
+        said = {key: [r for r in rules if getattr(r, key) is not None] for key in _SAID}
         last = {key: getattr(rows[-1], key) for key, rows in said.items() if rows}
         chosen = (said["rounding"] or rules)[-1]
         if last.get("rounding") == IDENTITY:
@@ -186,7 +230,8 @@ class Policy:
         how: Accumulation | Literal["native"] = NATIVE
         if accumulate != NATIVE:
             how = Accumulation.parse(_with_dtype(accumulate, dtype))
-        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen))
+        gradient = Gradient.parse(_with_dtype(last.get("gradient", STRAIGHT), dtype))
+        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient)
 
     def require_matched(
         self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS
@@ -241,23 +286,26 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; ``Policy.from_dict(p.to_dict()) == p``. What a rule leaves unsaid is left out."""
         rules = [{f.name: getattr(r, f.name) for f in fields(r) if getattr(r, f.name) != f.default} for r in self.rules]
-        return {"name": self.name, "strict": self.strict, "rules": rules}
+        other = {} if self.definitions == OWN else {"definitions": self.definitions}
+        return {"name": self.name, "strict": self.strict, **other, "rules": rules}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Policy:
         """The policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
-        _check_keys("a policy", data, {"name": str, "strict": bool, "rules": list})
+        _check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
         rows = data.get("rules", [])
         for row in rows:
             if not isinstance(row, Mapping):
                 raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {row!r}")
             _check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
-        return Policy(data.get("name", "unnamed"), tuple(Rule(**row) for row in rows), data.get("strict", False))
+        rules = tuple(Rule(**row) for row in rows)
+        return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
 
     def to_toml(self) -> str:
         """The policy as a TOML document; ``Policy.from_toml(p.to_toml()) == p``."""
         data = self.to_dict()
-        tables = [{key: data[key] for key in ("name", "strict")}, *data["rules"]]
+        rules = data.pop("rules")
+        tables = [data, *rules]
         texts = ["".join(f"{key} = {_toml(value)}\n" for key, value in table.items()) for table in tables]
         return "\n[[rules]]\n".join(texts)
 
@@ -278,10 +326,26 @@ def _in_format(name: str, rounding: Rounding) -> Policy:
     return Policy(name, (Rule(rounding=str(rounding), accumulate="binary32", optional=True), *entering))
 
 
-def _everywhere(name: str, mode: str, *, strict: bool = False) -> Policy:
+def _everywhere(
+    name: str, mode: str, *, order: str = "lanes:16", strict: bool = False, definitions: str = OWN
+) -> Policy:
     """Every operation and every step of an accumulator rounded in the operation's own format."""
     text = f"{DTYPE}/{mode}"
-    return Policy(name, (Rule(rounding=text, accumulate=text, order="lanes:16", optional=True),), strict)
+    return Policy(name, (Rule(rounding=text, accumulate=text, order=order, optional=True),), strict, definitions)
+
+
+def _tensor_level(name: str, *, forward: str, backward: str) -> Policy:
+    """Weights, arguments and activations in one format, errors and gradients in another; contractions are the stock's.
+
+    Statistics, an optimizer's step and what no rule speaks of stay in the operation's own format.
+    """
+    rules = (
+        Rule(rounding=DTYPE, accumulate=DTYPE),
+        Rule(operator="contraction", accumulate=NATIVE),
+        *(Rule(role=role, direction="forward", rounding=forward) for role in ("weight", "input", "activation")),
+        *(Rule(role=role, direction="backward", rounding=backward) for role in ("error", "gradient")),
+    )
+    return Policy(name, tuple(replace(rule, optional=True) for rule in rules))
 
 
 def _resolve(text: str, dtype: str) -> Rounding:
@@ -302,9 +366,9 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     if not isinstance(text, str | Rounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {text!r}")
     if field == "rounding":
-        full: str = _said(_full_rounding, str(text), field)
+        full: str = _parsed(_full_rounding, str(text), field)
         return full
-    _said(lambda t: Accumulation.parse(_with_dtype(t, "binary32")), str(text), field)
+    _parsed(lambda t: Accumulation.parse(_with_dtype(t, "binary32")), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
     spelt = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
@@ -316,7 +380,7 @@ def _full_rounding(text: str) -> str:
     return f"{DTYPE}/{parsed.mode}/{parsed.overflow}" if text.partition("/")[0] == DTYPE else str(parsed)
 
 
-def _said(parse: Any, text: str, field: str) -> Any:
+def _parsed(parse: Any, text: str, field: str) -> Any:
     """``parse(text)``, its ValueError told as the rule's."""
     try:
         return parse(text)
@@ -367,7 +431,9 @@ _PRESETS: Final = (
     _everywhere("up_down", "up_down"),
     _everywhere("cestac", "stochastic_equal"),
     _everywhere("reproducible", "nearest_even", strict=True),
+    _everywhere("repdl", "nearest_even", order="sequential", strict=True, definitions="repdl"),
     _in_format("bfloat16", Rounding.parse("bfloat16")),
     _in_format("binary16", Rounding.parse("binary16")),
+    _tensor_level("fp8", forward="e4m3fn/nearest_even/saturate", backward="e5m2/nearest_even/saturate"),
 )
 PRESETS: Final = MappingProxyType({policy.name: policy for policy in _PRESETS})

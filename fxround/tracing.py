@@ -1,4 +1,6 @@
-"""Tracing: the state of PyTorch in which a model is captured. Beside graph.py the only user of PyTorch's private APIs.
+"""Tracing: the state of PyTorch in which a model is captured, and what happens to Dynamo's graph before its gradients.
+
+Beside graph.py the only user of PyTorch's private APIs.
 
 What is true here. ``tracing_switches`` turns off what would hide arithmetic from the graph. ``quickened`` spares what
 tracing does again and again with symbolic sizes: without it the graph has the same operators on the same sizes.
@@ -16,12 +18,14 @@ import contextlib
 import gc
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses import fake_tensor
+from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -44,6 +48,58 @@ def tracing_switches() -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """Let Dynamo's graph call what is defined above differentiation: functions and methods by their definitions."""
+    functions = {key: f for key, f in definitions.items() if not isinstance(key, torch._ops.OperatorBase)}
+    for node in graph.graph.nodes:
+        method = node.op == "call_method"
+        called = getattr(torch.Tensor, str(node.target), None) if method else node.target
+        if node.op not in ("call_method", "call_function") or called not in functions:
+            continue
+        with graph.graph.inserting_before(node):
+            new = graph.graph.call_function(functions[called], node.args, node.kwargs)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def separate_results(graph: fx.GraphModule) -> None:
+    """Copy every result: one that is a view of an argument or of another result would be differentiated outside.
+
+    So would an argument or a parameter that the model returns as it is: Dynamo puts it among the results afterwards.
+    """
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
+    output.args, output.kwargs = args, kwargs
+    graph.recompile()
+    codegen: Any = graph.graph._codegen
+    restored = codegen.dynamo_bytecode_unflatten
+
+    def separated(computed: Sequence[Any], inputs: tuple[Any, ...]) -> Any:
+        own = {id(value) for value in computed}
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            if id(value) not in own:
+                return value.clone()
+            own.remove(id(value))
+            return value
+
+        return pytree.tree_map_only(torch.Tensor, copied, restored(computed, inputs))
+
+    codegen.dynamo_bytecode_unflatten = separated
+
+
+def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
+    if not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return node
+    copy: fx.Node = graph.graph.call_function(torch.clone, (node,))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def asked_sizes() -> contextlib.AbstractContextManager[None]:

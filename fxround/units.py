@@ -18,16 +18,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxround.errors import VerificationError
 from fxround.graph import site
 
 
 @dataclass(eq=False)
 class Unit:
-    """Nodes in graph order, and the positions of the first and the last."""
+    """Nodes in graph order, and the positions of the first and the last.
+
+    horizon: the last position in the unit and all that it waits for.
+    """
 
     nodes: list[fx.Node]
     first: int
     last: int
+    horizon: int
 
     def inputs(self) -> set[fx.Node]:
         """The nodes outside of the unit that it reads."""
@@ -45,28 +50,40 @@ def merged(graph: fx.Graph, joins: Callable[[Unit, Unit], bool]) -> dict[fx.Node
     units: dict[fx.Node, Unit] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node, index in position.items():
-        units[node] = unit = Unit([node], index, index)
+        units[node] = unit = Unit([node], index, index, index)
         for producer in node.all_input_nodes:
             other = units[producer]
             if other is unit or not joins(other, unit):
                 continue
             if not _leads_around(other, unit, units) and not _leads_around(unit, other, units):
                 nodes = sorted((*other.nodes, *unit.nodes), key=position.__getitem__)
-                unit = Unit(nodes, min(other.first, unit.first), max(other.last, unit.last))
+                unit = Unit(nodes, min(other.first, unit.first), index, index)
                 units.update(dict.fromkeys(nodes, unit))
+                _delay_users(unit, units)
     return units
+
+
+def _delay_users(unit: Unit, units: dict[fx.Node, Unit]) -> None:
+    """What waits for a unit waits for all that has joined it, too."""
+    stack = [unit]
+    while stack:
+        users = {units[user] for node in stack.pop().nodes for user in node.users if user in units}
+        for later in users:
+            if later.horizon < unit.horizon:
+                later.horizon = unit.horizon
+                stack.append(later)
 
 
 def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
     """Whether a path leads from ``a`` to ``b`` through a third unit.
 
-    A unit whose last node stands before the first of ``a`` cannot depend on it: the search stays between the two.
+    A unit that waits for nothing behind the first node of ``a`` cannot depend on it: the search stays between the two.
     """
     seen = {a, b}
     stack = [units[node] for node in b.inputs()]
     while stack:
         unit = stack.pop()
-        if unit in seen or unit.last < a.first:
+        if unit in seen or unit.horizon < a.first:
             continue
         seen.add(unit)
         sources = [units[node] for node in unit.inputs()]
@@ -77,7 +94,10 @@ def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
 
 
 def in_order(units: dict[fx.Node, Unit]) -> Iterator[Unit]:
-    """The units, each after what it reads, and otherwise in the order of their last nodes."""
+    """The units, each after what it reads, and otherwise in the order of their last nodes.
+
+    Raises VerificationError where units wait for one another.
+    """
     waiting: dict[Unit, int] = {}
     users: dict[Unit, list[Unit]] = {}
     ready: list[tuple[int, Unit]] = []
@@ -95,8 +115,12 @@ def in_order(units: dict[fx.Node, Unit]) -> Iterator[Unit]:
             heapq.heappush(ready, (unit.last, unit))
     while ready:
         _, done = heapq.heappop(ready)
+        del waiting[done]
         yield done
         for user in users.get(done, ()):
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, (user.last, user))
+    if waiting:
+        names = ", ".join(node.name for unit in waiting for node in unit.nodes)
+        raise VerificationError(f"units of the graph wait for one another: {names}")

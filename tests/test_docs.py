@@ -11,7 +11,7 @@ import pytest
 
 from fxround import cli
 from fxround.analysis.metrics import METRICS
-from fxround.formulas import FORMULAS
+from fxround.formulas import FORMULAS, TABLES
 from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
@@ -72,6 +72,7 @@ ROWS = {
     ("numerics.md", "modes"): [f"| `{name}` |" for name in MODES],
     ("numerics.md", "elementary"): [elementary_row(e) for e in ELEMENTARY.values()],
     ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
+    ("reproducibility.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in TABLES["repdl"].values()}),
     ("variability.md", "metrics"): [f"| `{m.name}` | {m.meaning} |" for m in METRICS.values()],
     ("policies.md", "presets"): [f"`{name}`" for name in PRESETS],
     ("policies.md", "roles"): [f"`{name}`" for name in ROLES],

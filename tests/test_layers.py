@@ -27,6 +27,7 @@ RANKS = {
     "graph": 2,
     "refusals": 2,
     "tracing": 2,
+    "marks": 2,
     "sizes": 2,
     "hashing": 2,
     "formulas": 2,

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fxround.errors import PolicyError
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
+from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
-from fxround.policy import ENTERING, PRESETS, ROLES, Assignment, Policy, Rule
+from fxround.policy import DEFINITIONS, ENTERING, PRESETS, ROLES, Assignment, Policy, Rule
 
 MM = {"path": "layer1.0.conv1", "operator": "aten.mm.default", "kind": "contraction", "role": "activation"}
 BINARY32 = {**MM, "dtype": "binary32"}
@@ -127,9 +128,9 @@ def test_every_format_is_a_policy(name: str) -> None:
     assert Policy.parse(Rounding.parse(name)).rules == policy.rules
 
 
-def test_presets_are_named_and_only_reproducible_is_strict() -> None:
+def test_presets_are_named_and_those_that_promise_bits_are_strict() -> None:
     assert set(PRESETS) >= {"identity", "stochastic", "up_down", "cestac", "reproducible", "bfloat16", "binary16"}
-    assert [p.name for p in PRESETS.values() if p.strict] == ["reproducible"]
+    assert [p.name for p in PRESETS.values() if p.strict] == ["reproducible", "repdl"]
     assert all(name == p.name == Policy.parse(name).name for name, p in PRESETS.items())
     assert PRESETS["identity"].rules == ()
 
@@ -172,15 +173,27 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Rule(accumulate="binary32 chunk=8"), "needs both or neither"),
         (lambda: Rule(accumulate="binary32 chunks=8"), "options are product=, chunk=, combine="),
         (lambda: Rule("layer1"), "layer1 -> says nothing"),
+        (lambda: Rule(gradient="zero_clampd"), "did you mean 'zero_clamped'"),
+        (
+            lambda: Rule(gradient="e5m2 zero_clamped"),
+            "expected straight_through, zero_clamped, a rounding, or the last",
+        ),
+        (
+            lambda: Rule(rounding="e4m3fn", gradient="zero_clamped"),
+            "clamps nothing; write e4m3fn/nearest_even/saturate",
+        ),
+        (lambda: Rule(role="weight", direction="backward", rounding="e5m2"), "weight has no direction 'backward'"),
         (lambda: Policy("p", ({"rounding": "bfloat16"},)), "a rule is a Rule, got dict"),  # type: ignore[arg-type]
         (lambda: Policy.from_dict({"rule": []}), r"no key 'rule'; did you mean 'rules'\? Allowed: name, strict, rules"),
         (
             lambda: Policy.from_dict({"rules": [{"rouding": "x"}]}),
-            r"no key 'rouding'; did you mean 'rounding'\? Allowed: match",
+            r"no key 'rouding'; did you mean 'rounding' or 'gradient'\? Allowed: match",
         ),
         (lambda: Policy.from_dict({"rules": [3]}), "table of keys, got int"),
         (lambda: Policy.from_dict({"strict": "yes"}), "'strict' is 'yes' .str., expected bool"),
         (lambda: Policy.from_dict({"rules": [{"order": 16}]}), "'order' is 16"),
+        (lambda: Policy("p", definitions="repld"), "no definitions are named 'repld'; did you mean 'repdl'"),
+        (lambda: Policy.from_dict({"definitions": 3}), "'definitions' is 3"),
         (lambda: Policy.from_toml("name ="), "no TOML document"),
     ],
 )
@@ -220,9 +233,14 @@ rules = st.builds(
     accumulate=st.none() | accumulations | st.just("native"),
     order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4", "exact"]),
     optional=st.booleans(),
+    gradient=st.none() | st.just("straight_through") | roundings,
 )
 policies = st.builds(
-    Policy, st.text(st.characters(exclude_categories=["Cs"])), st.lists(rules, max_size=4), st.booleans()
+    Policy,
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.lists(rules, max_size=4),
+    st.booleans(),
+    st.sampled_from(DEFINITIONS),
 )
 
 
@@ -235,6 +253,16 @@ def test_dict_and_toml_lose_nothing(policy: Policy) -> None:
 @pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
 def test_presets_survive_dict_and_toml(policy: Policy) -> None:
     assert Policy.from_toml(policy.to_toml()) == Policy.from_dict(policy.to_dict()) == policy
+
+
+def test_a_gradient_is_kept_with_all_its_parts() -> None:
+    rule = Rule(rounding="e4m3fn/nearest_even/saturate", gradient="zero_clamped dtype/stochastic")
+    assert rule.gradient == "zero_clamped dtype/stochastic/inf"
+    policy = Policy("treated", (rule,))
+    assert policy.treats_gradients and Policy.from_toml(policy.to_toml()) == policy
+    said = assigned(policy)
+    assert said is not None and said.gradient == Gradient.parse("zero_clamped binary32/stochastic")
+    assert not Policy("straight", (Rule(gradient="straight_through"),)).treats_gradients
 
 
 def test_an_accumulation_keeps_its_options() -> None:

@@ -61,7 +61,8 @@ class Masked:
     ) -> None:
         self.call: Call = next(calls(model, inputs))
         args, kwargs = self.call.args, self.call.kwargs
-        self.policy, self.quiet = Policy.parse(policy), Policy.parse(quiet)
+        self.policy = Policy.parse(policy)
+        self.quiet = replace(Policy.parse(quiet), definitions=self.policy.definitions)
         self._compiled = compile(model, self.policy, fuse=False)
         with torch.no_grad():
             self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured

@@ -117,7 +117,8 @@ class Restricted(Policy):
     def of(base: Policy, isolate: Isolate, name: str) -> Restricted:
         """What ``base`` says of one layer (by its path) or one operator, and nothing of the rest."""
         path, operator = (name, None) if isolate == "layers" else (None, name)
-        return Restricted(f"{base.name}, {name or ROOT} alone", base.rules, False, path, operator)
+        title = f"{base.name}, {name or ROOT} alone"
+        return Restricted(title, base.rules, False, base.definitions, path, operator)
 
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"

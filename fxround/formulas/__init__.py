@@ -17,12 +17,14 @@ from fxround.formulas import (
     pooling,
     products,
     reductions,
+    repdl,
     scatters,
 )
-from fxround.formulas.table import FORMULAS, decompositions
+from fxround.formulas.table import FORMULAS, TABLES, decompositions
 
 __all__ = [
     "FORMULAS",
+    "TABLES",
     "activations",
     "decompositions",
     "derivatives",
@@ -31,5 +33,6 @@ __all__ = [
     "pooling",
     "products",
     "reductions",
+    "repdl",
     "scatters",
 ]

@@ -16,21 +16,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fxround.graph import core_decompositions
+from fxround.policy import DEFINITIONS, OWN
 
 aten = torch.ops.aten
 Formula = Callable[..., Any]
-FORMULAS: Final[dict[Any, Formula]] = {}
+# By whose definitions they are: what others lack has fxround's own.
+TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
+FORMULAS: Final = TABLES[OWN]
 
 
-def formula(*overloads: Any) -> Callable[[Formula], Formula]:
-    """Register a function as the definition of these overloads, for floating-point operands only."""
+def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Formula]:
+    """Register a function as the definition of these operators, for floating-point operands only.
+
+    operators: overloads, defined below differentiation (their gradients have overloads of their own), or functions that
+    a model calls (``torch.nn.functional.cross_entropy``), defined above it: their gradients are the definition's.
+    """
 
     def register(function: Formula) -> Formula:
         @functools.wraps(function)
@@ -39,15 +47,28 @@ def formula(*overloads: Any) -> Callable[[Formula], Formula]:
             floating = any(t.is_floating_point() for t in tensors)
             return function(*args, **kwargs) if floating or not tensors else NotImplemented
 
-        FORMULAS.update(dict.fromkeys(overloads, guarded))
+        for operator in operators:
+            overload = isinstance(operator, torch._ops.OpOverload)
+            TABLES[definitions][operator] = guarded if overload else _or_else(guarded, operator)
         return guarded
 
     return register
 
 
-def decompositions() -> dict[Any, Formula]:
+def _or_else(function: Formula, original: Formula) -> Formula:
+    """``function``, and ``original`` where it does not apply."""
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    return chosen
+
+
+def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
     """The table for capture: the formulas over PyTorch's own decompositions of everything else."""
-    return {**core_decompositions(), **FORMULAS}
+    return {**core_decompositions(), **FORMULAS, **TABLES[definitions]}
 
 
 def widened(x: Tensor) -> Tensor:

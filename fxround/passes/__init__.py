@@ -24,6 +24,7 @@ from fxround.passes.contractions import lower_contractions
 from fxround.passes.draws import lower_draws
 from fxround.passes.entries import add_random_state, round_entries
 from fxround.passes.fuse import fuse
+from fxround.passes.gradients import treat_gradients
 from fxround.passes.normalize import normalize
 from fxround.passes.pointwise import lower_pointwise
 from fxround.passes.reductions import lower_reductions
@@ -38,6 +39,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     classify,
     assign,
     add_random_state,
+    treat_gradients,
     lower_draws,
     lower_contractions,
     lower_reductions,

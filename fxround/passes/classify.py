@@ -38,6 +38,7 @@ from fxround.graph import (
     located,
     operator_of,
 )
+from fxround.marks import MARKED, MARKED_GRADIENT
 from fxround.ops import CONSTANTS, rule_of
 from fxround.passes.rewrite import Plan
 
@@ -69,7 +70,7 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """The streams of the values, those of the results first: they are the same with and without gradients.
+    """The streams of the values, those of the results first: the same with and without gradients; of marks the last.
 
     Two streams a node: the second is for a rounding behind an operator that draws itself.
     """
@@ -84,7 +85,9 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
         elif node.op == "placeholder" and direction_of(node) == "forward":
             first.add(node)
     values = [node for node in graph.graph.nodes if float_value(node) is not None]
-    return {node: 2 * i for i, node in enumerate(sorted(values, key=lambda node: node not in first))}
+    marks = (MARKED, MARKED_GRADIENT)
+    ordered = sorted(values, key=lambda node: (node.target in marks, node not in first))
+    return {node: 2 * i for i, node in enumerate(ordered)}
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:

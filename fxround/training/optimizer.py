@@ -29,7 +29,7 @@ from fxround.loading import random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
-from fxround.training.updates import UPDATES, Update
+from fxround.training.updates import UPDATES, Update, update_of
 
 RNG_KEY: Final = "fxround_rng"
 # Knuth's multiplicative constant: parameter k draws with seed + (k + 1) * this, modulo 2^63.
@@ -89,6 +89,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
         self.kind = type(optimizer)
+        self._update_of = update_of(self.kind, policy.definitions)
         self.policy, self.strict = policy, policy.strict if strict is None else strict
         self._paths = {id(p): n.rpartition(".")[0] for n, p in model.named_parameters()} if model else {}
         self._captured: dict[Any, Captured] = {}
@@ -170,7 +171,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         _refuse_tensors(p)
         state = self.state[p]
         first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
-        update: Update = UPDATES[self.kind](group, first)
+        update: Update = self._update_of(group, first)
         for name in update.states:
             if state.get(name) is None:
                 state[name] = update.initial(name, p, group)
@@ -210,7 +211,8 @@ def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Ca
         return new, *(states[name] for name in names)
 
     example = [torch.ones(_EXAMPLE, dtype=dtype) for _ in range(2 + len(names))]
-    return capture(Function(step), [*example, *(torch.ones((), dtype=dtype) for _ in numbers)], {}, decompositions())
+    scalars = [torch.ones((), dtype=dtype) for _ in numbers]
+    return capture(Function(step), [*example, *scalars], {}, decompositions())
 
 
 def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], path: str) -> fx.GraphModule:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -139,6 +139,25 @@ class Adam(Update):
 
 
 @dataclass(frozen=True)
+class RepDLAdam(Adam):
+    """m = m * b1 + g * (1 - b1); v = v * b2 + (g * g) * (1 - b2); p = p + (m / (sqrt(v) / c + eps)) * -r."""
+
+    def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
+        g = self.gradient(p, g, n)
+        m = s["exp_avg"] * n["kept"] + g * n["first"]
+        v = s["exp_avg_sq"] * n["second"] + (g * g) * n["rest"]
+        found = {"exp_avg": m, "exp_avg_sq": v}
+        if self.amsgrad:
+            v = found["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
+        return p + (m / (v.sqrt() / n["scale"] + n["eps"])) * n["rate"], found
+
+    @staticmethod
+    def of(group: Group, first: bool) -> RepDLAdam:
+        """The formula of a group of ``torch.optim.Adam``, by RepDL's definitions."""
+        return RepDLAdam(group["maximize"], group["weight_decay"] != 0, False, group["amsgrad"], False, False)
+
+
+@dataclass(frozen=True)
 class Adagrad(Update):
     """s = s + g * g; p = p + (g * -r) / (sqrt(s) + eps), r = lr / (1 + (t - 1) * lr_decay)."""
 
@@ -215,3 +234,12 @@ UPDATES: Final = MappingProxyType(
         torch.optim.RMSprop: RMSprop.of,
     }
 )
+# By a policy's definitions, where they are not fxround's own.
+_REDEFINED: Final[Mapping[tuple[str, type], Callable[[Group, bool], Update]]] = MappingProxyType(
+    {("repdl", torch.optim.Adam): RepDLAdam.of}
+)
+
+
+def update_of(kind: type[torch.optim.Optimizer], definitions: str) -> Callable[[Group, bool], Update]:
+    """The formula of an optimizer's step, for a group and whether it is the first step."""
+    return _REDEFINED.get((definitions, kind)) or UPDATES[kind]

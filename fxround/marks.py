@@ -1,0 +1,62 @@
+"""Marks: which value of a backward graph is the gradient of which value of the forward one.
+
+What is true here. A mark is an identity around a value that the model's code names (the result of a function or of a
+method that it calls, a parameter, an argument). Forwards it becomes ``fxround::marked(x, k)``, backwards
+``fxround::marked_gradient(g, k)`` where g, all of its uses added up, is the gradient of x. The passes read them and
+take them out: no mark is left in a lowered graph.
+
+Why it is safe. Values are marked for a policy that treats gradients of roundings, and no others. What is a view of
+another tensor, or was changed in place, is not marked: it has no memory of its own, which a mark would give it.
+
+    before   y = linear(x, w); z = y.relu()
+    after    y = linear(mark(x), mark(w)); z = mark(y).relu()
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY: Final = torch.library.Library("fxround", "FRAGMENT")
+for _name in ("marked", "marked_gradient"):
+    _LIBRARY.define(f"{_name}(Tensor x, int mark) -> Tensor")
+    _LIBRARY.impl(_name, lambda x, mark: x.clone(), "CompositeExplicitAutograd")
+
+MARKED: Final = torch.ops.fxround.marked.default
+MARKED_GRADIENT: Final = torch.ops.fxround.marked_gradient.default
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: int) -> Tensor:
+        ctx.mark = mark
+        marked: Tensor = MARKED(x, mark)
+        return marked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return MARKED_GRADIENT(gradients[0], ctx.mark), None
+
+
+def mark_values(graph: fx.GraphModule) -> None:
+    """Mark the floating-point values of Dynamo's graph that may be differentiated and have memory of their own."""
+    nodes = list(graph.graph.nodes)
+    entries = [node for node in nodes if node.op == "placeholder"]
+    for number, node in enumerate(nodes):
+        value = node.meta.get("example_value")
+        if node.op not in ("placeholder", "call_function", "call_method") or not isinstance(value, Tensor):
+            continue
+        if not value.is_floating_point() or not value.requires_grad or _shares_memory(node, value):
+            continue
+        with graph.graph.inserting_after(entries[-1] if node.op == "placeholder" else node):
+            mark = graph.graph.call_function(_Mark.apply, (node, number))
+        mark.meta = dict(node.meta)
+        node.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
+    graph.recompile()
+
+
+def _shares_memory(node: fx.Node, value: Tensor) -> bool:
+    given = (used.meta.get("example_value") for used in node.all_input_nodes)
+    return any(isinstance(t, Tensor) and t.untyped_storage()._cdata == value.untyped_storage()._cdata for t in given)

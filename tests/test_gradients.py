@@ -1,0 +1,219 @@
+"""What roundings do to gradients: eagerly, by a policy's rules, and against roundings composed by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxround
+from fxround import Policy, Rule
+from fxround.marks import MARKED, MARKED_GRADIENT
+from fxround.numerics.gradients import Gradient, unclamped
+from fxround.numerics.modes import Rounding
+
+SATURATING = [
+    *(f"e4m3fn/{mode}/saturate" for mode in ("nearest_even", "away_from_zero", "to_odd", "stochastic_equal")),
+    *(f"{name}/stochastic/saturate" for name in ("e4m3fn", "e2m1fn", "bfloat16")),
+]
+
+
+def short(*shape: int, seed: int, bits: int = 4, scale: float = 1.0) -> Tensor:
+    """Numbers of few bits: sums and products of some of them are exact in binary32."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return fxround.round(drawn, f"ieee(8,{bits})")
+
+
+@pytest.mark.parametrize("text", SATURATING)
+def test_a_clamp_behind_an_unclamped_rounding_has_the_bits_of_the_one_rounding(text: str) -> None:
+    rounding = Rounding.parse(text)
+    top = rounding.format.maximum
+    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * min(top, 1e30)
+    steps = torch.linspace(0.9, 1.2, 301) * min(top, 1e38)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38])
+    x = torch.cat([drawn, drawn / top, steps, -steps, special])
+    once = fxround.round(x, rounding, seed=3)
+    twice = fxround.round(fxround.round(x, unclamped(rounding), seed=3), rounding)
+    assert torch.equal(once.view(torch.int32), twice.view(torch.int32))
+
+
+@pytest.mark.parametrize("mode, last", [("nearest_even", 464.0), ("toward_zero", 479.9), ("away_from_zero", 448.0)])
+def test_the_gradient_is_zero_where_the_rounding_clamped(mode: str, last: float) -> None:
+    """448 is the maximum of e4m3fn, 480 would be the next value: what rounds to at most 448 is not clamped."""
+    x = torch.tensor([0.0, 448.0, last, 480.0, 1e9, math.inf, math.nan])
+    x = torch.cat([x, -x]).requires_grad_()
+    g = torch.arange(1.0, 15.0)
+    fxround.round(x, f"e4m3fn/{mode}/saturate", gradient="zero_clamped").backward(g)
+    kept = torch.tensor([1, 1, 1, 0, 0, 0, 1]).repeat(2)
+    assert x.grad is not None and torch.equal(x.grad, g * kept)
+    beyond = torch.tensor(math.nextafter(last, math.inf) + 1e-3, requires_grad=True)
+    fxround.round(beyond, f"e4m3fn/{mode}/saturate", gradient="zero_clamped").backward()
+    assert mode == "toward_zero" or beyond.grad == 0
+
+
+def test_the_gradient_is_rounded_with_bits_of_its_own() -> None:
+    g = torch.full((4096,), 1 + 2.0**-4)
+    x = torch.full((4096,), 1 + 2.0**-4, requires_grad=True)
+    y = fxround.round(x, "e5m2/stochastic", seed=7, gradient="e5m2/stochastic")
+    y.backward(g)
+    assert x.grad is not None and not torch.equal(x.grad, y)
+    assert sorted(set(x.grad.tolist())) == [1.0, 1.25]
+    # A quarter goes up: six sigma, a false alarm in 5e8 seeds.
+    assert abs((x.grad > 1).double().mean() - 0.25) < 6 * (0.25 * 0.75 / 4096) ** 0.5
+    again = x.detach().requires_grad_()
+    fxround.round(again, "e5m2/stochastic", seed=7, gradient="e5m2/stochastic").backward(g)
+    assert again.grad is not None and torch.equal(again.grad, x.grad)
+    z = torch.tensor([3.1, 1e6], requires_grad=True)
+    fxround.round(z, "e4m3fn/nearest_even/saturate", gradient="zero_clamped e5m2").backward(torch.tensor([0.3, 0.3]))
+    assert z.grad is not None and z.grad.tolist() == [0.3125, 0.0]
+
+
+def test_mistakes_are_told() -> None:
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match="clamps nothing"):
+        fxround.round(x, "e4m3fn", gradient="zero_clamped")
+    with pytest.raises(ValueError, match="clamps nothing"):
+        fxround.round(x, "e4m3fn/up_down/saturate", gradient="zero_clamped")
+    with pytest.raises(ValueError, match="did you mean 'straight_through'"):
+        fxround.round(x, "e4m3fn", gradient="straight_trough")
+    with pytest.raises(ValueError, match="did you mean bfloat16"):
+        fxround.round(x, "e4m3fn", gradient="bfloat61")
+    with pytest.raises(ValueError, match="a NumPy array has no gradient"):
+        fxround.round(x.numpy(), "e4m3fn", gradient="e5m2")
+
+
+@pytest.mark.parametrize("text", ["straight_through", "zero_clamped", "e5m2/stochastic:3/inf", "zero_clamped bfloat16"])
+def test_a_gradient_is_its_text(text: str) -> None:
+    assert Gradient.parse(str(Gradient.parse(text))) == Gradient.parse(text)
+
+
+# ---- policies, against hand-composed roundings under eager autograd ----
+
+R, RW = "e4m3fn/nearest_even/saturate", "e2m1fn/nearest_even/saturate"
+
+
+def policy(gradient: str) -> Policy:
+    """What is not said is binary32's, and exact on short numbers."""
+    return Policy(
+        "p",
+        (
+            Rule(rounding="dtype", accumulate="dtype"),
+            Rule(role="activation", direction="forward", rounding=R, gradient=gradient),
+            Rule(role="weight", rounding=RW, gradient=gradient),
+        ),
+    )
+
+
+class Tanh(torch.autograd.Function):
+    """tanh rounded once, and its derivative at the rounded value: no other is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = fxround.round(torch.tanh(x.double()), R).float()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return g[0] * (1 - y * y)
+
+
+class Layers(nn.Module):
+    """A linear layer over three dimensions, or a convolution; then two functions of the model's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4) if kind == "linear" else nn.Conv2d(2, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.relu(self.layer(x)) * 0.0078125)
+
+
+def by_hand(module: Layers, x: Tensor, gradient: str) -> Tensor:
+    def r(value: Tensor) -> Tensor:
+        return fxround.round(value, R, gradient=gradient)
+
+    w, b = (fxround.round(p, RW, gradient=gradient) for p in module.layer.parameters())
+    product = F.linear(x, w) if isinstance(module.layer, nn.Linear) else F.conv2d(x, w)
+    b = b if isinstance(module.layer, nn.Linear) else b.reshape(-1, 1, 1)
+    y = F.relu(r(fxround.round(product, R) + b))
+    return r(Tanh.apply(r(y * 0.0078125)))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "kind, shape, gradient",
+    [
+        ("linear", (2, 5, 3), "straight_through"),
+        ("linear", (2, 5, 3), "zero_clamped"),
+        ("linear", (5, 3), "e5m2"),
+        ("conv", (2, 2, 3, 4), "zero_clamped e4m3fn/toward_zero"),
+    ],
+)
+def test_a_compiled_graph_treats_gradients_as_roundings_composed_by_hand(kind: str, shape: Any, gradient: str) -> None:
+    module = Layers(kind)
+    for i, p in enumerate(module.parameters()):
+        p.data = short(*p.shape, seed=i, scale=4)
+    x = short(*shape, seed=5, scale=30)
+    compiled = fxround.compile(module, policy(gradient))
+    found: list[list[Tensor]] = []
+    for function in (lambda x: by_hand(module, x, gradient), compiled):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        y = function(leaf)
+        y.backward(short(*y.shape, seed=6, bits=3))
+        found.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])  # type: ignore[list-item]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert not [n for n in compiled._called.lowered.graph.nodes if n.target in (MARKED, MARKED_GRADIENT)]
+    clamped = [p.detach().abs() > 6.9 for p in module.parameters()]
+    assert any(bool(c.any()) for c in clamped), "the weights clamp"
+    if "zero_clamped" in gradient:
+        assert all(bool((g[c] == 0).all()) for g, c in zip(found[1][2:], clamped, strict=True))
+    else:
+        assert any(bool((g[c] != 0).any()) for g, c in zip(found[1][2:], clamped, strict=True))
+
+
+def test_treated_gradients_change_no_bit_of_the_results_and_seeds_still_repeat() -> None:
+    module = Layers("linear")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)) * 100
+    rules = (
+        Rule(rounding="dtype/stochastic", accumulate="dtype/stochastic"),
+        Rule(role="activation", direction="forward", rounding="e4m3fn/stochastic/saturate"),
+    )
+    plain = fxround.compile(module, Policy("plain", rules), seed=2)
+    treated = plain.with_policy(Policy("treated", (*rules, Rule(gradient="zero_clamped e5m2/stochastic"))))
+    first = treated(x)
+    assert torch.equal(first, plain(x)) and torch.equal(first, treated.reseed(2)(x))
+    with torch.no_grad():
+        assert torch.equal(first, treated.reseed(2)(x))
+
+
+# ---- the preset fp8 ----
+
+
+def test_fp8_rounds_tensors_and_multiplies_what_was_rounded() -> None:
+    module = nn.Linear(3, 4, bias=False)
+    module.weight.data = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    g = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+    compiled = fxround.compile(module, "fp8")
+    y = compiled(x)
+    y.backward(g)
+
+    def forward(value: Tensor) -> Tensor:
+        return fxround.round(value, "e4m3fn/nearest_even/saturate")
+
+    def backward(value: Tensor) -> Tensor:
+        return fxround.round(value, "e5m2/nearest_even/saturate")
+
+    w, a, e = forward(module.weight.detach()), forward(x.detach()), backward(g)
+    # Products of eight bits: the stock kernel's sums of three are exact in whatever order.
+    assert torch.equal(y, forward(a @ w.T))
+    assert x.grad is not None and torch.equal(x.grad, backward(e @ w))
+    assert module.weight.grad is not None and torch.equal(module.weight.grad, backward(e.T @ a))
+    assert "the policy keeps the stock kernel" in str(compiled.coverage())

@@ -1,0 +1,47 @@
+"""Units: what may become one, and that an order is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from fxround.errors import VerificationError
+from fxround.units import Unit, in_order, merged
+
+
+def graph_of(edges: dict[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """Nodes by name in order, each with the names of what it reads."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for name, read in edges.items():
+        nodes[name] = graph.call_function(torch.add, tuple(nodes[r] for r in read), name=name)
+    return graph, nodes
+
+
+def joining(*pairs: str) -> object:
+    """Join two units where the first has one of a pair's nodes and the second the other."""
+    return lambda a, b: any(
+        {p[0]} & {n.name for n in a.nodes} and {p[1]} & {n.name for n in b.nodes} for p in map(str, pairs)
+    )
+
+
+def test_a_path_through_a_unit_that_reaches_further_than_its_users_is_seen() -> None:
+    """u waits for {w, x}, whose x waits for a; so a and b, which reads u, must stay apart."""
+    graph, nodes = graph_of({"w": "", "u": "w", "a": "", "x": "wa", "b": "au"})
+    units = merged(graph, joining("wx", "ab"))  # type: ignore[arg-type]
+    assert units[nodes["w"]] is units[nodes["x"]]
+    assert units[nodes["a"]] is not units[nodes["b"]]
+    done: list[str] = []
+    for unit in in_order(units):
+        assert {n.name for n in unit.inputs()} <= set(done)
+        done += [n.name for n in unit.nodes]
+    assert sorted(done) == ["a", "b", "u", "w", "x"]
+
+
+def test_units_that_wait_for_one_another_are_told() -> None:
+    _, nodes = graph_of({"a": "", "b": "a", "c": "b"})
+    outer = Unit([nodes["a"], nodes["c"]], 0, 2, 2)
+    units = {nodes["a"]: outer, nodes["b"]: Unit([nodes["b"]], 1, 1, 1), nodes["c"]: outer}
+    with pytest.raises(VerificationError, match=r"wait for one another: .*b"):
+        list(in_order(units))
