@@ -24,8 +24,8 @@ from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses import fake_tensor
 from torch import fx
+from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
