@@ -29,6 +29,7 @@ from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.compiled import instruction_set
+from fxround.selftests import SelftestFailed, SelftestReport, selftest
 
 formats, modes, policies = FORMATS, MODES, PRESETS
 
@@ -45,6 +46,8 @@ __all__ = [
     "RoundedModule",
     "Rounding",
     "Rule",
+    "SelftestFailed",
+    "SelftestReport",
     "UnsupportedOperator",
     "UnsupportedRounding",
     "VariabilityReport",
@@ -60,5 +63,6 @@ __all__ = [
     "perturb",
     "policies",
     "round",
+    "selftest",
     "variability",
 ]

@@ -45,6 +45,7 @@ RANKS = {
     "__init__": 5,
     "analysis": 5,
     "invariance": 5,
+    "selftests": 5,
     "training": 5,
     "significance": 5,
     "show": 5,

@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -62,6 +63,17 @@ class Update(ABC):
     def initial(self, name: str, p: Tensor, group: Group) -> Tensor:
         """A state before the first step."""
         return torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def power(base: float, n: int) -> float:
+    """base^n in binary64, the same on every machine: ``base**n`` is the C library's pow, which is not.
+
+    Fifty decimal digits are exact arithmetic over integers; so is the conversion.
+    """
+    return float(_DIGITS.power(Decimal(base), n))
+
+
+_DIGITS: Final = Context(prec=50)
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ class Adam(Update):
         b1, b2 = (float(b) for b in group["betas"])
         lr, decay = float(group["lr"]), group["weight_decay"]
         found = {"weight_decay": decay, "shrink": 1 - lr * decay, "first": 1 - b1, "kept": b1, "second": b2}
-        rate, scale = -(lr / (1 - b1**step)), math.sqrt(1 - b2**step)
+        rate, scale = -(lr / (1 - power(b1, step))), math.sqrt(1 - power(b2, step))
         return found | {"rest": 1 - b2, "rate": rate, "scale": scale, "eps": group["eps"]}
 
     def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:

@@ -1,0 +1,122 @@
+"""Whether training ends in the same bits: two experiments, two policies, and everything that should not matter.
+
+python -m benchmarks.reproducibility               # the table in docs/reproducibility.md, every variation checked
+python -m benchmarks.reproducibility --matrix      # which operators of stock PyTorch and of fxround keep their bits
+python -m benchmarks.reproducibility --run cnn --policy stochastic --steps 5    # one run, as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxround
+from benchmarks.experiments import EXPERIMENTS
+from benchmarks.harness import header, table
+from fxround.runtime.llvm.engine import instruction_sets
+
+POLICIES = ("reproducible", "stochastic")
+STEPS = (5, 200)
+HASHES = ("initial", "weights", "logits")
+SHOWN = 16
+
+
+def run(name: str, policy: str, steps: int, *, threads: int = 1, isa: str = "host", **more: Any) -> dict[str, Any]:
+    """An experiment's hashes with so many threads, as the code of an instruction set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with fxround.instruction_set(isa):
+            return EXPERIMENTS[name].run(policy, steps, **more)
+    finally:
+        torch.set_num_threads(before)
+
+
+def elsewhere(name: str, policy: str, steps: int, begin: int = 0, checkpoint: Path | None = None) -> dict[str, Any]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.reproducibility", "--run", name, "--policy", policy]
+    command += ["--steps", str(steps), "--begin", str(begin)]
+    command += ["--checkpoint", str(checkpoint)] if checkpoint else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def resumed(name: str, policy: str, steps: int) -> dict[str, Any]:
+    """Half of the steps in one process, the rest in another that reads its checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder, "checkpoint.pt")
+        elsewhere(name, policy, steps // 2, checkpoint=checkpoint)
+        return elsewhere(name, policy, steps, begin=steps // 2, checkpoint=checkpoint)
+
+
+def variations(name: str, policy: str, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every way to run an experiment that should not change a bit, and what it gave."""
+    yield "1 thread", run(name, policy, steps)
+    yield "2 threads", run(name, policy, steps, threads=2)
+    for isa in instruction_sets():
+        if isa != "host":
+            yield isa, run(name, policy, steps, isa=isa)
+    yield "another process", elsewhere(name, policy, steps)
+    yield "stopped half-way, resumed in another process", resumed(name, policy, steps)
+
+
+def rows(steps: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """A row an experiment, policy and number of steps; raises AssertionError where a variation has other bits."""
+    for name in EXPERIMENTS:
+        for policy in POLICIES:
+            for count in steps:
+                ways = variations(name, policy, count) if count == max(steps) else [("", run(name, policy, count))]
+                (_, first), *others = ways
+                for way, found in others:
+                    assert found == first, f"{name}, {policy}, {count} steps: {way} gave {found}, 1 thread {first}"
+                    print(f"{name}, {policy}, {count} steps: {way}: the same bits", file=sys.stderr, flush=True)
+                yield row(name, policy, count, first)
+
+
+def row(name: str, policy: str, steps: int, found: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table: the first 16 digits of each hash, and the share of right answers."""
+    digits = (f"`{found[what].removeprefix('sha256:')[:SHOWN]}`" for what in HASHES)
+    return (name, policy, str(steps), *digits, f"{found['right']:.1%}")
+
+
+COLUMNS = ("experiment", "policy", "steps", "initial weights", "weights", "logits", "right")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reproducibility")
+    parser.add_argument("--matrix", action="store_true", help="operators by axes, instead of training")
+    parser.add_argument("--run", choices=EXPERIMENTS, help="one experiment, as JSON")
+    parser.add_argument("--policy", default=POLICIES[0])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--begin", type=int, default=0, help="the step to go on from, with --checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="read before the first step unless that is 0, written at the end"
+    )
+    asked = parser.parse_args(argv)
+    if asked.run:
+        found = run(asked.run, asked.policy, asked.steps or 5, begin=asked.begin, checkpoint=asked.checkpoint)
+        print(json.dumps(found))
+        return
+    print(header(("torch", "fxround", "llvmlite")))
+    if asked.matrix:
+        from benchmarks.determinism import matrix
+
+        print(matrix())
+        return
+    print(table(COLUMNS, rows((asked.steps,) if asked.steps else STEPS)))
+
+
+if __name__ == "__main__":
+    main()
