@@ -41,6 +41,7 @@ from benchmarks.reference import (
     same,
     shifted,
 )
+from fxround.analysis.progress import tracked
 
 BLOCK: Final = 1 << 16
 Draw = Callable[[np.random.Generator, int], tuple[Any, Any]]
@@ -143,10 +144,11 @@ class Check:
 
     def random(self, count: int, seed: int) -> Results:
         """So many pairs, the same for the same seed."""
-        rng, began = np.random.default_rng(seed), time.process_time()
-        for block in range(-(-count // BLOCK)):
+        rng, blocks = np.random.default_rng(seed), -(-count // BLOCK)
+        for block in tracked(range(blocks), blocks, self.name):
+            began = time.process_time()
             self.check(*(anything if block % 16 == 0 else self.pairs.draw)(rng, min(BLOCK, count - block * BLOCK)))
-        self.results.seconds += time.process_time() - began
+            self.results.seconds += time.process_time() - began
         return self.results
 
     def _run(self, x32: Any, y32: Any) -> tuple[Any, F64]:
@@ -214,7 +216,7 @@ class Check:
 
 
 def command(arguments: list[str] | None = None) -> int:
-    """0 without a mismatch, 1 with one."""
+    """0 without a mismatch, 1 with one, 130 where Ctrl-C ended it: what was checked until then is kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("functions", nargs="+", choices=PAIRS, metavar="FUNCTION", help=", ".join(PAIRS))
     parser.add_argument("--count", type=lambda v: int(float(v)), default=10**8, help="pairs of each (%(default)s)")
@@ -226,13 +228,20 @@ def command(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     wrong = 0
     for name in options.functions:
-        found = Check(name).random(options.count, options.seed)
+        check, interrupted = Check(name), False
+        try:
+            check.random(options.count, options.seed)
+        except KeyboardInterrupt:
+            interrupted = True
+        found = check.results
         wrong += sum(found.mismatches.values())
         print(f"{name}: {found.inputs} pairs, {found.near_ties} settled by MPFR, mismatches {found.mismatches}")
         print(*found.examples, sep="\n", flush=True)
         if options.output:
             data = json.loads(options.output.read_text()) if options.output.exists() else {}
             options.output.write_text(json.dumps(data | {name: asdict(found)}, indent=1) + "\n")
+        if interrupted:
+            return 130
     return 1 if wrong else 0
 
 
