@@ -31,7 +31,7 @@ from fxround.entry import Entry, Function, owner_of
 from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
-from fxround.loading import RNG_BUFFER, LoadedModule, random_state
+from fxround.loading import RNG_BUFFER, LoadedModule, following, random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.refusals import refuse_unsupported_tensors
@@ -93,11 +93,6 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _following(seed: int, sample: int, processes: int) -> tuple[int, int]:
-    """What (seed, sample) become after a training call of each process: 2^32 samples are a seed's."""
-    return (seed, sample + processes) if sample + 2 * processes <= 1 << 32 else (seed + 1, 0)
-
-
 class RoundedModule(nn.Module):
     """A model with every rounding explicit. Made by ``fxround.compile``; called like the model itself.
 
@@ -156,7 +151,7 @@ class RoundedModule(nn.Module):
         seed, sample = self.rng.tolist()
         with torch.set_grad_enabled(wanted):
             result = entry.run(leaves, random_state(seed, sample + self._rank))
-        self.reseed(*_following(seed, sample, self._processes))
+        self.reseed(*following(seed, sample, self._processes))
         return result
 
     def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:

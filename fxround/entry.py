@@ -109,12 +109,10 @@ class Entry:
                     )
 
     def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
-        if port.kind == "argument":
-            target: Tensor = leaves[port.index]
-            return target
-        owner = next(o for p, o in zip(self.captured.entering, self.owners, strict=True) if p.name == port.name)
-        assert owner is not None
-        return _tensor(*owner)
+        pairs = zip(self.captured.entering, self.owners, strict=True)
+        owner = next(o for p, o in pairs if (p.name, p.index) == (port.name, port.index))
+        target: Tensor = leaves[port.index] if owner is None else _tensor(*owner)
+        return target
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

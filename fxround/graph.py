@@ -40,7 +40,7 @@ from fxround.refusals import (
     source_line,
 )
 from fxround.sizes import Sizes, ask_arguments_for_sizes, sizes_of
-from fxround.tracing import asked_sizes, quickened, redefine, separate_results, tracing_switches, uncollected
+from fxround.tracing import asked_sizes, joint_of, quickened, redefine, separate_results, tracing_switches, uncollected
 
 if TYPE_CHECKING:
     from fxround.policy import Assignment
@@ -160,7 +160,7 @@ def capture(
             continue
         if traced is None:
             continue
-        captured = _describe(traced)
+        captured = describe(traced.joint, len(traced.leaves))
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             return captured
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
@@ -287,7 +287,6 @@ def _trace(
     """The joint graph; None if the example's batch was doubled and the model treats a batch of one apart."""
     # Imported at the first capture: they cost as much time as the rest of torch.
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     args, kwargs = example
     with contextlib.ExitStack() as stack:
@@ -302,11 +301,10 @@ def _trace(
                 if marked:
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
-            overloads = {k: f for k, f in decompositions.items() if isinstance(k, torch._ops.OpOverload)}
-            joint = aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=overloads)
+            joint = joint_of(stack, graph, args, kwargs, decompositions)
         except Exception as e:  # whatever a model's own code raises, told with its line
             raise explained(model, e) from e
-    _refuse_unsupported_nodes(joint.graph_module)
+    refuse_unsupported_nodes(joint.graph_module)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)))
 
 
@@ -317,8 +315,9 @@ def _excludes_one(graph: fx.GraphModule) -> bool:
     return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
 
 
-def _describe(traced: _Traced) -> Captured:
-    graph: fx.GraphModule = traced.joint.graph_module
+def describe(joint: Any, arguments: int) -> Captured:
+    """What AOTAutograd returned, for a model of so many (flat) arguments, every input and output by its Port."""
+    graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
     _drop_aliases(graph)
     ask_arguments_for_sizes(graph)
@@ -332,8 +331,8 @@ def _describe(traced: _Traced) -> Captured:
     output.meta[PORTS] = outputs
     pairs = zip(placeholders, inputs, strict=True)
     values = {port.index: node.meta.get("val") for node, port in pairs if port.kind == "argument"}
-    arguments = [values.get(i) for i in range(len(traced.leaves))]
-    return Captured(_renamed(graph), inputs, outputs, traced.joint.out_spec, sizes_of(arguments))
+    sizes = sizes_of([values.get(i) for i in range(arguments)])
+    return Captured(_renamed(graph), inputs, outputs, joint.out_spec, sizes)
 
 
 def _drop_tokens(graph: fx.GraphModule) -> None:
@@ -452,7 +451,8 @@ def _module_path(path: str) -> str:
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).lstrip(".")
 
 
-def _refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
+def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
+    """Raise CaptureError for what no rounding can be put behind, with its line."""
     for node in graph.graph.nodes:
         if node.target in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
             raise CaptureError(

@@ -33,6 +33,11 @@ def random_state(seed: int, sample: int) -> Tensor:
     return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
 
 
+def following(seed: int, sample: int, processes: int = 1) -> tuple[int, int]:
+    """What (seed, sample) become after a training call of each process: 2^32 samples are a seed's."""
+    return (seed, sample + processes) if sample + 2 * processes <= 1 << 32 else (seed + 1, 0)
+
+
 class LoadedModule(nn.Module):
     """An exported program: callable, reseedable, without the model's source."""
 

@@ -15,6 +15,7 @@ the two expressions, all that a symbolic number carries beside them, and the ver
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import warnings
@@ -27,6 +28,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import stateless
 
 
 @contextlib.contextmanager
@@ -45,6 +47,9 @@ def tracing_switches() -> Iterator[None]:
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         stack.enter_context(asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
+        # A module of two names is swapped twice: put back first what was taken last, else it keeps the trace's tensors.
+        swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
+        stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
@@ -72,11 +77,7 @@ def separate_results(graph: fx.GraphModule) -> None:
 
     So would an argument or a parameter that the model returns as it is: Dynamo puts it among the results afterwards.
     """
-    output = graph.graph.output_node()
-    with graph.graph.inserting_before(output):
-        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
-    output.args, output.kwargs = args, kwargs
-    graph.recompile()
+    copy_results(graph)
     codegen: Any = graph.graph._codegen
     restored = codegen.dynamo_bytecode_unflatten
 
@@ -92,6 +93,15 @@ def separate_results(graph: fx.GraphModule) -> None:
         return pytree.tree_map_only(torch.Tensor, copied, restored(computed, inputs))
 
     codegen.dynamo_bytecode_unflatten = separated
+
+
+def copy_results(graph: fx.GraphModule) -> None:
+    """Make every result of a graph of Dynamo's a tensor of its own."""
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
+    output.args, output.kwargs = args, kwargs
+    graph.recompile()
 
 
 def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -124,6 +134,24 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def joint_of(stack: contextlib.ExitStack, graph: Any, args: Any, kwargs: Any, decompositions: Any) -> Any:
+    """AOTAutograd's graph of a graph of Dynamo's: results and gradients. Its contexts end with ``stack``."""
+    # Imported at the first capture, as in graph.py.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    overloads = {key: f for key, f in decompositions.items() if isinstance(key, torch._ops.OpOverload)}
+    return aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=overloads)
+
+
+def traced_frame() -> tuple[str, torch.nn.Module | None]:
+    """Inside of a backend: the name of the function that Dynamo traces, and the module among its arguments."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx()
+    modules = (value for value in tracer.f_locals.values() if isinstance(value, torch.nn.Module))
+    return tracer.f_code.co_name, next(modules, None)
 
 
 # The arithmetic that strides, numbers of elements and tests of contiguity are made of.

@@ -268,3 +268,19 @@ def test_effect_tokens_are_dropped() -> None:
     assert torch.equal(compiled(x), torch.linalg.inv(x))
     with pytest.raises(torch.linalg.LinAlgError):
         compiled(torch.zeros(3, 3))
+
+
+def test_a_module_of_two_names_keeps_its_parameters() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.other = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x))
+
+    model, x = Twice(), torch.ones(2, 3)
+    before = list(model.parameters())
+    compiled = fxround.compile(model, "identity")
+    torch.testing.assert_close(compiled(x), model(x))  # another order of the same sums
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))

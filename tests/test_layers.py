@@ -41,6 +41,8 @@ RANKS = {
     "differentiation": 4,
     "loading": 4,
     "entry": 4,
+    "handover": 4,
+    "backend": 4,
     "compiler": 4,
     "__init__": 5,
     "analysis": 5,

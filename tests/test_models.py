@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import ZOO, Example, build
+from models import ZOO, build
 from torch import Tensor
 
 import fxround
+from fxround.backend import rounding_backend
 from fxround.entry import Entry
 
 
@@ -19,7 +20,7 @@ class Case:
     """One model of the zoo, compiled by two policies, captured once each."""
 
     def __init__(self, name: str) -> None:
-        self.example: Example = build(name)
+        self.name, self.example = name, build(name)
         self.inputs = (self.example.args, self.example.kwargs)
         self.stochastic = fxround.compile(self.example.model, "stochastic", example_inputs=self.inputs, seed=3)
 
@@ -71,6 +72,22 @@ def test_a_second_run_and_one_thread_give_the_same_bits(case: Case) -> None:
             torch.set_num_threads(threads)
     assert not torch.equal(case.run(case.stochastic.reseed(3, sample=1)), first)
     assert torch.equal(case.run(case.stochastic.reseed(3)), first)
+
+
+def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.name == "vit":  # transformers makes it an attention mask of ones where it is told that it is exported
+        monkeypatch.setattr("transformers.masking_utils.is_torchdynamo_exporting", lambda: True)
+    torch._dynamo.reset()
+    options = {"policy": "stochastic", "seed": 3}
+    module = torch.compile(case.example.model, backend=rounding_backend, options=options, fullgraph=True)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        # fxround.compile does this by itself.
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch._dynamo.config.patch(allow_rnn=True):
+            assert torch.equal(case.run(module), case.run(case.stochastic))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def test_an_exported_file_gives_the_same_bits(case: Case, tmp_path: Path) -> None:

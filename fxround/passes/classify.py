@@ -70,9 +70,10 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """The streams of the values, those of the results first: the same with and without gradients; of marks the last.
+    """The streams of the values: of what computes the results; of what enters; of what computes gradients; of the rest.
 
-    Two streams a node: the second is for a rounding behind an operator that draws itself.
+    So a value has the same with and without gradients, and however data is moved in between, which depends on whether
+    the batch was symbolic. Two streams a node: the second is for a rounding behind an operator that draws itself.
     """
     output = graph.graph.output_node()
     results: Any = output.args[0]
@@ -85,9 +86,15 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
         elif node.op == "placeholder" and direction_of(node) == "forward":
             first.add(node)
     values = [node for node in graph.graph.nodes if float_value(node) is not None]
-    marks = (MARKED, MARKED_GRADIENT)
-    ordered = sorted(values, key=lambda node: (node.target in marks, node not in first))
-    return {node: 2 * i for i, node in enumerate(ordered)}
+    return {node: 2 * i for i, node in enumerate(sorted(values, key=lambda node: _turn(node, node in first)))}
+
+
+def _turn(node: fx.Node, first: bool) -> int:
+    if node.op != "call_function" or str(node.target) in CONSTANTS:
+        return 1 if first else 3
+    rule = rule_of(node)
+    moved = node.target in (MARKED, MARKED_GRADIENT) or (rule is not None and rule.kind == "movement")
+    return 3 if moved else 0 if first else 2
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:

@@ -1,0 +1,126 @@
+"""Backend: ``torch.compile(model, backend="fxround", options={"policy": ...})``, another entrance to the pipeline.
+
+What is true here. Dynamo captures, in the way of ``torch.compile``, and asks for its graph to be compiled: it is
+lowered, fused and scheduled as ``fxround.compile`` does, and gives the same bits for the same (seed, sample). Graphs
+that Dynamo makes of one ``torch.compile`` (another batch, another dtype) share one (seed, sample); a call that trains
+leaves the next sample behind.
+
+Why it is safe. There is no ``coverage()`` to look at, so that ``strict`` is the default. A refusal is raised where
+the graph would run: Dynamo would wrap it in an error of its own.
+
+    before   torch.compile(model)                                                          # roundings as Inductor likes
+    after    torch.compile(model, backend="fxround", options={"policy": "stochastic", "seed": 0})
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround.differentiation import step_of
+from fxround.entry import Entry
+from fxround.errors import FxroundError, PolicyError
+from fxround.formulas import decompositions
+from fxround.handover import received
+from fxround.loading import following, random_state
+from fxround.passes import Plan, lower, optimize
+from fxround.policy import Policy
+from fxround.runtime.schedule import schedule
+
+OPTIONS: Final = ("policy", "seed", "strict", "fuse")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What ``options=`` says; rng is the (seed, sample) that all graphs of one ``torch.compile`` read and advance."""
+
+    policy: Policy
+    rng: Tensor
+    strict: bool
+    fuse: bool
+
+
+# By identity of the options, which are kept so that no others can take their place: torch.compile passes one and the
+# same object for every graph.
+_STATES: dict[int, tuple[Any, Tensor]] = {}
+
+
+def rounding_backend(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """A backend of ``torch.compile``, known to it as ``"fxround"`` where the package is installed.
+
+    options: ``policy``, as ``fxround.compile`` takes it; ``seed``, an int or an int64 tensor (seed, sample) of shape
+    [2] that each call reads, and advances where it trains (0); ``strict`` (True); ``fuse`` (True). Calls of the result
+    raise what ``fxround.compile`` raises, CaptureError where the model is no single graph.
+    """
+    try:
+        return _compiled(graph, inputs, _read(options))
+    except (FxroundError, TypeError, ValueError) as error:
+        return _refusing(error)
+
+
+def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -> Callable[..., Any]:
+    formulas, marked = decompositions(options.policy.definitions), options.policy.treats_gradients
+    captured, owners, model = received(graph, inputs, formulas, marked)
+    lowered = lower(captured.graph, Plan(options.policy, options.strict))
+    step = step_of(captured, lowered, options.fuse)
+    fused = optimize(lowered) if options.fuse and not step else lowered
+    entry = Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)
+    trains = _training(model)
+
+    def run(*args: Any) -> Any:
+        result = entry.run(args, options.rng)
+        if entry.step and trains():
+            options.rng.copy_(random_state(*following(*options.rng.tolist())))
+        return result
+
+    return run
+
+
+def _training(model: nn.Module | None) -> Callable[[], bool]:
+    """Whether the model is in training mode when asked; Dynamo guards the flag only where the model reads it."""
+    if model is None:
+        return lambda: True
+    kept = weakref.ref(model)
+    return lambda: (found := kept()) is not None and found.training
+
+
+def _refusing(error: Exception) -> Callable[..., NoReturn]:
+    def refuse(*args: Any) -> NoReturn:
+        raise type(error)(*error.args) from error
+
+    return refuse
+
+
+def _read(options: Mapping[str, Any] | None) -> _Options:
+    given = dict(options or {})
+    wrong = [key for key in given if key not in OPTIONS]
+    if wrong:
+        raise TypeError(f"options has no key {wrong[0]!r}; expected {', '.join(OPTIONS)}")
+    if "policy" not in given:
+        raise PolicyError(
+            'no policy is given: torch.compile(model, backend="fxround", options={"policy": "stochastic"}); '
+            "a policy is a preset's name, a rounding, a path to a TOML file, a dict or a Policy."
+        )
+    for key in ("strict", "fuse"):
+        if not isinstance(given.get(key, True), bool):
+            raise TypeError(f"options[{key!r}] is {given[key]!r}; expected True or False")
+    policy = Policy.parse(given["policy"])
+    return _Options(policy, _state(options, given.get("seed", 0)), given.get("strict", True), given.get("fuse", True))
+
+
+def _state(options: Any, seed: Any) -> Tensor:
+    """The caller's own tensor, or the one that belongs to these options."""
+    if not isinstance(seed, Tensor):
+        return _STATES.setdefault(id(options), (options, random_state(seed, 0)))[1]
+    if seed.dtype != torch.int64 or seed.shape != (2,):
+        raise TypeError(
+            f"options['seed'] is a tensor of {seed.dtype}, {tuple(seed.shape)}; expected an int, or int64 (2,)"
+        )
+    return seed

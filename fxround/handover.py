@@ -1,0 +1,146 @@
+"""Handover: a graph that Dynamo hands to a backend, as the graph that fxround's own capture gives.
+
+What is true here. AOTAutograd, the formulas and the switches are those of ``graph.capture``. Dynamo passes as arguments
+the parameters and buffers that a model uses, in the order of their use; here they get their names back, their
+order in the model, and beside them those that it does not use: so the nodes' numbers, which choose their random
+bits, are those that ``fxround.compile`` gives.
+
+Why it is safe. What Dynamo leaves out of its graph is run by Python and rounded by nobody: a graph that a break cut
+off is refused. Dynamo's own guards decide which calls may use a graph.
+
+    before   graph(l_self_modules_fc_parameters_weight_, l_x_)
+    after    Captured with the ports parameter fc.weight, parameter unused, argument 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxround.entry import owner_of
+from fxround.errors import CaptureError
+from fxround.graph import (
+    PORT,
+    PORTS,
+    Captured,
+    Decompositions,
+    Port,
+    describe,
+    fake_mode,
+    refuse_unsupported_nodes,
+)
+from fxround.marks import mark_values
+from fxround.refusals import explained, refuse_unsupported_tensors, require_tested_torch
+from fxround.tracing import copy_results, joint_of, quickened, redefine, traced_frame, tracing_switches, uncollected
+
+Owner = tuple[nn.Module, str] | None
+
+
+@uncollected()
+def received(
+    graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Decompositions, marked: bool = False
+) -> tuple[Captured, tuple[Owner, ...], nn.Module | None]:
+    """The ATen graph of Dynamo's graph, who owns each of its inputs (None: a call passes it), and the model.
+
+    The model is None where Dynamo traces a function. To be called inside of a backend; ``graph`` is changed.
+    Raises CaptureError for a part of a model, and for what ``graph.capture`` refuses.
+    """
+    require_tested_torch()
+    name, model = traced_frame()
+    _refuse_parts(graph, name)
+    refuse_unsupported_tensors(nn.Module(), inputs, {})
+    names = [_port_of(node, i) for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing_switches())
+        stack.enter_context(quickened())
+        try:
+            redefine(graph, decompositions)
+            if torch.is_grad_enabled():
+                copy_results(graph)
+                if marked:
+                    mark_values(graph)
+            joint = joint_of(stack, graph, tuple(inputs), {}, decompositions)
+        except Exception as e:  # as in graph.capture
+            raise explained(model or graph, e) from e
+    refuse_unsupported_nodes(joint.graph_module)
+    captured = _named(describe(joint, len(inputs)), names)
+    if model is None:
+        return captured, (None,) * len(captured.entering), None
+    captured = _in_order(captured, model, inputs)
+    owners = tuple(owner_of(model, port) if port.index < 0 else None for port in captured.entering)
+    return captured, owners, model
+
+
+def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
+    """Raise CaptureError for a graph that is not the whole of what was compiled."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    advice = (
+        "What Dynamo leaves to Python would not be rounded. torch.compile(..., fullgraph=True) tells the line at once; "
+        "fxround.compile captures recurrent layers and some models that torch.compile breaks."
+    )
+    if reason is not None and reason.graph_break:
+        frames = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in reason.user_stack[-1:]]
+        said = reason.reason.strip().partition("\n")[0]
+        raise CaptureError(f"{function} is no single graph.\n  at      {''.join(frames)}\n  reason  {said}\n  {advice}")
+    if function.startswith("torch_dynamo_resume_in"):
+        raise CaptureError(
+            f"{function.removeprefix('torch_dynamo_resume_in_')}: a graph break came before.\n  {advice}"
+        )
+
+
+def _port_of(placeholder: fx.Node, index: int) -> Port:
+    """What Dynamo says of an input: L['self']._modules['fc']._parameters['weight'] is the parameter fc.weight."""
+    source = str(getattr(placeholder, "_dynamo_source").name)  # noqa: B009 (no attribute of the class)
+    kinds = {"_parameters": "parameter", "_buffers": "buffer"}
+    found = re.search(r"\.(_parameters|_buffers)\['([^']+)'\]$", source)
+    if found is None:
+        return Port("argument", index=index)
+    path = re.findall(r"\._modules\['([^']+)'\]", source)
+    return Port(kinds[found[1]], ".".join([*path, found[2]]), index)  # type: ignore[arg-type]
+
+
+def _named(captured: Captured, ports: Sequence[Port]) -> Captured:
+    """The same graph; its ports speak of state by name."""
+
+    def named(port: Port) -> Port:
+        known = ports[port.index] if port.kind in ("argument", "gradient") or port.mutation else port
+        kind = known.kind if port.kind == "argument" else port.kind
+        return replace(port, kind=kind, name=known.name, index=known.index)
+
+    inputs, outputs = tuple(map(named, captured.inputs)), tuple(map(named, captured.outputs))
+    for node, port in zip(captured.graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta[PORT] = port
+    captured.graph.graph.output_node().meta[PORTS] = outputs
+    return replace(captured, inputs=inputs, outputs=outputs)
+
+
+def _in_order(captured: Captured, model: nn.Module, inputs: Sequence[Any]) -> Captured:
+    """The same graph with an input for each parameter and buffer of the model, as ``graph.capture`` orders them."""
+    graph = captured.graph
+    mode = fake_mode(graph)
+    placeholders = dict(zip(captured.inputs, graph.graph.find_nodes(op="placeholder"), strict=True))
+    by_tensor = {id(inputs[p.index]): p for p in captured.inputs if p.kind in ("parameter", "buffer")}
+    state: dict[Port, fx.Node] = {}
+    first = next(iter(graph.graph.nodes))
+    for kind, tensors in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+        for name, tensor in tensors(remove_duplicate=False):
+            port = by_tensor.pop(id(tensor), None)
+            if port is not None:
+                state[port] = placeholders.pop(port)
+                continue
+            port = Port(kind, name)  # type: ignore[arg-type]
+            with graph.graph.inserting_before(first):
+                node = state[port] = graph.graph.placeholder(name.replace(".", "_"))
+            node.meta = {PORT: port, "val": mode.from_tensor(tensor, static_shapes=True)}
+    ordered = state | placeholders
+    anchor = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in ordered.values():
+        anchor.prepend(node)
+    graph.recompile()
+    return replace(captured, inputs=tuple(ordered))
