@@ -1,22 +1,24 @@
 """What fusion gains: chains of rounded operations beside stock PyTorch, and beside one kernel an operation.
 
 python -m benchmarks.fusion            # prints the tables of docs/performance.md, heading "Fusion"
+python -m benchmarks.fusion memory     # the second one alone
 """
 
 from __future__ import annotations
 
-import resource
+import gc
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import fxround
-from benchmarks.harness import header, medians, table
+from benchmarks.harness import header, medians, table, vision_operators
 
 
 class Applied(nn.Module):
@@ -78,30 +80,74 @@ def main() -> None:
     print(header(("torch",)))
     columns = ("reproducible", "unfused", "stochastic", "unfused")
     print(table(("chain, one thread", "goal", "stock", *columns), rows))
-    print("\nPeak memory of a process, MB, over that of the imports and the input (20 times x - mean(x), 1e7):")
-    print(table(("stock", "reproducible", "unfused"), [[f"{_peak(how):.0f}" for how in ("stock", "fused", "unfused")]]))
+    memory()
 
 
-def _peak(how: str) -> float:
-    """What a fresh process needs at most for a few calls, in MB."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.fusion", how], capture_output=True, text=True, check=True)
+def memory() -> None:
+    """Print the table of peak memory."""
+    print("\nPeak memory of three calls, MB, over that of the process before them:")
+    rows = ((name, *(f"{_peak(name, how):.0f}" for how in HOW)) for name in MEMORY)
+    print(table(("one thread", *HOW), rows), flush=True)
+
+
+HOW = ("stock", "reproducible", "unfused", "stochastic")
+
+
+def _resnet() -> nn.Module:
+    vision_operators()
+    import torchvision
+
+    model: nn.Module = torchvision.models.resnet50()
+    return model
+
+
+MEMORY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "20 times x - mean(x), 1e7": (lambda: CHAINS[-1][1], (1000, 10000)),
+    "x + gelu(layer_norm(x)), 8192x1024": (lambda: Tail(1024), (8192, 1024)),
+    "TransformerEncoderLayer, 8x256x512": (
+        partial(nn.TransformerEncoderLayer, 512, 8, batch_first=True),
+        (8, 256, 512),
+    ),
+    "resnet50, 4 images": (_resnet, (4, 3, 224, 224)),
+}
+
+
+def _peak(name: str, how: str) -> float:
+    """What a fresh process needs at most for three calls, in MB."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fusion", name, how]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def measure(how: str) -> None:
-    """Print the growth of this process's peak memory in three calls, in MB."""
-    name, model, shape, _ = CHAINS[-1]
+def measure(name: str, how: str) -> None:
+    """Print how far three calls raise this process's resident memory above what it was before, in MB."""
+    torch.set_num_threads(1)
+    build, shape = MEMORY[name]
+    model = build().eval()
     x = torch.randn(shape)
-    small = torch.randn(8, 16)
-    compiled = fxround.compile(model, "reproducible", fuse=how == "fused")
-    run: Callable[[Tensor], object] = model if how == "stock" else compiled
+    policy = "reproducible" if how in ("stock", "unfused") else how
+    run = model if how == "stock" else fxround.compile(model, policy, fuse=how != "unfused")
     with torch.no_grad():
-        run(small)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run(x[:2])
+        gc.collect()
+        # Resets the peak to what is resident now: what compiling took is no part of it.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
         for _ in range(3):
             run(x)
-    print(name, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((_status("VmHWM") - before) / 1024)
+
+
+def _status(key: str) -> int:
+    """A line of this process's status, in KB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 if __name__ == "__main__":
-    measure(sys.argv[1]) if len(sys.argv) > 1 else main()
+    if sys.argv[1:] == ["memory"]:
+        memory()
+    elif sys.argv[1:]:
+        measure(*sys.argv[1:])
+    else:
+        main()
