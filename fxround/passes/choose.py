@@ -51,10 +51,11 @@ _FILLED: Final[dict[Any, int | None]] = {
 
 def choose(graph: fx.GraphModule) -> fx.GraphModule:
     """A new graph, sharing the attributes of ``graph``, in which choices are programs."""
-    chosen = fx.GraphModule(graph, fx.Graph(graph.graph.owning_module))
+    copied = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        made[node] = chosen.graph.node_copy(node, lambda used: made[used])
+        made[node] = copied.node_copy(node, lambda used: made[used])
+    chosen = fx.GraphModule(graph, copied)
     for node in chosen.graph.nodes:
         place, value = site(node), float_value(node)
         if node.op != "call_function" or place is None or place.status != "exact":
