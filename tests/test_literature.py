@@ -131,12 +131,12 @@ def findings(report: fxround.VariabilityReport) -> str:
 
 
 def test_mullers_recurrence_is_stable_at_the_wrong_limit() -> None:
-    """After 12 steps the exact value is 4.997; binary32 has 20 bits of 100."""
+    """After 12 steps the exact value is 4.997; binary32 has bits of 100: 21 at the median of 300 seeds, 10.9 at least."""
     start, right = muller_start(torch.float32), exact_muller(12)
     assert 4.99 < float(right) < 5
     report = fxround.variability(Muller(12), start, capture="nodes", reference=tensor(right)[0])
     output = report["output"]
-    assert output.bits is not None and output.bits > 18 and output.worst_mean == pytest.approx(100, abs=0.1)
+    assert output.bits is not None and output.bits > 10 and output.worst_mean == pytest.approx(100, abs=0.1)
     assert output.agreement["reference"].bits == 0 and "output: STABLE AND WRONG" in findings(report)
     assert min(f.bits for f in report.places if f.bits is not None) < 2  # on the way from 5 to 100 nothing is known
 
