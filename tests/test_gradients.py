@@ -17,8 +17,8 @@ from fxround.numerics.gradients import Gradient, unclamped
 from fxround.numerics.modes import Rounding
 
 SATURATING = [
-    *(f"e4m3fn/{mode}/saturate" for mode in ("nearest_even", "away_from_zero", "to_odd", "stochastic_equal")),
-    *(f"{name}/stochastic/saturate" for name in ("e4m3fn", "e2m1fn", "bfloat16")),
+    *(f"e4m3fn/{mode}/saturate" for mode in ("nearest_even", "away_from_zero", "stochastic")),
+    *(f"{name}/stochastic_equal/saturate" for name in ("e2m1fn", "bfloat16")),
 ]
 
 

@@ -76,7 +76,7 @@ def test_linear() -> None:
 
 @pytest.mark.parametrize(
     "kernel, stride, padding, height, width",
-    [(3, 1, 0, 5, 4), (3, 1, 1, 4, 5), (3, 2, 1, 6, 5), (2, 3, 0, 7, 8), (2, 2, 2, 4, 3), (1, 2, 0, 4, 5)],
+    [(3, 1, 1, 4, 5), (2, 3, 0, 7, 8), (2, 2, 2, 4, 3)],
 )
 def test_conv2d(kernel: int, stride: int, padding: int, height: int, width: int) -> None:
     """Among them: rows that no window covers, padding wider than the kernel, an even kernel."""
@@ -151,7 +151,7 @@ def test_softmax_and_mean() -> None:
     x = drawn(4, 9) * 3
     same(fxround.compile(nn.Softmax(1), POLICY)(x), softmax(x.numpy()))
     x.requires_grad_()
-    for function in (torch.mean, lambda x: x.mean(), lambda x: x.mean((0, 1))):
+    for function in (torch.mean, lambda x: x.mean((0, 1))):
         x.grad = None
         found = fxround.compile(function, POLICY)(x)
         found.backward(torch.tensor(0.3))
@@ -162,11 +162,11 @@ def test_softmax_and_mean() -> None:
 def test_what_repdl_refuses_has_fxrounds_own_formula() -> None:
     x, target = drawn(6, 5), torch.tensor([0, 4, 2, 2, 1, 3])
     own = replace(POLICY, definitions="fxround")
-    for options in ({"label_smoothing": 0.1}, {"reduction": "sum"}, {"ignore_index": 2}):
-        loss = partial(F.cross_entropy, **options)
-        assert torch.equal(fxround.compile(loss, POLICY)(x, target), fxround.compile(loss, own)(x, target))
-    plain = fxround.compile(F.cross_entropy, POLICY)
-    assert plain.with_policy(own)(x, target) == fxround.compile(F.cross_entropy, own)(x, target)
+    loss = partial(F.cross_entropy, label_smoothing=0.1, ignore_index=2)
+    smoothed, plain = fxround.compile(loss, POLICY), fxround.compile(F.cross_entropy, POLICY)
+    assert smoothed(x, target) == smoothed.with_policy(own)(x, target)
+    nodes = [len(c.graph.graph.nodes) for c in (plain.prepare(x, target), plain.with_policy(own).prepare(x, target))]
+    assert nodes[0] != nodes[1]
     with pytest.raises(RuntimeError, match="-100 is out of bounds"):
         plain(x, torch.full_like(target, -100))
 
