@@ -2,8 +2,9 @@
 
 python -m benchmarks.contractions [--threads N] [--quick]
 
-Above each table stands the machine's fused multiply-add peak, measured here by a loop that touches no memory; the last
-column is what part of it the nearest accumulator reaches.
+Kernels are called as a compiled module calls them, without PyTorch's dispatcher; stock PyTorch as a user does. Above
+each table stands the machine's fused multiply-add peak, measured here by a loop that touches no memory; the last column
+is what part of it the nearest accumulator reaches. Sums, softmax and norms: benchmarks.reductions.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-import fxround  # noqa: F401  registers the operators
 from benchmarks.harness import header, medians, table
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.runtime.compiled import current_machine
 from fxround.runtime.contractions import scratch_of
+from fxround.runtime.library import KERNELS
 from fxround.runtime.llvm.engine import compile_module
 from fxround.specialize import contract_kernel
 
@@ -51,8 +52,11 @@ class Work:
     steps: int
 
 
+RNG: Final = torch.zeros(2, dtype=torch.int64)
+
+
 def _matmul(a: Tensor, b: Tensor, accumulate: str) -> Tensor:
-    result: Tensor = torch.ops.fxround.matmul(a, b, accumulate, STORE, torch.zeros(2, dtype=torch.int64), 0)
+    result: Tensor = KERNELS[torch.ops.fxround.matmul.default](a, b, accumulate, STORE, RNG, 0)
     return result
 
 
@@ -65,11 +69,10 @@ def _convolution(
 ) -> Work:
     x, w = torch.randn(batch, channels, size, size), torch.randn(out, channels // groups, taps, taps)
     pad = taps // 2 if name != "MNIST" else 0
-    rng = torch.zeros(2, dtype=torch.int64)
 
     def ours(accumulate: str) -> Tensor:
         place = ([stride] * 2, [pad] * 2, [1] * 2, False, [0] * 2, groups)
-        result: Tensor = torch.ops.fxround.convolution(x, w, *place, accumulate, STORE, rng, 0)
+        result: Tensor = KERNELS[torch.ops.fxround.convolution.default](x, w, *place, accumulate, STORE, RNG, 0)
         return result
 
     stock = partial(torch.nn.functional.conv2d, x, w, None, stride, pad, 1, groups)
@@ -90,14 +93,24 @@ RESNET: Final = (
 )
 
 
+# Rows, length, columns of products that do not pay for packing.
+SMALL: Final = ((1, 64, 1), (8, 8, 8), (16, 64, 16), (1, 512, 512))
+# Channels, size, taps, stride: those of mobile networks, and ConvNeXt's.
+DEPTHWISE: Final = ((128, 28, 3, 1), (256, 7, 3, 1), (128, 56, 3, 2), (96, 56, 7, 1))
+
+
 def works(quick: bool) -> Iterator[Work]:
     """The rows: products, ResNet-50's distinct convolutions, an MNIST CNN's two, depthwise."""
     for n in (512,) if quick else (512, 1024, 2048):
         yield _product(f"mm {n}x{n}x{n}", torch.randn(n, n), torch.randn(n, n))
     yield _product("bmm of 96, 128x64x128", torch.randn(96, 128, 64), torch.randn(96, 64, 128))
     yield _product("linear 8x512x2048", torch.randn(8, 512), torch.randn(2048, 512).t())
-    yield _product("dot of 64", torch.randn(1, 64), torch.randn(64, 1))
-    yield _convolution("depthwise", 8, 128, 28, 128, 3, 1, 128)
+    for rows, length, columns in SMALL:
+        yield _product(f"mm {rows}x{length}x{columns}", torch.randn(rows, length), torch.randn(length, columns))
+    yield _product("bmm of 96, 16x16x16", torch.randn(96, 16, 16), torch.randn(96, 16, 16))
+    yield _product("mv 2048x512", torch.randn(2048, 512), torch.randn(512, 1))
+    for channels, size, taps, stride in DEPTHWISE:
+        yield _convolution("depthwise", 8, channels, size, channels, taps, stride, channels)
     yield _convolution("MNIST", 100, 1, 28, 32, 3, 1, 1)
     yield _convolution("MNIST", 100, 32, 26, 64, 3, 1, 1)
     for channels, size, out, taps, stride in RESNET[1:4] if quick else RESNET:
@@ -142,7 +155,8 @@ done:
 def scratch_megabytes(accumulate: str) -> float:
     """What one thread packs into for a long contraction."""
     kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse(STORE), ("f32", "f32"), "f32")
-    return scratch_of(kernel, 4096, 4096, 4096) / 1e6
+    big = torch.empty(1).expand(4096, 4096)
+    return scratch_of(kernel, big, big) / 1e6
 
 
 def measure(threads: int, quick: bool) -> None:
@@ -152,7 +166,9 @@ def measure(threads: int, quick: bool) -> None:
     print(f"{header(('torch', 'numpy', 'llvmlite', 'fxround'))}\npeak of one thread: {peak:.0f} G multiply-adds/s\n")
     print(table(["work", "stock, ms", *ACCUMULATORS, "nearest / peak"], []))
     for work in works(quick):
-        names = [n for n in ACCUMULATORS if work.name.startswith(("mm", "bmm")) or n in ("nearest", "SR", "UD")]
+        names = [
+            n for n in ACCUMULATORS if work.name.startswith(("mm", "bmm", "depthwise")) or n in ("nearest", "SR", "UD")
+        ]
         calls: dict[str, Callable[[], object]] = {"stock": work.stock}
         calls |= {name: partial(work.ours, ACCUMULATORS[name]) for name in names}
         # On one thread, its own time: whoever else is busy does not count.
@@ -166,7 +182,7 @@ def measure(threads: int, quick: bool) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="of one table; default: all rows with 1, fewer with 2")
+    parser.add_argument("--threads", type=int, help="of one table; default: a table with 1, one with 2")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     options, _ = parser.parse_known_args()
     torch.manual_seed(0)
@@ -175,7 +191,7 @@ def main() -> None:
         return
     measure(1, options.quick)
     print()
-    measure(2, True)
+    measure(2, options.quick)
     print("\nscratch a thread for 4096x4096x4096, in MB; beside it, a padded image")
     for name, text in ACCUMULATORS.items():
         print(f"  {name:10} {scratch_megabytes(text):5.2f}")

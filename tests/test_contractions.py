@@ -26,7 +26,7 @@ from fxround.numerics.scalar import Function, param
 from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
-from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.contractions import Right, run_contract, run_product
 from fxround.runtime.execute import Draw
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.specialize import contract_kernel
@@ -127,7 +127,7 @@ def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> N
     a, b = values((batch, rows, length), seed, kind), values((batch, length, columns), seed + 1, kind)
     kernel = kernel_of(accumulate)
     with threads(data.draw(st.integers(1, 3))):
-        got = run_contract(kernel, left(a), Right.matrices(right(b)), 0, DRAW)
+        got = run_product(kernel, left(a), right(b), 0, DRAW)
     same(got, reference.contract(kernel, a.numpy(), b.numpy(), KEY))
 
 
@@ -136,10 +136,9 @@ def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> N
 def test_long_chains_equal_the_reference(accumulate: str, length: int) -> None:
     a, b = values((1, 3, length), 1), values((1, length, 2), 2)
     kernel = kernel_of(accumulate)
-    same(
-        run_contract(kernel, a, Right.matrices(b), 0, DRAW),
-        reference.contract(kernel, a.numpy(), b.numpy(), KEY),
-    )
+    want = reference.contract(kernel, a.numpy(), b.numpy(), KEY)
+    same(run_product(kernel, a, b, 0, DRAW), want)
+    same(run_product(kernel, a, b.transpose(1, 2).contiguous().transpose(1, 2), 0, DRAW), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,10 +148,9 @@ def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate
     assert kernel.quick is not None
     a, b = values((1, 37, 230), 1, kind), values((1, 230, 70), 2, kind)
     for left, right in ((a, b), (a[:, :3, :9], b[:, :9, :50])):
-        right_operand = Right.matrices(right)
         same(
-            run_contract(kernel, left, right_operand, 0, DRAW),
-            run_contract(replace(kernel, quick=None), left, right_operand, 0, DRAW),
+            run_product(kernel, left, right, 0, DRAW),
+            run_product(replace(kernel, quick=None), left, right, 0, DRAW),
         )
 
 
@@ -185,16 +183,44 @@ def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: 
         for kind in KINDS:
             a, b = values((1, 9, 20), 5, kind), values((1, 20, 35), 6, kind)
             same(
-                run_contract(kernel, a, Right.matrices(b), 0, DRAW),
+                run_product(kernel, a, b, 0, DRAW),
                 reference.contract(kernel, a.numpy(), b.numpy(), KEY),
             )
+
+
+@pytest.mark.parametrize("isa", [isa for isa in instruction_sets() if isa != "sse2"])
+@pytest.mark.parametrize(
+    "accumulate", [RNE, "binary32/toward_zero", "binary32/stochastic", "bfloat16 chunk=7 combine=binary32"]
+)
+def test_a_product_is_the_same_with_and_without_packing(accumulate: str, isa: str) -> None:
+    """Few rows or few steps are not packed (``llvm.direct``); columns that are not side by side always are."""
+    kernel = kernel_of(accumulate)
+    with instruction_set(isa):
+        shapes = ((1, 1, 700, 150), (3, 2, 9, 33), (2, 13, 17, 16), (1, 8, 1, 1), (2, 5, 40, 70))
+        for batch, rows, length, columns in shapes:
+            for kind in ("normal", "special"):
+                a, b = values((batch, rows, length), 3, kind), values((batch, length, columns), 4, kind)
+                where = Right.matrices(b.shape, b.stride())
+                assert where.k_step is not None
+                packed = run_contract(kernel, a, b, replace(where, k_step=None), 0, DRAW)
+                same(run_contract(kernel, a, b, where, 0, DRAW), packed)
+
+
+@pytest.mark.parametrize("accumulate", [RNE, "binary32/up_down", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_times_a_vector_is_the_reference(accumulate: str, kind: str) -> None:
+    a, b = values((2, 77, 30), 3, kind), values((2, 30, 1), 4, kind)
+    want = reference.contract(kernel_of(accumulate), a.numpy(), b.numpy(), KEY)
+    rng = torch.tensor([DRAW.seed, DRAW.sample])
+    same(OPS.matmul(a, b, accumulate, RNE, rng, DRAW.node), want)
+    same(OPS.matmul(a.transpose(1, 2).contiguous().transpose(1, 2), b, accumulate, RNE, rng, DRAW.node), want)
 
 
 def test_an_exact_zero_is_positive_in_every_mode() -> None:
     a, b = torch.tensor([[[1.0, -1.0, 0.0]]]), torch.tensor([[[3.0], [3.0], [-1.0]]])
     for mode in MODES:
         if mode != "up_down":
-            got = run_contract(kernel_of(f"binary32/{mode}"), a, Right.matrices(b), 0, DRAW)
+            got = run_product(kernel_of(f"binary32/{mode}"), a, b, 0, DRAW)
             assert encodings(got).item() == 0, mode
 
 

@@ -21,7 +21,7 @@ from fxround.numerics.orders import Order
 from fxround.program import Program
 from fxround.runtime import reference, threads
 from fxround.runtime.compiled import instruction_set
-from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.contractions import run_product
 from fxround.runtime.execute import STORAGES, Draw, run_map
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.runtime.reducing import run_reduce, run_scan
@@ -163,7 +163,7 @@ def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
         a = values((batch, rows, length), 1, special=length == 23)
         b = values((batch, length, columns), 2, special=length == 23)
         kernel = contract_kernel(Accumulation.parse(accumulate), BINARY32, ("f32", "f32"), "f32")
-        same(run_contract(kernel, a, Right.matrices(b), 0, DRAW), reference.contract(kernel, stored(a), stored(b), KEY))
+        same(run_product(kernel, a, b, 0, DRAW), reference.contract(kernel, stored(a), stored(b), KEY))
 
 
 @pytest.mark.parametrize("dtype", STORAGES)
@@ -175,7 +175,7 @@ def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
     want = reference.contract(kernel, stored(a), stored(b), KEY)
     for left in layouts((2, 5, 11), 1, dtype):
         for right in layouts((2, 11, 21), 2, dtype):
-            same(run_contract(kernel, left, Right.matrices(right), 0, DRAW), want)
+            same(run_product(kernel, left, right, 0, DRAW), want)
 
 
 @pytest.mark.parametrize("order", ["sequential", "lanes:2", "lanes:16", "lanes:64"])
@@ -219,7 +219,7 @@ def test_threads_change_no_bit() -> None:
             results.append(
                 (
                     run_map(program, [x, y], torch.float32, DRAW),
-                    run_contract(product, x[None], Right.matrices(y.t()[None]), 1, DRAW),
+                    run_product(product, x[None], y.t()[None], 1, DRAW),
                     run_reduce(total, x[:, :, None], DRAW),
                     run_reduce(total, x[None], DRAW),
                 )
@@ -236,15 +236,13 @@ def test_nearest_even_contraction_is_fmaf_in_order() -> None:
     kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
     general = contract_kernel(Rounding.parse("binary32/nearest_even/saturate"), BINARY32, ("f32", "f32"), "f32")
     assert kernel.accumulator == "f32" and general.accumulator == "f64"
-    assert torch.equal(
-        run_contract(kernel, a, Right.matrices(b), 0, DRAW), run_contract(general, a, Right.matrices(b), 0, DRAW)
-    )
+    assert torch.equal(run_product(kernel, a, b, 0, DRAW), run_product(general, a, b, 0, DRAW))
 
 
 def test_shapes_are_checked_before_pointers_are_taken() -> None:
     kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
     with pytest.raises(ValueError, match="inner sizes or batches differ"):
-        run_contract(kernel, values((1, 2, 3), 1), Right.matrices(values((1, 4, 2), 1)), 0, DRAW)
+        run_product(kernel, values((1, 2, 3), 1), values((1, 4, 2), 1), 0, DRAW)
     with pytest.raises(TypeError, match=r"got dtype torch\.int64"):
         run_map(Program.parse("t0 = neg(x0) @ exact"), [torch.zeros(3, dtype=torch.int64)], torch.float32, DRAW)
     with pytest.raises(ValueError, match="more than the 24 bits"):

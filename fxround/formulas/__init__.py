@@ -11,6 +11,7 @@ so the nodes inherit the module path and the source line of the operator that th
 
 from fxround.formulas import (
     activations,
+    choices,
     derivatives,
     losses,
     normalization,
@@ -26,6 +27,7 @@ __all__ = [
     "FORMULAS",
     "TABLES",
     "activations",
+    "choices",
     "decompositions",
     "derivatives",
     "losses",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxround.formulas.choices import largest, smallest
 from fxround.formulas.table import count, formula, reduced_dims, total, widened
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ def linalg_vector_norm(
     if ord == 0:
         return total((w != 0).to(w.dtype), dims, keepdim).to(kept)
     if math.isinf(ord):
-        return (torch.amax if ord > 0 else torch.amin)(w.abs(), dims, keepdim).to(kept)
+        return (largest if ord > 0 else smallest)(w.abs(), dims, keepdim).to(kept)
     powers = total(w.abs() if ord == 1 else w.abs() ** ord, dims, keepdim)
     return (powers if ord == 1 else powers ** (1.0 / ord)).to(kept)
 
@@ -94,14 +95,14 @@ def dist(x: Tensor, y: Tensor, p: Any = 2) -> Tensor:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """logsumexp(x) = log(sum(exp(x - m))) + m, m = amax(x), and 0 where that is infinite"""
     w, dims = widened(x), reduced_dims(x, dim)
-    top = torch.amax(w, dims, True)
+    top = largest(w, dims, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     result = total((w - top).exp(), dims, True).log() + top
     return (result if keepdim else result.squeeze(dims)).to(x.dtype)
 
 
 def _exponentials(x: Tensor, dim: int) -> Tensor:
-    return (x - torch.amax(x, [dim], True)).exp()
+    return (x - largest(x, [dim], True)).exp()
 
 
 @formula(aten._softmax.default)
@@ -129,7 +130,7 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if x.dim() and x.shape[dim] == 0:
         return x.to(kept).clone()
     w = widened(x)
-    shifted = w - torch.amax(w, [dim], True)
+    shifted = w - largest(w, [dim], True)
     return (shifted - total(shifted.exp(), [dim], True).log()).to(kept)
 
 

@@ -6,17 +6,17 @@ windows of an image are one case. Chunks of rows, blocks of k and threads cut th
 Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by the sizes and offsets made here.
 
     before   torch.bmm(a, b)
-    after    run_contract(kernel, a, Right.matrices(b), 0, draw)
+    after    run_product(kernel, a, b, 0, draw)
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,15 +25,18 @@ from fxround.kernel import Contract
 from fxround.numerics.storage import Storage
 from fxround.runtime import texts
 from fxround.runtime.compiled import current_instruction_set, native, signature
-from fxround.runtime.execute import Draw, dtype_of
+from fxround.runtime.execute import Draw, array, dtype_of
+from fxround.runtime.llvm import contract, direct
 from fxround.runtime.llvm.contract import build_contract
+from fxround.runtime.llvm.direct import DirectVariant, build_direct, direct_for
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.threads import split
 from fxround.specialize import contract_kernel
 
-_CONTRACT: Final = signature(16, 9)
+_CONTRACT: Final = signature(2, len(contract.POINTERS))
+_DIRECT: Final = signature(2, len(direct.POINTERS))
 # A thread is worth waking for this many steps.
 _ENOUGH: Final = 1 << 15
 # See numerics.truncation.up_or_down.
@@ -42,6 +45,9 @@ _LONGEST: Final = 1 << 30
 _BLOCK: Final = 192
 _CHUNK_BYTES: Final = 1 << 20
 _PARKED_BYTES: Final = 1 << 21
+# Products that are not packed: of so many rows, or of so many steps.
+_FEW_ROWS: Final = 8
+_SMALL: Final = 1 << 15
 
 
 @lru_cache(maxsize=256)
@@ -61,23 +67,25 @@ class Placing:
 
 @dataclass(frozen=True)
 class Right:
-    """The second operand of a contraction: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
+    """Where the second operand lies: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
 
-    out: where its products lie in the result, if not in a row.
+    out: where its products lie in the result, if not in a row. k_step: what k_offsets ascend by, if the columns lie
+    side by side in the operand and in the result.
     """
 
-    data: Tensor
     batch: int
     step: int
     k_offsets: Tensor
     n_offsets: Tensor
     out: Placing | None = None
+    k_step: int | None = None
 
     @staticmethod
-    def matrices(b: Tensor) -> Right:
+    def matrices(shape: Sequence[int], strides: Sequence[int]) -> Right:
         """(batch, length, columns) of any strides."""
-        step, k, n = b.stride()
-        return Right(b, b.shape[0], step, offsets(b.shape[1], k), offsets(b.shape[2], n))
+        step, k, n = strides
+        adjacent = n == 1 or shape[2] == 1
+        return Right(shape[0], step, offsets(shape[1], k), offsets(shape[2], n), None, k if adjacent else None)
 
 
 @lru_cache(maxsize=1024)
@@ -88,10 +96,10 @@ def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], 
 
 @dataclass(frozen=True)
 class Code:
-    """A variant, compiled, for operands of one shape: its sizes, and the scratch that a call needs."""
+    """A variant, compiled; what it is told of sizes and strides (int64, a C array); the scratch that a call needs."""
 
     run: Callable[..., None]
-    sizes: tuple[int, ...]
+    layout: Any
     scratch: int
 
 
@@ -107,16 +115,79 @@ class Plan:
     items: int
     enough: int
 
+    def run(self, pointers: tuple[int, ...], key: Any) -> None:
+        """Every item. pointers: of operands, tables and result."""
+
+        def count(code: Code, begin: int, end: int) -> bool:
+            """Do items begin ... end; whether the results count."""
+            flags = ctypes.c_int32(0)
+            code.run(begin, end, code.layout, *pointers, scratch(code.scratch), key, ctypes.byref(flags))
+            return flags.value == 0
+
+        def work(begin: int, end: int) -> None:
+            if self.quick is None:
+                count(self.general(), begin, end)
+            elif not count(self.quick, begin, end):
+                for item in range(begin, end):
+                    if begin + 1 == end or not count(self.quick, item, item + 1):
+                        count(self.general(), item, item + 1)
+
+        split(work, self.items, self.enough)
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A kernel for operands and a result that lie in certain ways; where they lie is told by each ``run``."""
+
+    plan: Plan
+    tables: tuple[Tensor, ...]
+
     @staticmethod
-    def of(kernel: Contract, batch: int, rows: int, columns: int, length: int, groups: int) -> Plan:
-        """The plan on this machine, for the present number of threads."""
-        return _plan(kernel, current_instruction_set(), torch.get_num_threads(), batch, rows, columns, length, groups)
+    def of(kernel: Contract, left: Sequence[int], strides: Sequence[int], right: Right, groups: int) -> Contraction:
+        """left: shape of the first operand, (g, rows, length). groups 0: g == batch; else its matrix is batch mod g."""
+        _, rows, length = left
+        batch, columns = right.batch, right.n_offsets.numel()
+        isa, sizes = current_instruction_set(), (batch, rows, columns, length, groups)
+        if right.k_step is not None and _unpacked(kernel, isa, sizes):
+            return Contraction(_direct(kernel, isa, sizes, (*strides, right.step, right.k_step)), ())
+        out = right.out or Placing(rows * columns, columns, offsets(columns, 1))
+        plan = _packed(kernel, isa, torch.get_num_threads(), sizes, (*strides, right.step, out.step, out.row_step))
+        return Contraction(plan, (right.k_offsets, right.n_offsets, out.offsets))
+
+    def run(self, a: int, b: int, result: int, key: Any) -> None:
+        """a, b, result: addresses of their elements 0."""
+        self.plan.run((a, b, *(t.data_ptr() for t in self.tables), result), key)
 
 
-@lru_cache(maxsize=1024)
-def _plan(
-    kernel: Contract, isa: str, threads: int, batch: int, rows: int, columns: int, length: int, groups: int
-) -> Plan:
+def _unpacked(kernel: Contract, isa: str, sizes: tuple[int, ...]) -> bool:
+    """Whether a panel would be read too seldom to be worth its packing, and the processor reads under masks."""
+    machine, (_, rows, columns, length, _) = machine_of(isa), sizes
+    masks = machine.vector_bytes == 64 or (machine.vector_bytes == 32 and kernel.loads[1] in ("f32", "f64"))
+    return masks and length > 0 and (rows <= _FEW_ROWS or rows * columns * length <= _SMALL)
+
+
+@lru_cache(maxsize=4096)
+def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+    batch, rows, columns, length, groups = sizes
+    machine = machine_of(isa)
+    general, quick = direct_for(kernel, machine, rows), quick_for(kernel, machine)
+    first = general if quick is None else direct_for(quick, machine, rows)
+    # Both variants work on the same items: a run of columns holds whole ones of either.
+    width = max(general.width, first.width)
+    batches = _ceiling(columns, width)
+
+    def code(variant: DirectVariant) -> Code:
+        run = native(variant.digest, build_direct, variant, "direct", _DIRECT)
+        layout = (rows, columns, length, kernel.chunk or length, groups, batches, width // variant.width, *steps)
+        return Code(run, array(layout), 0)
+
+    enough = max(1, _ENOUGH // (rows * width * length))
+    return Plan(cache(lambda: code(general)), None if quick is None else code(first), batch * batches, enough)
+
+
+@lru_cache(maxsize=4096)
+def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+    batch, rows, columns, length, groups = sizes
     block = kernel.chunk or min(max(length, 1), _BLOCK)
     machine = machine_of(isa)
     general = tile_for(kernel, machine, max(block, _BLOCK))
@@ -127,16 +198,16 @@ def _plan(
     def code(variant: ContractVariant) -> Code:
         run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
         panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
-        sizes = (rows, columns, length, panels, chunk, panels_wide, block, groups)
-        return Code(run, sizes, variant.scratch_bytes(chunk, panels_wide, block))
+        layout = array((rows, columns, length, panels, chunk, panels_wide, block, groups, *steps))
+        return Code(run, layout, variant.scratch_bytes(chunk, panels_wide, block))
 
     items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
     enough = max(1, _ENOUGH // max(1, chunk * wide * length))
     return Plan(cache(lambda: code(general)), None if quick is None else code(first), items, enough)
 
 
-def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
-    """a: (g, rows, length) of any strides. Returns (batch, rows, columns).
+def run_contract(kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
+    """a: (g, rows, length) of any strides; b: what ``right`` counts the elements of. Returns (batch, rows, columns).
 
     groups 0: a has one matrix a batch (g == batch); else a's matrix for batch i is i mod groups.
     """
@@ -145,41 +216,23 @@ def run_contract(kernel: Contract, a: Tensor, right: Right, groups: int, draw: D
     if right.k_offsets.numel() != length or g != (groups or batch):
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    if length > _LONGEST:
-        raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
+    check_length(length)
     result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
-    if result.numel() == 0:
-        return result
-    plan = Plan.of(kernel, batch, rows, columns, length, groups)
-    out = right.out or Placing(rows * columns, columns, offsets(columns, 1))
-    tensors = (a, right.data, right.k_offsets, right.n_offsets, out.offsets, result)
-    rest = (*a.stride(), right.step, out.step, out.row_step, *(t.data_ptr() for t in tensors))
-    key = draw.key()
-
-    def count(code: Code, begin: int, end: int) -> bool:
-        """Do items begin ... end; whether the results count."""
-        flags = ctypes.c_int32(0)
-        code.run(begin, end, *code.sizes, *rest, scratch(code.scratch), key, ctypes.byref(flags))
-        return flags.value == 0
-
-    split(attempt(plan.general, plan.quick, count), plan.items, plan.enough)
+    if result.numel() > 0:
+        found = Contraction.of(kernel, a.shape, a.stride(), right, groups)
+        found.run(a.data_ptr(), b.data_ptr(), result.data_ptr(), draw.key())
     return result
 
 
-def attempt(
-    general: Callable[[], Code], quick: Code | None, count: Callable[[Code, int, int], bool]
-) -> Callable[[int, int], None]:
-    """What does items begin ... end: by quick code; where its results do not count, one by one by general code."""
+def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
+    """The same for b: (batch, length, columns) of any strides."""
+    return run_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw)
 
-    def work(begin: int, end: int) -> None:
-        if quick is None:
-            count(general(), begin, end)
-        elif not count(quick, begin, end):
-            for item in range(begin, end):
-                if begin + 1 == end or not count(quick, item, item + 1):
-                    count(general(), item, item + 1)
 
-    return work
+def check_length(length: int) -> None:
+    """ValueError for a chain that is too long."""
+    if length > _LONGEST:
+        raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
 
 
 _KEPT: Final = threading.local()
@@ -187,10 +240,11 @@ _KEPT: Final = threading.local()
 
 def scratch(size: int) -> int:
     """The address of this thread's scratch, at least ``size`` bytes that belong to it until it asks again."""
-    kept: Tensor | None = getattr(_KEPT, "scratch", None)
-    if kept is None or kept.numel() < size:
-        kept = _KEPT.scratch = torch.empty(size, dtype=torch.uint8)
-    return kept.data_ptr()
+    kept: tuple[int, int, Tensor] | None = getattr(_KEPT, "scratch", None)
+    if kept is None or kept[0] < size:
+        memory = torch.empty(size, dtype=torch.uint8)
+        kept = _KEPT.scratch = (size, memory.data_ptr(), memory)
+    return kept[1]
 
 
 def _cut(
@@ -221,7 +275,8 @@ def _ceiling(n: int, parts: int) -> int:
     return -(-n // parts)
 
 
-def scratch_of(kernel: Contract, rows: int, columns: int, length: int) -> int:
-    """Bytes that one thread packs and parks in for a product of matrices."""
-    plan = Plan.of(kernel, 1, rows, columns, length, 1)
+def scratch_of(kernel: Contract, a: Tensor, b: Tensor) -> int:
+    """Bytes that one thread packs and parks in for a product of two matrices."""
+    right = Right.matrices((1, *b.shape), (0, *b.stride()))
+    plan = Contraction.of(kernel, (1, *a.shape), (0, *a.stride()), right, 1).plan
     return (plan.quick or plan.general()).scratch

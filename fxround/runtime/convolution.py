@@ -99,9 +99,8 @@ def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Windows:
-    """The padded image, and the offsets of its images, channels of a group, kernel taps and output pixels."""
+    """Offsets in a padded image: of images, channels of a group, kernel taps and output pixels."""
 
-    padded: Tensor
     group_step: int
     images: Tensor
     channels: Tensor
@@ -109,21 +108,26 @@ class Windows:
     pixels: Tensor
 
 
-def windows_of(x: Tensor, taps: Sequence[int], geometry: Geometry) -> Windows:
-    """Where the windows of a plain convolution lie."""
-    dims, padding = x.dim() - 2, geometry.padding
-    edges = [p for d in reversed(range(dims)) for p in (padding[d], padding[d])]
-    padded = torch.nn.functional.pad(x, edges).contiguous() if any(edges) else x.contiguous()
-    steps = _row_major(padded.shape)
-    channels = x.shape[1] // geometry.groups
-    counts = [geometry._extent(x.shape[d + 2], taps[d], d) for d in range(dims)]
+def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Row-major, with zeros around it."""
+    edges = [p for d in reversed(range(x.dim() - 2)) for p in (padding[d], padding[d])]
+    return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
+
+
+@lru_cache(maxsize=64)
+def windows_of(
+    shape: tuple[int, ...], taps: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> Windows:
+    """Where the windows of a plain convolution lie in a padded image."""
+    dims, steps = len(shape) - 2, _row_major(shape)
+    channels = shape[1] // groups
+    counts = [(shape[d + 2] - dilation[d] * (taps[d] - 1) - 1) // stride[d] + 1 for d in range(dims)]
     return Windows(
-        padded,
         channels * steps[1],
-        offsets(x.shape[0], steps[0]),
+        offsets(shape[0], steps[0]),
         offsets(channels, steps[1]),
-        _sums([offsets(taps[d], geometry.dilation[d] * steps[d + 2]) for d in range(dims)]),
-        _sums([offsets(counts[d], geometry.stride[d] * steps[d + 2]) for d in range(dims)]),
+        _sums([offsets(taps[d], dilation[d] * steps[d + 2]) for d in range(dims)]),
+        _sums([offsets(counts[d], stride[d] * steps[d + 2]) for d in range(dims)]),
     )
 
 
@@ -170,19 +174,20 @@ def convolution(
     shape = shape_of(x.shape, w.shape, geometry.stride, geometry.padding, geometry.dilation, groups)
     plan = planned(kernel, shape)
     if plan is not None:
-        return run_planes(kernel, plan, x, w, Draw.of(rng, node)).reshape(size)
-    found = windows_of(x, w.shape[2:], geometry)
+        return run_planes(kernel, plan, x, w, Draw.of(rng, node).key()).reshape(size)
+    x = padded(x, geometry.padding)
+    found = windows_of(x.shape, w.shape[2:], tuple(geometry.stride), tuple(geometry.dilation), groups)
     k = _sums([found.channels, found.taps])
     weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
     pixels = found.pixels.numel()
     if pixels < _FEW and x.shape[0] > 1:
         # The windows of all images are one line of columns; the result has them image by image.
         out = Placing(weights.shape[1] * pixels, pixels, _placed(x.shape[0], w.shape[0] * pixels, pixels))
-        right = Right(found.padded, groups, found.group_step, k, _sums([found.images, found.pixels]), out)
-        return run_contract(kernel, weights, right, 0, Draw.of(rng, node)).reshape(size)
+        right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
+        return run_contract(kernel, weights, x, right, 0, Draw.of(rng, node)).reshape(size)
     # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
-    right = Right(found.padded, x.shape[0] * groups, found.group_step, k, found.pixels)
-    return run_contract(kernel, weights, right, groups, Draw.of(rng, node)).reshape(size)
+    right = Right(x.shape[0] * groups, found.group_step, k, found.pixels)
+    return run_contract(kernel, weights, x, right, groups, Draw.of(rng, node)).reshape(size)
 
 
 @lru_cache(maxsize=256)
@@ -238,9 +243,10 @@ def weight_gradient(
     small, image = (x, grad) if transposed else (grad, x)
     loads = (storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input"))
     kernel = contract_of(accumulate, rounding, loads, loads[1])
-    found = windows_of(image.detach(), weight_size[2:], Geometry(stride, padding, dilation, False, [], groups))
+    image = padded(image.detach(), padding)
+    found = windows_of(image.shape, tuple(weight_size[2:]), tuple(stride), tuple(dilation), groups)
     pixels = small.shape[2:].numel()
     k = _sums([found.images, found.pixels[:pixels]])
-    right = Right(found.padded, groups, found.group_step, k, _sums([found.channels, found.taps]))
+    right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]))
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return run_contract(kernel, left, right, groups, Draw.of(rng, node)).reshape(list(weight_size))
+    return run_contract(kernel, left, image, right, groups, Draw.of(rng, node)).reshape(list(weight_size))

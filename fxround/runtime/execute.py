@@ -42,6 +42,7 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
 LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
 _MAP: Final = signature(4, 5)
 _WORD: Final = (1 << 32) - 1
+_KEY: Final = ctypes.c_uint32 * 4
 # A thread is worth waking for this many scalar steps.
 _ENOUGH: Final = 1 << 15
 
@@ -55,6 +56,8 @@ class Draw:
     node: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.seed) is type(self.sample) is int and 0 <= self.seed < 2**63 and 0 <= self.sample < 2**32:
+            return
         for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
@@ -71,7 +74,7 @@ class Draw:
 
     def key(self) -> Any:
         """Four u32 words, as a C array."""
-        return self.keys((self.node,))
+        return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
 
     def keys(self, nodes: Sequence[int]) -> Any:
         """Seed and sample in three u32 words, then a word for each of the nodes (at least one), as a C array."""
@@ -91,7 +94,8 @@ def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STOR
     return known[x.dtype]
 
 
-def _array(values: Sequence[int]) -> Any:
+def array(values: Sequence[int]) -> Any:
+    """int64 numbers as a C array, of one element at least."""
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
@@ -167,7 +171,7 @@ def run_kernel(
     ]
     if call.total == 0:
         return results
-    sources, targets = _array([x.data_ptr() for x in operands]), _array([r.data_ptr() for r in results])
+    sources, targets = array([x.data_ptr() for x in operands]), array([r.data_ptr() for r in results])
     split(lambda lo, hi: call.run(lo, hi, sources, targets, key), call.blocks, _ENOUGH // BLOCK)
     return results
 
@@ -211,7 +215,7 @@ class MapCall:
         variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides))
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
-        return MapCall(function, tuple(shape), total, len(sizes), _array(sizes), _array(steps))
+        return MapCall(function, tuple(shape), total, len(sizes), array(sizes), array(steps))
 
     @property
     def blocks(self) -> int:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
-from fxround.runtime.contractions import Right, contract_of, run_contract
 from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
-from fxround.runtime.execute import Draw, dtype_of, loads_of, result_storage, run_kernel, storage_of
+from fxround.runtime.execute import Draw, dtype_of, loads_of, result_storage, run_kernel
+from fxround.runtime.products import matmul
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -59,27 +59,6 @@ def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: 
 def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
     shape = torch.broadcast_shapes(*(x.shape for x in xs))
     return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in texts.storages(results)]
-
-
-def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
-    """(M, K) x (K, N), or the same with a batch in front: k ascending from +0, one rounding a step."""
-    _check_matmul(a, b)
-    draw = Draw.of(rng, node)
-    loads = (storage_of(a, "matmul's first operand"), storage_of(b, "matmul's second operand"))
-    kernel = contract_of(accumulate, rounding, loads, loads[0])
-    if a.dim() == 3:
-        return run_contract(kernel, a.detach(), Right.matrices(b.detach()), 0, draw)
-    left, right = a.detach().unsqueeze(0), Right.matrices(b.detach().unsqueeze(0))
-    return run_contract(kernel, left, right, 1, draw).squeeze(0)
-
-
-def _check_matmul(a: Tensor, b: Tensor) -> None:
-    if a.dim() not in (2, 3) or a.dim() != b.dim():
-        raise ValueError(f"matmul takes two matrices or two batches of them, got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(f"matmul of {tuple(a.shape)} with {tuple(b.shape)}: inner sizes or batches differ")
-    if a.dtype != b.dtype:
-        raise TypeError(f"matmul of {a.dtype} with {b.dtype}: expected one dtype (cast one of them first)")
 
 
 def _matmul_fake(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:

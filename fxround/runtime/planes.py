@@ -8,33 +8,31 @@ share a panel. It never changes a bit, so it may depend on the machine.
 Why it is safe. Sizes come from shapes that ``Geometry.output_size`` has compared; offsets stay inside a plane.
 
     before   run_contract(kernel, weights, Right(padded, ..., windows), ...)          1 row by 784 columns, 128 times
-    after    run_planes(planned(...), x, w, draw)
+    after    run_planes(kernel, planned(...), x, w, key)
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_instruction_set, native, signature
-from fxround.runtime.contractions import Code, attempt, scratch
-from fxround.runtime.execute import Draw, dtype_of
+from fxround.runtime.contractions import Code, Plan
+from fxround.runtime.execute import array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
-from fxround.runtime.llvm.planes import POINTERS, SIZES, PlanesVariant, build_planes
+from fxround.runtime.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import quick_for, tile_for
-from fxround.runtime.threads import split
 
-_PLANES: Final = signature(len(SIZES), len(POINTERS))
+_PLANES: Final = signature(2, len(POINTERS))
 # Output channels of a group from which on packed panels are quicker.
 _FEW: Final = 5
 # Lanes of an item for each of its results: more would be mostly gaps.
@@ -98,25 +96,22 @@ def shape_of(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a convolution is done: items, the tables that its code reads, the code. quick: as in ``contractions``."""
+class Planes:
+    """How a convolution is done over planes: the plan, and the tables that its code reads."""
 
     shape: Shape
-    general: Callable[[], Code]
-    quick: Code | None
+    plan: Plan
     taps: Tensor
     places: Tensor
-    items: int
-    enough: int
 
 
-def planned(kernel: Contract, shape: Shape) -> Plan | None:
+def planned(kernel: Contract, shape: Shape) -> Planes | None:
     """The plan on this machine; None where packed panels are the better way."""
     return _planned(kernel, current_instruction_set(), torch.get_num_threads(), shape)
 
 
 @lru_cache(maxsize=1024)
-def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Plan | None:
+def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes | None:
     if shape.outputs >= _FEW or shape.length == 0 or min(shape.results) <= 0 or shape.images * shape.groups == 0:
         return None
     machine = machine_of(isa)
@@ -133,14 +128,14 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Plan | N
         block = kernel.chunk or shape.length
         counts = (shape.outputs, shape.channels, shape.groups, shape.length, block, cuts, cut)
         sizes = (*counts, *shape.results, *shape.image, *shape.padding, *lines, part, plane)
-        return Code(run, sizes, variant.scratch_bytes(shape.length, shape.channels * plane, _positions(shape, cut)))
+        space = variant.scratch_bytes(shape.length, shape.channels * plane, _positions(shape, cut))
+        return Code(run, array(sizes), space)
 
     items = shape.images * shape.groups * cuts
     enough = max(1, _ENOUGH // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
     taps, places = _taps(shape, cut, general), _places(shape, cut)
-    return Plan(
-        shape, cache(lambda: code(general)), None if quick is None else code(first), taps, places, items, enough
-    )
+    plan = Plan(cache(lambda: code(general)), None if quick is None else code(first), items, enough)
+    return Planes(shape, plan, taps, places)
 
 
 def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
@@ -205,18 +200,10 @@ def _places(shape: Shape, cut: int) -> Tensor:
     return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
 
 
-def run_planes(kernel: Contract, plan: Plan, x: Tensor, w: Tensor, draw: Draw) -> Tensor:
+def run_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any) -> Tensor:
     """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps), any strides."""
-    x, w, shape = x.contiguous(), w.contiguous(), plan.shape
+    x, w, shape = x.contiguous(), w.contiguous(), found.shape
     result = torch.empty(shape.images, shape.groups * shape.outputs, *shape.results, dtype=dtype_of(kernel.result))
-    pointers = [t.data_ptr() for t in (x, w, plan.taps, plan.places, result)]
-    key = draw.key()
-
-    def count(code: Code, begin: int, end: int) -> bool:
-        """Do items begin ... end; whether the results count."""
-        flags = ctypes.c_int32(0)
-        code.run(begin, end, *code.sizes, *pointers, scratch(code.scratch), key, ctypes.byref(flags))
-        return flags.value == 0
-
-    split(attempt(plan.general, plan.quick, count), plan.items, plan.enough)
+    x_at, w_at, taps, places, out = (t.data_ptr() for t in (x, w, found.taps, found.places, result))
+    found.plan.run((x_at, w_at, taps, places, out), key)
     return result

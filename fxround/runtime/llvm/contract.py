@@ -18,17 +18,17 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.runtime.llvm.loops import I64, PTR, count, define
+from fxround.runtime.llvm.loops import I64, PTR, count, define, told
 from fxround.runtime.llvm.packing import pack_left, pack_right
 from fxround.runtime.llvm.tile import Block, ContractVariant, Item
 
-SIZES: Final = ("begin", "end", "rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
+SIZES: Final = ("rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
 STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch", "out_batch", "out_row")
-POINTERS: Final = ("a", "b", "b_k", "b_n", "out_n", "out", "scratch", "key", "flags")
+POINTERS: Final = ("layout", "a", "b", "b_k", "b_n", "out_n", "out", "scratch", "key", "flags")
 
 
 def build_contract(variant: ContractVariant) -> str:
-    """``contract(SIZES..., STRIDES..., POINTERS...)``.
+    """``contract(begin, end, POINTERS...)``; layout: SIZES and STRIDES, int64.
 
     Items count (batch, chunk of rows, ``wide`` panels), the panels fastest. a: element (g, m, k) at
     g * a_batch + m * a_row + k * a_k, with g = batch mod groups (groups 0: g = batch). b: element (k, n) at
@@ -37,8 +37,9 @@ def build_contract(variant: ContractVariant) -> str:
     results of a kernel with a rounding direction do not count.
     """
     module = ir.Module("contract")
-    args = [*((n, I64) for n in SIZES + STRIDES), *((n, PTR) for n in POINTERS)]
+    args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
     b, a = define(module, "contract", args, variant.kernel.direction, variant.kernel.watched)
+    a = told(b, a, SIZES + STRIDES)
     work = Item(b, a, variant)
     # A sum of no products still has one block, of no steps: it stores +0.
     some = b.icmp_signed(">", a["length"], I64(0))

@@ -39,6 +39,7 @@ from fxround.runtime.llvm.loops import (
     masked_load,
     masked_store,
     store_vector,
+    told,
 )
 from fxround.runtime.llvm.packing import gather
 from fxround.runtime.llvm.render import bytes_of, literal, llvm_type, splat
@@ -46,11 +47,11 @@ from fxround.runtime.llvm.steps import Steps
 from fxround.runtime.llvm.streams import load_key, start
 
 SIZES: Final = (
-    *("begin", "end", "outputs", "channels", "groups", "length", "block", "cuts", "cut"),
+    *("outputs", "channels", "groups", "length", "block", "cuts", "cut"),
     *(f"{name}{d}" for name in ("results", "image", "padding", "lines") for d in range(3)),
     *("part", "plane"),
 )
-POINTERS: Final = ("x", "w", "taps", "places", "out", "scratch", "key", "flags")
+POINTERS: Final = ("layout", "x", "w", "taps", "places", "out", "scratch", "key", "flags")
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ class PlanesVariant:
 
 
 def build_planes(variant: PlanesVariant) -> str:
-    """``planes(SIZES..., POINTERS...)``: items count (image, group, cut of the first dimension), the cuts fastest.
+    """``planes(begin, end, POINTERS...)``; layout: SIZES, int64.
 
+    Items count (image, group, cut of the first dimension), the cuts fastest.
     x: (images, groups * channels, *image), w: (groups * outputs, length), out: (images, groups * outputs, *results),
     row-major, three dimensions each. A plane has a part for each remainder by the stride, ``part`` elements apart, of
     lines0 * lines1 lines of lines2 elements and, at least, as many elements more as a vector has. taps: where in the
@@ -92,13 +94,9 @@ def build_planes(variant: PlanesVariant) -> str:
     to a whole vector, its result's number in the item (any, if it has none).
     """
     module = ir.Module("planes")
-    b, a = define(
-        module,
-        "planes",
-        [*((n, I64) for n in SIZES), *((n, PTR) for n in POINTERS)],
-        variant.kernel.direction,
-        variant.kernel.watched,
-    )
+    args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
+    b, a = define(module, "planes", args, variant.kernel.direction, variant.kernel.watched)
+    a = told(b, a, SIZES)
     work = _Planes(b, a, variant)
     with count(b, a["begin"], a["end"]) as item:
         work.enter(item)
@@ -120,7 +118,7 @@ class _Planes:
             a = a | {"image1": I64(1), "lines1": I64(1), "results1": I64(1), "padding1": I64(0)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.key = load_key(b, a["key"])
+        self.key = load_key(b, a["key"]) if variant.streams else []
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]

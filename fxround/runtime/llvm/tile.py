@@ -136,7 +136,7 @@ class Item:
         self.lanes = variant.lanes
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
-        self.key = load_key(b, a["key"])
+        self.key = load_key(b, a["key"]) if variant.streams else []
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         self.left = a["scratch"]
         self.panel = at(b, self.left, b.mul(a["chunk"], I64(variant.pitch)), self.value)

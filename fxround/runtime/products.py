@@ -1,0 +1,88 @@
+"""Products of matrices as contractions: shapes and strides are looked at once, then only addresses change.
+
+What is true here. What a call needs besides addresses (the plan, the code, tables of offsets) depends on shapes,
+strides, dtype, instruction set and number of threads alone, and is kept by them. A small product then costs its
+lookup, a result and one call of machine code.
+
+Why it is safe. Everything that the code reads by is part of the key.
+
+    before   shapes compared, offsets found, sixteen numbers handed over, in every call
+    after    _bound(a.shape, a.stride(), ..., "binary32/stochastic", ...).run(a, b, result)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxround.runtime.compiled import current_set
+from fxround.runtime.contractions import Contraction, Right, check_length, contract_of
+from fxround.runtime.execute import STORAGES, Draw, storage_of
+
+# Rows from which on a column is worth turning.
+_FEW: Final = 8
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A product of operands that lie in one way. contraction: None where it has no element; turned: of b and a."""
+
+    shape: tuple[int, ...]
+    contraction: Contraction | None
+    turned: bool
+    draws: bool
+
+
+def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
+    """(M, K) x (K, N), or the same with a batch in front: k ascending from +0, one rounding a step."""
+    for x, what in ((a, "first"), (b, "second")):
+        if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES:
+            storage_of(x, f"matmul's {what} operand")
+    layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
+    bound = _bound(*layouts, accumulate, rounding, current_set(), torch.get_num_threads())
+    key = Draw.of(rng, node).key() if bound.draws else None
+    result = torch.empty(bound.shape, dtype=a.dtype)
+    if bound.contraction is not None:
+        x, y = (b, a) if bound.turned else (a, b)
+        bound.contraction.run(x.data_ptr(), y.data_ptr(), result.data_ptr(), key)
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> _Bound:
+    check_matmul(a, b)
+    (left, steps, dtype), (right, other_steps, _) = a, b
+    kernel = contract_of(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
+    shape, draws = (*left[:-1], right[-1]), kernel.draws or kernel.finish_draws
+    if 0 in shape:
+        return _Bound(shape, None, False, draws)
+    groups = 0
+    if len(shape) == 2:
+        left, steps, right, other_steps, groups = (1, *left), (0, *steps), (1, *right), (0, *other_steps), 1
+    # One column and many rows are one row and many columns: a step does not know its operands apart.
+    turned = right[2] == 1 and left[1] > _FEW
+    if turned:
+        left, steps, right, other_steps = (_turned(x) for x in (right, other_steps, left, steps))
+    where = Right.matrices(right, other_steps)
+    return _Bound(shape, Contraction.of(kernel, left, steps, where, groups), turned, draws)
+
+
+def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
+    return (of[0], of[2], of[1])
+
+
+def check_matmul(a: Layout, b: Layout) -> None:
+    """ValueError or TypeError for operands that have no product."""
+    (left, _, dtype), (right, _, other) = a, b
+    if len(left) not in (2, 3) or len(left) != len(right):
+        raise ValueError(f"matmul takes two matrices or two batches of them, got {tuple(left)} and {tuple(right)}")
+    if left[-1] != right[-2] or left[:-2] != right[:-2]:
+        raise ValueError(f"matmul of {tuple(left)} with {tuple(right)}: inner sizes or batches differ")
+    if dtype != other:
+        raise TypeError(f"matmul of {dtype} with {other}: expected one dtype (cast one of them first)")
+    check_length(left[-1])
