@@ -37,7 +37,7 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
 from fxround.program import Program, Statement
 from fxround.runtime.compiled import current_set
-from fxround.runtime.contractions import Right, run_contract
+from fxround.runtime.contractions import run_product
 from fxround.runtime.exact import run_exact
 from fxround.runtime.execute import Draw, run_kernel, run_map
 from fxround.runtime.reducing import run_reduce
@@ -189,7 +189,7 @@ def _contractions() -> Iterator[Comparison]:
     for text in ("binary32", "binary32/toward_zero", "bfloat16", "binary32/stochastic"):
         step = Rounding.parse(text)
         kernel = contract_kernel(Accumulation.parse(text), _BINARY32, ("f32", "f32"), "f32")
-        got = run_contract(kernel, a, Right.matrices(b), 0, _DRAW).flatten()
+        got = run_product(kernel, a, b, 0, _DRAW).flatten()
         left, right = a[0].tolist(), b[0].T.tolist()
         pairs = [(row, column) for row in left for column in right]
         want = [_chain(zip(row, column, strict=True), step, i) for i, (row, column) in enumerate(pairs)]

@@ -162,7 +162,7 @@ def test_the_quick_up_down_is_not_trusted_where_binary32_ends() -> None:
     largest = rng.choice(np.float32([3.4028235e38, -3.4028235e38, 1.7e38, 1e31, 0]), (1, 300, 12))
     ones = torch.ones(1, 12, 17)
     for a in (torch.from_numpy(quanta), torch.from_numpy(largest)):
-        got = run_contract(kernel, a, Right.matrices(ones), 0, DRAW)
+        got = run_product(kernel, a, ones, 0, DRAW)
         same(got, reference.contract(kernel, a.numpy(), ones.numpy(), KEY))
 
 

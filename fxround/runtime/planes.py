@@ -7,7 +7,7 @@ share a panel. It never changes a bit, so it may depend on the machine.
 
 Why it is safe. Sizes come from shapes that ``Geometry.output_size`` has compared; offsets stay inside a plane.
 
-    before   run_contract(kernel, weights, Right(padded, ..., windows), ...)          1 row by 784 columns, 128 times
+    before   run_contract(kernel, weights, Right(...), ...)          1 row by 784 columns, 128 times
     after    run_planes(kernel, planned(...), x, w, key)
 """
 

@@ -68,7 +68,7 @@ class DirectVariant:
     @property
     def digest(self) -> str:
         """The key of its compiled code."""
-        return f"{self.kernel.digest}:{self.lanes}x{self.vectors}x{self.rows}:{self.machine}"
+        return f"{self.kernel.digest}:direct:{self.lanes}x{self.vectors}x{self.rows}:{self.machine}"
 
 
 def direct_for(kernel: Contract, machine: Machine, rows: int) -> DirectVariant:

@@ -76,7 +76,7 @@ class PlanesVariant:
     @property
     def digest(self) -> str:
         """The key of its compiled code."""
-        return f"{self.kernel.digest}:{self.lanes}x{self.tiles}:{self.stride}:{self.flat}:{self.machine}"
+        return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.stride}:{self.flat}:{self.machine}"
 
     def scratch_bytes(self, length: int, planes: int, positions: int) -> int:
         """The weights of an output channel, the planes' elements, and the results of an item with their gaps."""
