@@ -44,7 +44,7 @@ def test_boundaries_hold_ties_and_both_sides_of_the_maximum() -> None:
     assert {0.0, fmt.maximum, 2.0**fmt.emin, 2.0**fmt.quantum_exponent / 2, fmt.maximum + 16.0} <= set(points)
 
 
-WRONG = {"run_kernel": "_roundings", "run_contract": "_contractions", "run_reduce": "_sums", "run_map": "_elementary"}
+WRONG = {"run_kernel": "_roundings", "run_product": "_contractions", "run_reduce": "_sums", "run_map": "_elementary"}
 
 
 @pytest.mark.parametrize("kernel", WRONG)
