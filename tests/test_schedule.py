@@ -101,3 +101,17 @@ def test_a_released_buffer_serves_the_next_result_of_its_size() -> None:
     assert other.data_ptr() == address and other.is_contiguous() and other.dtype == torch.float64
     assert buffers.empty((300, 300), torch.float32).data_ptr() != address
     buffers.forget()
+
+
+def test_a_chain_that_runs_in_whole_kernels_needs_two_buffers() -> None:
+    def steps(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x - x.mean(-1, keepdim=True)
+        return x
+
+    x = torch.ones(16, 40_000)  # a row is too long for the cache
+    for fuse in (True, False):
+        compiled = fxround.compile(steps, "reproducible", fuse=fuse, example_inputs=x)
+        buffers.forget()
+        result = compiled(x)
+        assert buffers._POOL.peak == 2 * result.nbytes and buffers.kept() == result.nbytes

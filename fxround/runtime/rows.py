@@ -31,7 +31,6 @@ from fxround.numerics.randomness import BLOCK
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import current_set
 from fxround.runtime.execute import LOADS, STORAGES, Draw, MapCall, dtype_of
-from fxround.runtime.library import KERNELS
 from fxround.runtime.lines import Lines
 from fxround.runtime.reducing import Loops, loops_for
 from fxround.runtime.threads import split
@@ -188,6 +187,8 @@ class Rows(nn.Module):
         self.stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
         self.stored = tuple(place[n] for n in nodes if n in place and any(user not in own for user in n.users))
         self.plans: dict[Any, Plan | None] = {}
+        # Places of inputs that nothing reaches after a call.
+        self.spent: tuple[int, ...] = ()
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """As the graph says, or a few rows at a time: the same bits."""
@@ -201,7 +202,9 @@ class Rows(nn.Module):
         if plan is None:
             results: list[Tensor] = self.whole(*inputs)
             return results
-        return self._run(plan, inputs)
+        results = self._run(plan, inputs)
+        buffers.release(*(inputs[i] for i in self.spent))
+        return results
 
     def _plan(self, inputs: Sequence[Tensor]) -> Plan | None:
         table: dict[int, Tensor] = {
@@ -269,7 +272,6 @@ def _subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[
     made = {node: inside.placeholder(node.name) for node in inputs}
     for node in nodes:
         made[node] = inside.node_copy(node, lambda used: made[used])
-        made[node].target = KERNELS.get(node.target, node.target)
     inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
     return fx.GraphModule(graph, inside)
 

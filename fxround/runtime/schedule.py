@@ -16,6 +16,7 @@ the graph's output. Only memory that a kernel of ours allocated in this call is 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -32,11 +33,22 @@ _FRESH: Final = frozenset({"pointwise", "elementary", "contraction", "reduction"
 
 def schedule(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported."""
-    graph = gather_rows(graph)
+    gathered = gather_rows(graph)
+    dead = _dead_after(gathered)
+    for node in gathered.graph.find_nodes(op="call_module"):
+        chain: Any = gathered.get_submodule(str(node.target))
+        spent = [value for value in dead.get(node, ()) if value in node.args and _has_no_view(value)]
+        dead[node] = [value for value in dead.get(node, ()) if value not in spent]
+        chain.spent = tuple(node.args.index(value) for value in spent)
+        inputs = chain.whole.graph.find_nodes(op="placeholder")
+        chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
+    return _direct(gathered, dead, begun=False)
+
+
+def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.GraphModule:
+    """The graph with kernels called directly and dead memory released; begun: whether a call of it is part of one."""
     direct = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    dead = _dead_after(graph)
-    begun = False
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "get_attr") and not begun:
             direct.call_function(buffers.begin)
@@ -51,8 +63,11 @@ def schedule(graph: fx.GraphModule) -> fx.GraphModule:
     return scheduled
 
 
-def _dead_after(graph: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """The values of our kernels to release after a node: the last that uses them or what shares their memory."""
+def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:
+    """The values of our kernels to release after a node: the last that uses them or what shares their memory.
+
+    given: inputs that are such values too, and belong to this graph alone.
+    """
     position = {node: i for i, node in enumerate(graph.graph.nodes)}
     nodes = list(position)
     last: dict[fx.Node, float] = {}
@@ -61,7 +76,7 @@ def _dead_after(graph: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
         last[node] = max([float(position[node]), *ends])
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        if _owns(node) and last[node] != float("inf"):
+        if (node in given or _owns(node)) and last[node] != float("inf"):
             dead.setdefault(nodes[int(last[node])], []).append(node)
     return dead
 
@@ -78,6 +93,10 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
     if rule is None or str(user.target) not in RULES:
         return float("inf")
     return float(position[user]) if rule.kind in _FRESH and not _may_alias(user.target) else last[user]
+
+
+def _has_no_view(value: fx.Node) -> bool:
+    return all(user.target in KERNELS or _is_rows(user) for user in value.users)
 
 
 def _is_rows(node: fx.Node) -> bool:
