@@ -2,11 +2,13 @@
 
 python -m benchmarks.fusion            # prints the tables of docs/performance.md, heading "Fusion"
 python -m benchmarks.fusion memory     # the second one alone
+python -m benchmarks.fusion epilogues  # what maps right behind contractions take of a call
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import subprocess
 import sys
 import time
@@ -15,10 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxround
 from benchmarks.harness import header, medians, table, vision_operators
+from fxround.runtime.library import KERNELS
 
 
 class Applied(nn.Module):
@@ -144,9 +147,59 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
+class Timed(fx.Interpreter):
+    """Adds up the thread's time in all nodes, and in maps of what a contraction has just made."""
+
+    total = behind = 0.0
+
+    def run_node(self, n: fx.Node) -> object:
+        """As it is, timed."""
+        began = time.thread_time()
+        value = super().run_node(n)
+        spent = time.thread_time() - began
+        self.total += spent
+        if _named(n, MAPS) and any(_named(_source(m), CONTRACTIONS) for m in n.all_input_nodes):
+            self.behind += spent
+        return value
+
+
+_NAMES = {function: str(target).split(".")[1] for target, function in KERNELS.items()}
+MAPS, CONTRACTIONS = ("pointwise", "fused"), ("matmul", "convolution")
+
+
+def _named(node: fx.Node, names: tuple[str, ...]) -> bool:
+    return node.op == "call_function" and _NAMES.get(node.target) in names
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What the memory of a view is."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def epilogues() -> None:
+    """Print the share of a call that fusing maps into contractions could save at most."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in list(MEMORY)[2:]:
+        build, shape = MEMORY[name]
+        x = torch.randn(shape)
+        for policy in HOW[1::2]:
+            with torch.no_grad():
+                entry = fxround.compile(build().eval(), policy, example_inputs=x)._called
+                runs = [Timed(entry.running) for _ in range(3)]
+                for run in runs:
+                    run.run(*entry._inputs([x]), torch.zeros(2, dtype=torch.int64))
+            rows.append((f"{name}, {policy}", f"{100 * statistics.median(r.behind / r.total for r in runs):.1f} %"))
+    print(table(("one thread", "maps right behind contractions, of a call"), rows))
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["memory"]:
         memory()
+    elif sys.argv[1:] == ["epilogues"]:
+        epilogues()
     elif sys.argv[1:]:
         measure(*sys.argv[1:])
     else:
