@@ -163,12 +163,12 @@ class Timed(fx.Interpreter):
         return value
 
 
-_NAMES = {function: str(target).split(".")[1] for target, function in KERNELS.items()}
+_NAMES: dict[object, str] = {function: str(target).split(".")[1] for target, function in KERNELS.items()}
 MAPS, CONTRACTIONS = ("pointwise", "fused"), ("matmul", "convolution")
 
 
 def _named(node: fx.Node, names: tuple[str, ...]) -> bool:
-    return node.op == "call_function" and _NAMES.get(node.target) in names
+    return node.op == "call_function" and _NAMES.get(node.target, "") in names
 
 
 def _source(node: fx.Node) -> fx.Node:
