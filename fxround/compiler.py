@@ -389,13 +389,15 @@ class RoundedModule(nn.Module):
         return Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)
 
     def _state_key(self) -> Any:
-        """What a graph depends on beside its arguments: modules with their plain attributes and hooks, and the
-        state's dtypes and shapes. What a model reads from elsewhere (a global, a nested object) is not seen."""
+        """What a graph depends on beside its arguments: modules with their plain attributes and hooks, the
+        state's dtypes and shapes, and autocast. What a model reads from elsewhere (a global, a nested object) is not
+        seen."""
         # The modules themselves, not their ids: the key keeps them, so that no other can take their place in memory.
         modules = tuple((m, _baked(m)) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
         state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
-        return modules, state, torch.get_default_dtype()
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return modules, state, torch.get_default_dtype(), cast
 
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))

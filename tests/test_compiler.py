@@ -400,3 +400,10 @@ def test_a_hook_in_the_place_of_another_is_seen() -> None:
         with torch.no_grad():
             assert torch.equal(compiled(data), fxround.compile(model, "reproducible")(data))
         handle.remove()
+
+
+def test_autocast_is_part_of_what_a_graph_is_for() -> None:
+    compiled, x = fxround.compile(nn.Linear(4, 4), "reproducible"), torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(x).dtype == torch.bfloat16
+    assert compiled(x).dtype == torch.float32

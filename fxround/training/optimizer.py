@@ -112,10 +112,11 @@ class RoundedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             _refuse_options(group)
             seed, done = group.setdefault(RNG_KEY, self.param_groups[0][RNG_KEY])
+            shared: dict[Any, tuple[Update, dict[str, Tensor]]] = {}
             for p in group["params"]:
                 number += 1
                 if p.grad is not None:
-                    self._update(p, group, (seed + (number + 1) * _APART) % (1 << 63), done)
+                    self._update(p, group, (seed + (number + 1) * _APART) % (1 << 63), done, shared)
             group[RNG_KEY] = [seed, done + 1]
         self._require_matched()
         return loss
@@ -167,24 +168,28 @@ class RoundedOptimizer(torch.optim.Optimizer):
             raise ValueError("no step has been taken yet: call step() when the parameters have gradients")
         return list(self._compiled.values())
 
-    def _update(self, p: Tensor, group: dict[str, Any], seed: int, done: int) -> None:
+    def _update(self, p: Tensor, group: dict[str, Any], seed: int, done: int, shared: dict[Any, Any]) -> None:
+        """The step of one parameter. shared: formulas and numbers of the group's parameters so far."""
         _refuse_tensors(p)
         state = self.state[p]
         first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
-        update: Update = self._update_of(group, first)
-        for name in update.states:
-            if state.get(name) is None:
-                state[name] = update.initial(name, p, group)
         if self.kind is not torch.optim.SGD:
             state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
         count = int(state["step"].item()) if "step" in state else done + 1
-        values = update.numbers(group, count)
-        compiled = self._compile(update, tuple(values), p.dtype, self._paths.get(id(p), ""))
-        numbers = [torch.tensor(values[name], dtype=p.dtype) for name in compiled.numbers]
+        key = (first, count, p.dtype)
+        if key not in shared:
+            formula = self._update_of(group, first)
+            values = formula.numbers(group, count)
+            shared[key] = formula, {name: torch.tensor(value, dtype=p.dtype) for name, value in values.items()}
+        update, numbers = shared[key]
+        for name in update.states:
+            if state.get(name) is None:
+                state[name] = update.initial(name, p, group)
+        compiled = self._compile(update, tuple(numbers), p.dtype, self._paths.get(id(p), ""))
         grad = p.grad
         assert grad is not None
         flat = [t.detach().reshape(-1) for t in (p, grad, *(state[name] for name in update.states))]
-        new = compiled.running(*flat, *numbers, random_state(seed, done))
+        new = compiled.running(*flat, *(numbers[name] for name in compiled.numbers), random_state(seed, done))
         for old, value in zip((p, *(state[name] for name in update.states)), new, strict=True):
             old.copy_(value.reshape(old.shape))
 
