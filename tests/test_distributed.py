@@ -86,7 +86,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(Path(fxround.__file__).parent.parent)}
     started = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(PROCESSES)]
     try:
-        assert [process.wait(120) for process in started] == [0] * PROCESSES
+        assert [process.wait(600) for process in started] == [0] * PROCESSES
     finally:
         for process in started:
             process.kill()
