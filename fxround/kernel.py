@@ -141,6 +141,11 @@ class Contract:
     watched: bool = False
     quick: Contract | None = None
 
+    @property
+    def streams(self) -> bool:
+        """Whether accumulators have a random stream beside them."""
+        return self.draws or self.finish_draws
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""

@@ -46,7 +46,7 @@ def build_contract(variant: ContractVariant) -> str:
     length = b.select(some, a["length"], I64(1))
     with count(b, a["begin"], a["end"]) as item:
         work.enter(item)
-        if variant.streams:
+        if variant.kernel.streams:
             with count(b, work.first_panel, work.last_panel) as panel:
                 work.enter_panel(panel)
                 work.each_row(work.start_stream)

@@ -61,11 +61,6 @@ class DirectVariant:
         return self.lanes * self.vectors
 
     @property
-    def streams(self) -> bool:
-        """Whether accumulators have a random stream beside them."""
-        return self.kernel.draws or self.kernel.finish_draws
-
-    @property
     def digest(self) -> str:
         """The key of its compiled code."""
         return f"{self.kernel.digest}:direct:{self.lanes}x{self.vectors}x{self.rows}:{self.machine}"
@@ -116,7 +111,7 @@ class _Direct:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: DirectVariant) -> None:
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.key = load_key(b, a["key"]) if variant.streams else []
+        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
         self.left, self.right, self.out = (MEMORY[s] for s in (*self.kernel.loads, self.kernel.result))
 
     def enter(self, batch: Any, column: Any) -> None:
@@ -136,7 +131,7 @@ class _Direct:
         b, a, vectors = self.b, self.a, self.variant.vectors
         number = rows * vectors
         places = [self._place(b.add(row, I64(r)), v) for r in range(rows) for v in range(vectors)]
-        states = [self._start(place) for place in places] if self.variant.streams else []
+        states = [self._start(place) for place in places] if self.kernel.streams else []
         carried = self.steps.carried([self.steps.zero] * number, states)
         if self.kernel.combine is None:
             self._take(carried, row, rows, I64(0), a["length"])

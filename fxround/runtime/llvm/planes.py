@@ -69,11 +69,6 @@ class PlanesVariant:
     machine: Machine
 
     @property
-    def streams(self) -> bool:
-        """Whether accumulators have a random stream beside them."""
-        return self.kernel.draws or self.kernel.finish_draws
-
-    @property
     def digest(self) -> str:
         """The key of its compiled code."""
         return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.stride}:{self.flat}:{self.machine}"
@@ -118,7 +113,7 @@ class _Planes:
             a = a | {"image1": I64(1), "lines1": I64(1), "results1": I64(1), "padding1": I64(0)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.key = load_key(b, a["key"]) if variant.streams else []
+        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
@@ -226,7 +221,7 @@ class _Planes:
         """``vectors`` vectors of results from this position on."""
         b, a, combine = self.b, self.a, self.kernel.combine
         offsets = [b.add(position, I64(v * self.lanes)) for v in range(vectors)]
-        states = [self._start(offset) for offset in offsets] if self.variant.streams else []
+        states = [self._start(offset) for offset in offsets] if self.kernel.streams else []
         carried = self.steps.carried([self.steps.zero] * vectors, states)
         here = at(b, self.planes, position, self.value)
         if combine is None:
@@ -242,7 +237,9 @@ class _Planes:
                 self.steps.combine(values, totals.load())
                 carried.store(values)
                 totals.store(values[:vectors])
-        values = carried.load() if self.variant.streams else carried.load() + [literal("u64", 0, self.lanes)] * vectors
+        values = carried.load()
+        if not self.kernel.streams:
+            values += [literal("u64", 0, self.lanes)] * vectors
         for v, offset in enumerate(offsets):
             rounded = self.steps.finish(values[v], values[vectors + v])
             store_vector(b, rounded, at(b, self.done, offset, self.result), self.kernel.result, self.lanes)

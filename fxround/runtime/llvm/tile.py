@@ -57,11 +57,6 @@ class ContractVariant:
         return self.lanes * self.vectors
 
     @property
-    def streams(self) -> bool:
-        """Whether accumulators have a random stream beside them."""
-        return self.kernel.draws or self.kernel.finish_draws
-
-    @property
     def stores_from_registers(self) -> bool:
         """Whether the store's rounding is short enough to stand beside every tile."""
         return len(self.kernel.finish.schedule) < 16 and not self.kernel.finish_draws
@@ -74,7 +69,7 @@ class ContractVariant:
     @property
     def parked_bytes(self) -> int:
         """An accumulator that waits for its next block, and its stream."""
-        return bytes_of(self.kernel.accumulator) + (8 if self.streams else 0)
+        return bytes_of(self.kernel.accumulator) + (8 if self.kernel.streams else 0)
 
     def scratch_bytes(self, chunk: int, wide: int, block: int) -> int:
         """The packed rows, one panel block, and the parked results of an item of ``chunk`` rows, ``wide`` panels."""
@@ -136,7 +131,7 @@ class Item:
         self.lanes = variant.lanes
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
-        self.key = load_key(b, a["key"]) if variant.streams else []
+        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         self.left = a["scratch"]
         self.panel = at(b, self.left, b.mul(a["chunk"], I64(variant.pitch)), self.value)
@@ -242,7 +237,7 @@ class Item:
 
     def _begin(self, places: list[tuple[Any, int]], block: Block) -> Carried:
         """acc = +0, or what the block before has parked; streams are always parked."""
-        b, lanes, streams = self.b, self.lanes, self.variant.streams
+        b, lanes, streams = self.b, self.lanes, self.kernel.streams
         slots = [self._slots(row, v) for row, v in places]
         states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
         carried = self.steps.carried([self.steps.zero] * len(places), states)
@@ -257,7 +252,7 @@ class Item:
         for i, (row, v) in enumerate(places):
             acc, state = self._slots(row, v)
             self.b.store(values[i], acc, align=4)
-            if self.variant.streams:
+            if self.kernel.streams:
                 self.b.store(values[len(places) + i], state, align=8)
 
     def finish_parked(self, row: Any, vector: int) -> None:
@@ -265,7 +260,7 @@ class Item:
         b = self.b
         acc, state = self._slots(row, vector)
         parked: Any = literal("u64", 0, self.lanes)
-        if self.variant.streams:
+        if self.kernel.streams:
             parked = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
         self._store(row, vector, b.load(acc, typ=self.vector, align=4), parked, whole=False)
 
