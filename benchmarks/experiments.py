@@ -31,6 +31,7 @@ from fxround.training import compile_optimizer
 
 SEED = 6
 BATCH = 32
+EARLY = 5
 WINDOW = 32
 DIGITS_HASH = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 TEXT_HASH = "e250f274f33b9b621a04264025d50e5fb9b1f989f444d13bb373882e734e996f"
@@ -163,14 +164,15 @@ class Experiment:
     asked: Callable[[], tuple[Tensor, Tensor]]
 
     def run(self, policy: str, steps: int, *, begin: int = 0, checkpoint: Path | None = None) -> dict[str, Any]:
-        """Train from step ``begin`` to ``steps``: hashes of the initial weights, of the weights and of the logits, and
-        the share of right answers.
+        """Train from step ``begin`` to ``steps``: hashes of the initial weights, of the weights after five steps and
+        at the end, and of the logits then; and the share of right answers.
 
         checkpoint: read before step ``begin`` unless that is 0, written after the last.
         """
-        net = initialize(self.network())
+        net, step, inference = _compiled(self.name, policy)
+        initialize(net.train())
         found: dict[str, Any] = {"initial": fxround.hash(net)}
-        step = fxround.compile(WithLoss(net).train(), policy, seed=SEED)
+        step.train().reseed(SEED)
         optimizer = compile_optimizer(self.optimizer(net.parameters()), policy, seed=SEED)
         if begin and checkpoint:
             saved = torch.load(checkpoint, weights_only=True)
@@ -180,13 +182,24 @@ class Experiment:
             optimizer.zero_grad()
             step(*self.batch(number)).backward()
             optimizer.step()
+            if number + 1 == EARLY:
+                found["early"] = fxround.hash(net)
         if checkpoint:
             torch.save({"model": step.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
         x, target = self.asked()
+        net.eval()
         with torch.no_grad():
-            logits = fxround.compile(net.eval(), policy, seed=SEED)(x)
+            logits = inference(x)
         right = (logits.argmax(-1) == target).double().mean().item()
         return found | {"weights": fxround.hash(net), "logits": fxround.hash(logits), "right": right}
+
+
+@cache
+def _compiled(name: str, policy: str) -> tuple[nn.Module, Any, Any]:
+    """An experiment's network, its training step and its inference: captured once, whatever weights it starts from."""
+    net = EXPERIMENTS[name].network()
+    step = fxround.compile(WithLoss(net), policy, seed=SEED)
+    return net, step, fxround.compile(net, policy, seed=SEED)
 
 
 EXPERIMENTS = {

@@ -25,7 +25,7 @@ from fxround.analysis.inputs import Call, calls
 from fxround.compiler import PolicyLike, RoundedModule, compile
 from fxround.errors import FxroundError
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, taken
-from fxround.invariance.difference import Rows, comparable, digest, first_difference, largest, shapes
+from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.invariance.subjects import Compiled, Eager, Outcome, Place, Step, Subject
@@ -125,6 +125,7 @@ class _Check:
             shown.share,
             shown.largest,
             "; ".join(part.reason for part in parts if part.reason),
+            tuple(_most(parts).items()),
         )
 
     def _group(self, axis: str, group: Group) -> AxisResult:
@@ -148,7 +149,10 @@ class _Check:
         share, gap = largest(expected, wrong[0][1]) if wrong else (0.0, 0.0)
         place = self._first(reference, wrong[0][0]) if wrong and self.first else None
         labels = tuple(case.label for case, _ in wrong)
-        return AxisResult(axis, len(set(digests)), len(ran), group.what, labels, tuple(refused), place, share, gap)
+        counts = tuple(distinct(digests).items())
+        return AxisResult(
+            axis, len(set(digests)), len(ran), group.what, labels, tuple(refused), place, share, gap, by_result=counts
+        )
 
     def _outcome(self, case: Case) -> Outcome:
         setting = case.setting
@@ -204,6 +208,14 @@ def _set(setting: Setting) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+def _most(parts: Sequence[AxisResult]) -> dict[str, int]:
+    """The greatest number of different values of each result among groups."""
+    most: dict[str, int] = {}
+    for name, count in (pair for part in parts for pair in part.by_result):
+        most[name] = max(count, most.get(name, 0))
+    return most
 
 
 def _refusal(refused: Sequence[str]) -> str:

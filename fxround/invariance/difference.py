@@ -13,6 +13,7 @@ difference is reported only if neither agrees; a value that cannot be cut into r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,9 +65,17 @@ def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
     return {name: found[0] for name, found in cuts.items() if found}
 
 
-def digest(outcome: Outcome) -> str:
-    """Equal for equal names and bits."""
-    return "\n".join(f"{name} {hash(value)}" for name, value in outcome.items())
+def digest(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    """Names and hashes: equal for equal names and bits."""
+    return tuple((name, hash(value)) for name, value in outcome.items())
+
+
+def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
+    """How many different values each name has."""
+    seen: dict[str, set[str]] = {}
+    for name, found in itertools.chain.from_iterable(digests):
+        seen.setdefault(name, set()).add(found)
+    return {name: len(found) for name, found in seen.items()}
 
 
 def shapes(steps: Iterable[Step]) -> dict[str, tuple[int, ...]]:

@@ -31,6 +31,7 @@ class AxisResult:
     refused     the runs that raised, and what
     first       the first operation that differs, of the first run that does
     share       of its results' elements, how many differ; ``largest`` is the greatest difference
+    by_result   every result and gradient that was compared, and how many different ones of it there were
     """
 
     axis: str
@@ -43,6 +44,7 @@ class AxisResult:
     share: float = 0.0
     largest: float = 0.0
     reason: str = ""
+    by_result: tuple[tuple[str, int], ...] = ()
 
     @property
     def invariant(self) -> bool:

@@ -191,7 +191,8 @@ def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
     found = _named("output", result)
     leading = [t for t in found.values() if t.requires_grad]
     wanted: Outcome = {f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
-    wanted |= {f"gradient of argument {i}": t for i, t in enumerate(seen.tensors) if t.requires_grad}
+    given = _named("gradient of arguments", seen.args) | _named("gradient of keywords", seen.kwargs)
+    wanted |= {name: t for name, t in given.items() if t.requires_grad}
     if not leading or not wanted:
         raise ValueError("no result depends on anything that requires a gradient: leave out gradients=True")
     grads = torch.autograd.grad(leading, list(wanted.values()), [tangent(t) for t in leading], allow_unused=True)
