@@ -194,6 +194,7 @@ def keep(place: Path, number: int, size: int, age: float) -> Path:
 
 def test_the_entries_that_were_used_longest_ago_go_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(cache, "_UNSEEN_BYTES", 1)
     kept = [keep(place, number, 2_000, age=100 - number) for number in range(4)]
     assert entries(place) == sorted(kept)
     # Read: now the first is the youngest.
@@ -203,7 +204,18 @@ def test_the_entries_that_were_used_longest_ago_go_first(place: Path, monkeypatc
     assert sum(path.stat().st_size for path in entries(place)) <= 10_000
 
 
-def test_what_a_process_that_died_left_aside_is_removed(place: Path) -> None:
+def test_the_directory_is_visited_at_first_and_once_in_a_while(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    visits: list[Path] = []
+    monkeypatch.setattr(cache, "_evict", visits.append)
+    monkeypatch.setattr(cache._Unseen, "total", cache._UNSEEN_BYTES)
+    size = cache._UNSEEN_BYTES // 4
+    for number in range(9):
+        cache.fetch(number.to_bytes(32, "big"), lambda: bytes(size))
+        assert len(visits) == 1 + number // 4
+
+
+def test_what_a_process_that_died_left_aside_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_UNSEEN_BYTES", 1)
     keep(place, 1, 10, age=0)
     old, young, foreign = place / "a.part", place / "b.part", place / "notes.txt"
     for path in (old, young, foreign):

@@ -38,8 +38,10 @@ _ENTRY: Final = ".code"
 _ASIDE: Final = ".part"
 # A file written aside is renamed within milliseconds: one this old belongs to a process that died.
 _ABANDONED: Final = 3600.0
-# Eviction leaves this much of the limit, so that it is rare.
+# Eviction leaves this much of the limit, so that it is rare; looking whether it is due costs a visit to every file, so
+# that a process does so at its first entry, and again when it has written this much.
 _KEPT: Final = 0.75
+_UNSEEN_BYTES: Final = LIMIT_BYTES >> 6
 _LOG: Final = logging.getLogger("fxround.cache")
 # What is on disk from here on is not what was imported.
 _STARTED: Final = time.time()
@@ -101,7 +103,8 @@ def fetch(key: bytes | None, make: Callable[[], bytes]) -> tuple[bytes, bool]:
     made = make()
     try:
         _write(place, key, made)
-        _evict(place)
+        if _is_due(len(made)):
+            _evict(place)
     except OSError as error:
         _LOG.debug("not kept: %s", error)
     return made, False
@@ -163,6 +166,20 @@ def _write(place: Path, key: bytes, code: bytes) -> None:
     except OSError:
         Path(aside).unlink(missing_ok=True)
         raise
+
+
+class _Unseen:
+    """Bytes that this process wrote since it last looked at the directory: all of it, to begin with."""
+
+    total = _UNSEEN_BYTES
+
+
+def _is_due(written: int) -> bool:
+    _Unseen.total += written
+    if _Unseen.total < _UNSEEN_BYTES:
+        return False
+    _Unseen.total = 0
+    return True
 
 
 def _evict(place: Path) -> None:
