@@ -111,7 +111,7 @@ class Scaled(torch.nn.Module):
 
 
 def test_sampling_stops_when_the_figure_is_known() -> None:
-    x = torch.rand(6, 50, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))  # sums that cancel: below the ceiling of 24 bits
     easy = fxround.variability(Scaled(), x, samples="auto", tolerance=1.0, reference=None)
     assert easy.adaptive is not None and easy.adaptive.reached and easy.adaptive.half_width <= 1.0
     assert easy.samples[0] % GROUP == 0 and easy.samples[0] >= GROUP * LEAST

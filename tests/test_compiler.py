@@ -227,7 +227,8 @@ def test_policies_in_every_form(model: nn.Module, x: Tensor, tmp_path: Path) -> 
 def test_every_preset_runs(policy: str, model: nn.Module, x: Tensor) -> None:
     rounded = fxround.compile(model, policy, example_inputs=x)
     assert torch.isfinite(rounded(x)).all()
-    assert (rounded.coverage().unrounded == ()) == (policy != "identity")
+    # Under fp8 products are left to the stock kernels, by the policy's own word.
+    assert (rounded.coverage().unrounded == ()) == (policy not in ("identity", "fp8"))
 
 
 def test_strict_overrides_the_policy() -> None:
