@@ -1,7 +1,8 @@
-"""Training runs of benchmarks/experiments.py: the same bits here, elsewhere, with threads, as other code."""
+"""The hashes and the matrix in docs/reproducibility.md: the same bits here, elsewhere, with threads, as other code."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,25 +10,45 @@ import pytest
 import torch
 
 from benchmarks import determinism
-from benchmarks.experiments import DIGITS_HASH, EARLY, TEXT_HASH
-from benchmarks.reproducibility import elsewhere, run
+from benchmarks.experiments import DIGITS_HASH, EARLY, EXPERIMENTS, TEXT_HASH
+from benchmarks.reproducibility import HASHES, POLICIES, SHOWN, elsewhere, run
 from fxround.invariance import AxisResult
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.training.updates import power
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "reproducibility.md").read_text(encoding="utf-8")
+CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.splitlines() if line[:1] == "|"]
+STATED = {
+    (cells[0], cells[1], what): cell.strip("`")
+    for cells in CELLS
+    if cells[0] in EXPERIMENTS
+    for what, cell in zip(HASHES, cells[2:], strict=False)
+}
 
 
-def test_the_data_are_those_that_the_document_states() -> None:
+def test_every_experiment_is_stated() -> None:
+    assert set(STATED) == {(name, policy, what) for name in EXPERIMENTS for policy in POLICIES for what in HASHES}
+    assert all(re.fullmatch(f"[0-9a-f]{{{SHOWN}}}", text) for text in STATED.values())
     assert DIGITS_HASH in DOCUMENT and TEXT_HASH in DOCUMENT
+
+
+def require_stated(found: dict[str, str], name: str, policy: str, what: str) -> None:
+    assert found[what].removeprefix("sha256:")[:SHOWN] == STATED[name, policy, what], (name, policy, what)
+
+
+def test_a_transformer_trains_to_the_stated_bits() -> None:
+    found = run("transformer", "reproducible", EARLY, threads=2)
+    require_stated(found, "transformer", "reproducible", "initial")
+    require_stated(found, "transformer", "reproducible", "early")
 
 
 def test_stochastic_training_resumes_in_another_process_from_other_machine_code(tmp_path: Path) -> None:
     """Two steps with two threads as the least instruction set; the others in a new process, as the host's own."""
     checkpoint = tmp_path / "checkpoint.pt"
-    whole = run("cnn", "stochastic", EARLY)
-    run("cnn", "stochastic", 2, threads=2, isa=instruction_sets()[-1], checkpoint=checkpoint)
-    assert elsewhere("cnn", "stochastic", EARLY, begin=2, checkpoint=checkpoint) == whole
+    begun = run("cnn", "stochastic", 2, threads=2, isa=instruction_sets()[-1], checkpoint=checkpoint)
+    require_stated(begun, "cnn", "stochastic", "initial")
+    found = elsewhere("cnn", "stochastic", EARLY, begin=2, checkpoint=checkpoint)
+    require_stated(found, "cnn", "stochastic", "early")
 
 
 def test_the_matrix_has_operators_of_every_kind_and_as_many_as_the_document_says() -> None:
