@@ -16,7 +16,8 @@ from fxround import Policy, Rule, check_invariance, cli
 from fxround.analysis.inputs import Call
 from fxround.invariance.cases import AXES, Inapplicable, Row
 from fxround.invariance.difference import Rows
-from fxround.invariance.subjects import Compiled
+from fxround.invariance.process import _Rebuilt
+from fxround.invariance.subjects import Compiled, Eager
 from fxround.runtime.llvm.engine import instruction_sets
 
 HERE = ("batch", "slice", "stride", "threads")
@@ -201,6 +202,12 @@ def test_a_model_that_cannot_be_pickled_is_built_over_there(tmp_path: Path, monk
         check_invariance(model, torch.randn(2, 3), ("process",))
     assert check_invariance(model, torch.randn(2, 3), ("process",), build="made:build").invariant
     assert "made" not in sys.modules
+
+
+def test_a_model_built_over_there_has_the_training_flag_of_each_module() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3).train())
+    rebuilt = _Rebuilt(Eager(model), lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))()
+    assert [part.training for part in rebuilt.module.modules()] == [True, False, True]
 
 
 def test_what_fails_in_the_other_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

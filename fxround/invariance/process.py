@@ -84,7 +84,7 @@ class _Rebuilt:
     def __init__(self, subject: Any, build: Build) -> None:
         module = subject.module
         source = module.source if isinstance(module, RoundedModule) else module
-        self.build, self.training = build, source.training
+        self.build, self.training = build, {name: part.training for name, part in source.named_modules()}
         self.state = source.state_dict()
         self.policy = (
             (module.policy, module.strict, *module.rng.tolist()) if isinstance(module, RoundedModule) else None
@@ -95,7 +95,8 @@ class _Rebuilt:
         build = pkgutil.resolve_name(self.build) if isinstance(self.build, str) else self.build
         model = build()
         model.load_state_dict(self.state)
-        model.train(self.training)
+        for name, part in model.named_modules():
+            part.training = self.training.get(name, part.training)
         found: Subject = replace(self.subject, module=RoundedModule(model, *self.policy) if self.policy else model)
         return found
 
