@@ -377,7 +377,7 @@ class RoundedModule(nn.Module):
             refusal = error
         else:
             return self._lowered(captured)
-        _ask(self.source, args, kwargs)
+        _asked(self.source, args, kwargs)
         raise refusal
 
     def _lowered(self, captured: Captured) -> Entry:
@@ -419,21 +419,30 @@ def _require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
     """
     state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
     given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
-    if state and given - state:
-        _ask(model, args, kwargs)
+    if state and given - state and not _asked(model, args, kwargs):
+        raise CaptureError(
+            f"{type(model).__name__} has state of {_listed(state)} and is given {_listed(given)}: whether it takes "
+            "that only a call of a copy can tell, and it cannot be copied. Convert the arguments, or the model."
+        )
 
 
-def _ask(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _listed(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype) for dtype in dtypes))
+
+
+def _asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Raise what the model itself raises for these arguments: a wrong size is told in its own words, at its own line.
 
-    A copy is asked, as a call may change buffers; a model that cannot be copied is not asked.
+    A copy is asked, as a call may change buffers and arguments. False: the model cannot be copied.
     """
     try:
-        asked, (args, kwargs) = copy.deepcopy((model, (args, kwargs)))
-    except Exception:  # whatever a model's own __deepcopy__ raises: the question is left out
-        return
+        copied = copy.deepcopy(model)
+    except Exception:  # whatever a model's own __deepcopy__ raises: the caller decides without an answer
+        return False
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
     with torch.random.fork_rng():
-        asked(*args, **kwargs)
+        copied(*args, **kwargs)
+    return True
 
 
 def _baked(module: nn.Module) -> Any:

@@ -351,6 +351,15 @@ def test_what_the_model_itself_refuses_is_told_in_its_own_words(capfd: pytest.Ca
     assert capfd.readouterr().err == ""
 
 
+def test_another_dtype_is_refused_for_computed_arguments_and_models_that_cannot_be_copied() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(RuntimeError, match="dtype"):
+        fxround.compile(model, "identity")(torch.ones(2, 4, dtype=torch.float64, requires_grad=True) * 2)
+    model.held = (n for n in range(3))  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"float32 and is given torch\.float64.* cannot be copied"):
+        fxround.compile(model, "identity")(torch.ones(2, 4, dtype=torch.float64))
+
+
 def test_a_model_that_computes_nothing_is_refused() -> None:
     class Three(nn.Module):
         def forward(self, x: Tensor) -> int:

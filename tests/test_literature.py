@@ -136,6 +136,7 @@ def test_mullers_recurrence_is_stable_at_the_wrong_limit() -> None:
     assert 4.99 < float(right) < 5
     report = fxround.variability(Muller(12), start, capture="nodes", reference=tensor(right)[0])
     output = report["output"]
+    # A tolerance: the mean of random samples of 10 bits or more, 100 (1 + 2^-10).
     assert output.bits is not None and output.bits > 10 and output.worst_mean == pytest.approx(100, abs=0.1)
     assert output.agreement["reference"].bits == 0 and "output: STABLE AND WRONG" in findings(report)
     assert min(f.bits for f in report.places if f.bits is not None) < 2  # on the way from 5 to 100 nothing is known
