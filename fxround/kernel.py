@@ -73,7 +73,7 @@ class Reduce:
     """step(acc, x, random), combine(acc, acc, random), finish(acc, random); ``loads`` is one storage.
 
     ``draws`` says whether step and combine advance the stream; ``finish_draws`` whether finish does.
-    ``first`` is the value (0 or 1) that every chain starts from.
+    ``first`` is the value that every chain starts from.
     """
 
     step: Function
@@ -85,7 +85,7 @@ class Reduce:
     accumulator: Type
     draws: bool
     finish_draws: bool
-    first: int = 0
+    first: float = 0
 
     @cached_property
     def digest(self) -> str:

@@ -12,6 +12,7 @@ ValueError here, before any code is compiled.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter, Word
@@ -252,6 +253,30 @@ def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, resu
         draws=accumulate.mode.random_bits > 0,
         finish_draws=_finish_draws(accumulate, rounding),
         first=1,
+    )
+
+
+@lru_cache(maxsize=64)
+def largest_kernel(storage: Storage) -> Reduce:
+    """The largest element, the NaN if there is one, and of two zeros either: no order shows but in a zero's sign."""
+    carrier = CARRIER_OF[storage]
+    acc, random = param("acc", carrier), param("random", "u32")
+    x, other = param("x", ELEMENT_OF[storage]), param("x", carrier)
+
+    def larger(value: Expr) -> tuple[Expr]:
+        return (select((acc < value) | ~value.equals(value), value, acc),)
+
+    return Reduce(
+        step=Function("step", (acc, x, random), larger(load(x, storage))),
+        combine=Function("combine", (acc, other, random), larger(other)),
+        finish=Function("finish", (acc, random), (store(one_nan(acc), storage),)),
+        order=Order("lanes", 32),
+        loads=(storage,),
+        result=storage,
+        accumulator=carrier,
+        draws=False,
+        finish_draws=False,
+        first=-math.inf,
     )
 
 

@@ -71,8 +71,16 @@ def native(digest: str, build: Callable[..., str], subject: Any, name: str, prot
         return found
     with _LOCK:
         if key not in _CODE:
-            _CODE[key] = prototype(_address(digest, build, subject, name, _ISA[0]))
+            address = _address(digest, build, subject, name, _ISA[0])
+            function = _CODE[key] = prototype(address)
+            function.address = address
         return _CODE[key]
+
+
+def address_of(function: Any) -> int:
+    """Where the code of a function of ``native`` lies."""
+    address: int = function.address
+    return address
 
 
 def _address(digest: str, build: Callable[..., str], subject: Any, name: str, isa: str) -> int:

@@ -12,7 +12,6 @@ Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -32,7 +31,7 @@ from fxround.runtime.llvm.direct import DirectVariant, build_direct, direct_for
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
-from fxround.runtime.threads import split
+from fxround.runtime.threads import piece_of, pieces_of, scratch, spread
 from fxround.specialize import contract_kernel
 
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
@@ -96,11 +95,26 @@ def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], 
 
 @dataclass(frozen=True)
 class Code:
-    """A variant, compiled; what it is told of sizes and strides (int64, a C array); the scratch that a call needs."""
+    """A variant, compiled; what it is told of sizes and strides (int64, a C array); the scratch that a thread needs."""
 
-    run: Callable[..., None]
+    function: Any
     layout: Any
     scratch: int
+
+    def run(self, items: range, pieces: int, pointers: tuple[int, ...], key: Any) -> list[range]:
+        """Do the items; the pieces whose results do not count."""
+        flags = (ctypes.c_int32 * pieces)()
+        space, step = scratch(self.scratch, pieces > 1)
+        arguments = (
+            ctypes.addressof(self.layout),
+            *pointers,
+            space,
+            0 if key is None else ctypes.addressof(key),
+            ctypes.addressof(flags),
+        )
+        last = len(arguments) - 1
+        spread(self.function, items, pieces, arguments, {last - 2: step}, {last: ctypes.sizeof(ctypes.c_int32)})
+        return [piece_of(items, pieces, i) for i in range(pieces) if flags[i]]
 
 
 @dataclass(frozen=True)
@@ -117,22 +131,15 @@ class Plan:
 
     def run(self, pointers: tuple[int, ...], key: Any) -> None:
         """Every item. pointers: of operands, tables and result."""
-
-        def count(code: Code, begin: int, end: int) -> bool:
-            """Do items begin ... end; whether the results count."""
-            flags = ctypes.c_int32(0)
-            code.run(begin, end, code.layout, *pointers, scratch(code.scratch), key, ctypes.byref(flags))
-            return flags.value == 0
-
-        def work(begin: int, end: int) -> None:
-            if self.quick is None:
-                count(self.general(), begin, end)
-            elif not count(self.quick, begin, end):
-                for item in range(begin, end):
-                    if begin + 1 == end or not count(self.quick, item, item + 1):
-                        count(self.general(), item, item + 1)
-
-        split(work, self.items, self.enough)
+        items = range(self.items)
+        pieces = pieces_of(self.items, self.enough)
+        if self.quick is None:
+            self.general().run(items, pieces, pointers, key)
+            return
+        for piece in self.quick.run(items, pieces, pointers, key):
+            again = self.quick.run(piece, len(piece), pointers, key) if len(piece) > 1 else [piece]
+            for run in joined(again):
+                self.general().run(run, len(run), pointers, key)
 
 
 @dataclass(frozen=True)
@@ -235,16 +242,14 @@ def check_length(length: int) -> None:
         raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
 
 
-_KEPT: Final = threading.local()
-
-
-def scratch(size: int) -> int:
-    """The address of this thread's scratch, at least ``size`` bytes that belong to it until it asks again."""
-    kept: tuple[int, int, Tensor] | None = getattr(_KEPT, "scratch", None)
-    if kept is None or kept[0] < size:
-        memory = torch.empty(size, dtype=torch.uint8)
-        kept = _KEPT.scratch = (size, memory.data_ptr(), memory)
-    return kept[1]
+def joined(ranges: Sequence[range]) -> list[range]:
+    """Ascending ranges, neighbours as one."""
+    found: list[range] = []
+    for one in ranges:
+        if found and found[-1].stop == one.start:
+            one = range(found.pop().start, one.stop)
+        found.append(one)
+    return found
 
 
 def _cut(

@@ -21,7 +21,7 @@ from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.llvm.exact import build_exact, lines_across
 from fxround.runtime.reducing import described
-from fxround.runtime.threads import split
+from fxround.runtime.threads import pieces_of, spread
 
 _EXACT: Final = signature(2, 4)
 _ENOUGH: Final = 1 << 14
@@ -42,7 +42,7 @@ def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) 
     items = lines.count // inner.size * -(-inner.size // lanes) if lanes else lines.count
     dense = lines.dense and not lanes
     run = native(f"{kernel.digest}:{lanes}:{dense}", build_exact, (kernel, lanes, dense), "exact", _EXACT)
-    pointers = (lines.array(), *(ctypes.c_void_p(t.data_ptr()) for t in (x, result)), draw.key())
-    enough = max(1, _ENOUGH // (max(1, lanes) * (lines.length + _RESULT)))
-    split(lambda lo, hi: run(lo, hi, *pointers), items, enough)
+    told, key = lines.array(), draw.key()
+    arguments = (ctypes.addressof(told), x.data_ptr(), result.data_ptr(), ctypes.addressof(key))
+    spread(run, range(items), pieces_of(items, _ENOUGH // (max(1, lanes) * (lines.length + _RESULT))), arguments)
     return result

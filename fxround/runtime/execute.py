@@ -27,9 +27,9 @@ from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.program import Program
 from fxround.runtime import buffers
-from fxround.runtime.compiled import current_set, native, signature
+from fxround.runtime.compiled import address_of, current_set, native, signature
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
-from fxround.runtime.threads import split
+from fxround.runtime.threads import pieces_of, spread
 from fxround.specialize import map_kernel
 
 STORAGES: Final[dict[torch.dtype, Storage]] = {
@@ -172,7 +172,8 @@ def run_kernel(
     if call.total == 0:
         return results
     sources, targets = array([x.data_ptr() for x in operands]), array([r.data_ptr() for r in results])
-    split(lambda lo, hi: call.run(lo, hi, sources, targets, key), call.blocks, _ENOUGH // BLOCK)
+    pieces = pieces_of(call.blocks, _ENOUGH // BLOCK)
+    spread(call.function, range(call.blocks), pieces, call.arguments(sources, targets, key))
     return results
 
 
@@ -218,13 +219,25 @@ class MapCall:
         return MapCall(function, tuple(shape), total, len(sizes), array(sizes), array(steps))
 
     @property
+    def stage(self) -> tuple[int, ...]:
+        """As a chain's table has it: ``llvm.chain.STAGE``, up to the number of operands."""
+        at = ctypes.addressof
+        told = self.total, self.dims, at(self.sizes), at(self.steps)
+        return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *told
+
+    @property
     def blocks(self) -> int:
         """Blocks of elements, the last one perhaps short."""
         return -(-self.total // BLOCK)
 
     def run(self, begin: int, end: int, sources: Any, targets: Any, key: Any) -> None:
         """Blocks begin ... end. sources, targets: arrays of the address of element 0 of each operand and result."""
-        self.function(begin, end, self.total, self.dims, self.sizes, sources, self.steps, targets, key)
+        self.function(begin, end, *self.arguments(sources, targets, key))
+
+    def arguments(self, sources: Any, targets: Any, key: Any) -> tuple[int, ...]:
+        """What ``function`` is told behind the range of blocks; the caller keeps the arrays."""
+        at = ctypes.addressof
+        return self.total, self.dims, at(self.sizes), at(sources), at(self.steps), at(targets), at(key)
 
 
 def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:

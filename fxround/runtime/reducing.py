@@ -23,7 +23,7 @@ from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.lines import Lines
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
 from fxround.runtime.llvm.rows import build_rows
-from fxround.runtime.threads import split
+from fxround.runtime.threads import pieces_of, spread
 
 _REDUCE: Final = signature(2, 4)
 # A thread is worth waking for this many scalar steps.
@@ -106,5 +106,6 @@ def _neighbours(kernel: Reduce | Scan, lines: Lines) -> int:
 def _run(run: Any, lines: Lines, lanes: int, neighbours: bool, tensors: tuple[Tensor, Tensor], draw: Draw) -> None:
     inner = lines.results[-1].size if neighbours else lines.count
     items = lines.count // inner * -(-inner // lanes)
-    pointers = (lines.array(), *(ctypes.c_void_p(t.data_ptr()) for t in tensors), draw.key())
-    split(lambda lo, hi: run(lo, hi, *pointers), items, max(1, _ENOUGH // max(1, lines.length * lanes)))
+    told, key = lines.array(), draw.key()
+    arguments = (ctypes.addressof(told), *(t.data_ptr() for t in tensors), ctypes.addressof(key))
+    spread(run, range(items), pieces_of(items, _ENOUGH // max(1, lines.length * lanes)), arguments)

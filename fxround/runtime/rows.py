@@ -20,30 +20,41 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxround.graph import float_value
-from fxround.kernel import Map, Reduce
+from fxround.kernel import Exact, Map, Reduce
 from fxround.numerics.randomness import BLOCK
+from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
-from fxround.runtime.compiled import current_set
-from fxround.runtime.execute import LOADS, STORAGES, Draw, MapCall, dtype_of
+from fxround.runtime.compiled import address_of, current_set, native, signature
+from fxround.runtime.execute import LOADS, STORAGES, Draw, MapCall, array, dtype_of
 from fxround.runtime.lines import Lines
+from fxround.runtime.llvm.chain import ARGS, build_chain
 from fxround.runtime.reducing import Loops, loops_for
-from fxround.runtime.threads import split
-from fxround.specialize import sum_kernel
+from fxround.runtime.threads import pieces_of, scratch, spread
+from fxround.specialize import largest_kernel, sum_kernel
 from fxround.units import Unit, in_order, merged
 
 _FUSED: Final = torch.ops.fxround.fused.default
 _POINTWISE: Final = torch.ops.fxround.pointwise.default
 _SUM: Final = torch.ops.fxround.sum.default
+_LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 _UNKNOWN: Final = "not planned yet"
-# The buffers of a range should fit the second-level cache beside what is read and written.
-_CACHE: Final = 1 << 20
+# The buffers of a range should fit the second-level cache beside what is read and written, and may just so fit it.
+_CACHE: Final = 1 << 18
+_MOST: Final = 1 << 21
+# Less than this is in the cache anyway.
+_LEAST: Final = 1 << 16
+# A thread is worth waking for this many elements.
+_ENOUGH: Final = 1 << 14
+_LINE: Final = 64
+_CHAIN: Final = signature(2, len(ARGS))
 
 
 # ---- which nodes ----
@@ -64,7 +75,7 @@ def _shape(node: fx.Node) -> Shape | None:
         return None
     if node.target is _FUSED:
         value = node.meta["val"][0]
-    elif node.target is _SUM:
+    elif node.target in (_SUM, _LARGEST):
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         if not _reduces_rows(node, value.dim()):
             return None
@@ -95,6 +106,8 @@ def _reduces_rows(node: fx.Node, dims: int) -> bool:
     reduced, keepdim = node.args[1], len(node.args) > 2 and node.args[2]
     if not isinstance(reduced, list | tuple) or not keepdim or [d % dims for d in reduced] != [dims - 1]:  # type: ignore[operator]
         return False
+    if node.target is _LARGEST:
+        return all(user.target in (_FUSED, _POINTWISE) for user in node.users)
     return texts.order(str(node.args[3])).kind != "exact"
 
 
@@ -158,19 +171,24 @@ class Stage:
 class Plan:
     """A chain for operands of certain strides.
 
-    rows        how many there are
-    range       how many are run at once
+    ranges      how many ranges of rows there are; a thread is worth waking for ``enough`` of them
+    shape       of the rows
     widths      elements of a row of each value: its length, or 1
     dtypes      of each value
-    calls       the code of each stage
+    offsets     of the buffers in a thread's scratch, by value; ``space``: bytes of that scratch
+    table       what ``llvm.chain`` reads, a C array
+    calls       the code of each stage, and what it is told, which the table has the addresses of
     """
 
-    rows: int
-    range: int
+    ranges: int
+    enough: int
     shape: tuple[int, ...]
     widths: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    calls: tuple[MapCall | SumCall, ...]
+    offsets: dict[int, int]
+    space: int
+    table: Any
+    calls: tuple[MapCall | LineCall, ...]
 
 
 class Rows(nn.Module):
@@ -210,14 +228,14 @@ class Rows(nn.Module):
         table: dict[int, Tensor] = {
             i: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for i, x in enumerate(inputs)
         }
-        calls: list[MapCall | SumCall | None] = []
+        calls: list[MapCall | LineCall | None] = []
         for stage in self.stages:
             operands = [table[i] for i in stage.operands]
             shape = torch.broadcast_shapes(*(x.shape for x in operands))
             if not math.prod(shape):
                 return None
-            if stage.node.target is _SUM:
-                calls.append(_sum_call(stage.node, operands[0]))
+            if stage.node.target in (_SUM, _LARGEST):
+                calls.append(_line_call(stage.node, operands[0]))
                 table[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
                 continue
             kernel = _map_of(stage.node, operands)
@@ -226,7 +244,7 @@ class Rows(nn.Module):
                 table[i] = torch.empty(shape, dtype=dtype_of(storage), device="meta")
         return self._worth_it([table[i] for i in range(len(table))], calls)
 
-    def _worth_it(self, table: Sequence[Tensor], calls: Sequence[MapCall | SumCall | None]) -> Plan | None:
+    def _worth_it(self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None]) -> Plan | None:
         made = table[self.inputs :]
         shape = max((x.shape for x in made), key=math.prod)
         rows, length = math.prod(shape[:-1]), shape[-1]
@@ -234,36 +252,47 @@ class Rows(nn.Module):
         wide = max(1, len(between)) * length * max(x.dtype.itemsize for x in made)
         few = max(1, _CACHE // (BLOCK * max(1, wide))) * BLOCK
         known = tuple(call for call in calls if call is not None)
-        if len(known) < len(calls) or BLOCK * wide > 2 * _CACHE or rows * wide < 2 * _CACHE:
+        if len(known) < len(calls) or BLOCK * wide > _MOST or rows * wide < _LEAST:
             return None
-        widths = tuple(x.shape[-1] for x in table)
-        return Plan(rows, few, tuple(shape[:-1]), widths, tuple(x.dtype for x in table), known)
+        inner = [i for i in range(self.inputs, len(table)) if i not in self.stored]
+        widths, dtypes = tuple(x.shape[-1] for x in table), tuple(x.dtype for x in table)
+        sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
+        addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
+        ends = list(accumulate((_aligned(few * sizes[i]) for i in inner), initial=_aligned(8 * addresses)))
+        offsets = dict(zip(inner, ends, strict=False))
+        words = _table(self.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
+        enough = _ENOUGH // (few * length)
+        ranges = -(-rows // few)
+        return Plan(ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known)
 
     def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
         results = {i: buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i]) for i in self.stored}
-        addresses = [x.data_ptr() for x in inputs] + [0] * (len(plan.widths) - self.inputs)
-        for i, result in results.items():
-            addresses[i] = result.data_ptr()
-        rng = inputs[self.rng]
-        keys = [_key(stage.node, rng) for stage in self.stages]
-        inner = [i for i in range(self.inputs, len(plan.widths)) if i not in results]
-
-        def work(begin: int, end: int) -> None:
-            own = {i: torch.empty(plan.range * plan.widths[i], dtype=plan.dtypes[i]) for i in inner}
-            here = list(addresses)
-            arrays = [(Addresses(stage.operands), Addresses(stage.results)) for stage in self.stages]
-            steps = list(zip(self.stages, plan.calls, keys, arrays, strict=True))
-            for item in range(begin, end):
-                first, last = item * plan.range, min(plan.rows, (item + 1) * plan.range)
-                for i, buffer in own.items():
-                    here[i] = buffer.data_ptr() - first * plan.widths[i] * buffer.itemsize
-                for stage, call, key, (sources, targets) in steps:
-                    width = plan.widths[stage.results[0]]
-                    units = first * width // call.unit, -(-last * width // call.unit)
-                    call.run(*units, sources.of(here), targets.of(here), key)
-
-        split(work, -(-plan.rows // plan.range), 1)
+        outside = {i: x.data_ptr() for i, x in (*enumerate(inputs), *results.items())}
+        bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
+        keys = [_key(stage.node, inputs[self.rng]) for stage in self.stages]
+        told = array([ctypes.addressof(key) for key in keys])
+        pieces = pieces_of(plan.ranges, plan.enough)
+        space, step = scratch(plan.space, pieces > 1)
+        arguments = (*map(ctypes.addressof, (plan.table, bases, told)), space)
+        chain = native("chain", build_chain, None, "chain", _CHAIN)
+        spread(chain, range(plan.ranges), pieces, arguments, {len(arguments) - 1: step})
         return [results[i] for i in self.stored]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _table(
+    stages: Sequence[Stage], calls: Sequence[MapCall | LineCall], rows: tuple[int, int], steps: Sequence[int]
+) -> list[int]:
+    """What ``llvm.chain`` reads. rows: all of them, and those of a range; steps: bytes of a row of each buffer."""
+    places: list[int] = []
+    described: list[int] = []
+    for stage, call in zip(stages, calls, strict=True):
+        described += [*call.stage, len(stage.operands), len(stage.results), len(places)]
+        places += [*stage.operands, *stage.results]
+    return [*rows, len(steps), len(stages), *steps, *described, *places]
 
 
 def _subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
@@ -286,6 +315,8 @@ def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
 
 def _key(node: fx.Node, rng: Tensor) -> Any:
     """The random key of a kernel's call."""
+    if node.target is _LARGEST:
+        return Draw().key()
     if node.target is _FUSED:
         return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
     return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]
@@ -299,42 +330,29 @@ def _map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
     return texts.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]
 
 
-class Addresses:
-    """An array of the addresses of some values of the table, filled anew for each range of rows."""
-
-    def __init__(self, places: tuple[int, ...]) -> None:
-        self.places = places
-        self.array = (ctypes.c_int64 * len(places))()
-
-    def of(self, table: Sequence[int]) -> Any:
-        """The array, filled."""
-        self.array[:] = [table[i] for i in self.places]
-        return self.array
-
-
 @dataclass(frozen=True)
-class SumCall:
-    """A sum's code for ``lines`` (as kernels read them) that lie one after the other; ``unit`` of them are an item."""
+class LineCall:
+    """A reduction's code for ``lines`` (as kernels read them) that lie one after the other."""
 
     loops: Loops
     lines: Any
 
     @property
-    def unit(self) -> int:
-        """Lines of an item."""
-        return self.loops.lanes
-
-    def run(self, begin: int, end: int, sources: Any, targets: Any, key: Any) -> None:
-        """Items begin ... end. sources, targets: arrays of the address of element 0 of the operand and the result."""
-        self.loops.function(begin, end, self.lines, sources[0], targets[0], key)
+    def stage(self) -> tuple[int, ...]:
+        """As a chain's table has it: ``llvm.chain.STAGE``, up to the number of operands."""
+        return address_of(self.loops.function), 1, self.loops.lanes, 1, ctypes.addressof(self.lines), 0, 0, 0
 
 
-def _sum_call(node: fx.Node, x: Tensor) -> SumCall | None:
-    order, accumulate, rounding = (str(text) for text in node.args[3:6])
-    storage = STORAGES[x.dtype]
-    kernel = sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    lines = Lines.of(x, [x.dim() - 1])
+def _line_call(node: fx.Node, x: Tensor) -> LineCall | None:
+    kernel, lines = _reduction_of(node, STORAGES[x.dtype]), Lines.of(x, [x.dim() - 1])
     if not isinstance(kernel, Reduce) or not x.is_contiguous():
         return None
     loops = loops_for(kernel, lines)
-    return None if loops.neighbours or BLOCK % loops.lanes else SumCall(loops, lines.array())
+    return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
+
+
+def _reduction_of(node: fx.Node, storage: Storage) -> Reduce | Exact:
+    if node.target is _LARGEST:
+        return largest_kernel(storage)
+    order, accumulate, rounding = (str(text) for text in node.args[3:6])
+    return sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)

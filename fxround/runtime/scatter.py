@@ -24,7 +24,7 @@ from fxround.kernel import Scatter
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, storage_of
 from fxround.runtime.llvm.scatter import build_scatter, lanes_for
-from fxround.runtime.threads import split
+from fxround.runtime.threads import pieces_of, spread
 
 _SCATTER: Final = signature(3, 6)
 _ENOUGH: Final = 1 << 13
@@ -153,6 +153,7 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
     lanes = lanes_for(kernel, inner)
     run = native(f"{kernel.digest}:{lanes}", build_scatter, (kernel, lanes), "scatter", _SCATTER)
     tensors = (starts, order, x, source, result)
-    pointers = (*(ctypes.c_void_p(t.data_ptr()) for t in tensors), draw.key())
-    split(lambda lo, hi: run(lo, hi, inner, *pointers), rows * -(-inner // lanes), _ENOUGH // lanes)
+    items, key = rows * -(-inner // lanes), draw.key()
+    arguments = (inner, *(t.data_ptr() for t in tensors), ctypes.addressof(key))
+    spread(run, range(items), pieces_of(items, _ENOUGH // lanes), arguments)
     return result

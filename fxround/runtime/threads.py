@@ -1,24 +1,108 @@
-"""One pool of threads that splits outputs, never a reduction.
+"""Threads: outputs are split between PyTorch's own threads, never a reduction.
 
-What is true here. ``split`` cuts a range of independent work items into at most ``torch.get_num_threads()``
-pieces and runs them at once; compiled kernels release the GIL, since ctypes does.
+What is true here. ``spread`` cuts a range of independent work items into pieces, which at most
+``torch.get_num_threads()`` threads take one after the other, in machine code and without the GIL: a thread that the
+system keeps waiting leaves its pieces to the others. The threads are those of the OpenMP runtime that PyTorch has
+loaded: they wait awake for a while after each operator, so that others would compete with them for the processor.
 
-Why it is safe. An item writes its own outputs and reads no other's, so the cut changes no bit. Nothing leaves before
-every piece has ended, an exception in one of them or Ctrl-C included.
+Why it is safe. An item writes its own outputs and reads no other's, so neither the cut nor who takes a piece changes
+a bit. Nothing leaves before every piece has ended, Ctrl-C included. OpenMP's threads do not outlive a fork: a child,
+and a PyTorch without OpenMP, has threads of a Python pool.
 
-    before   kernel(0, items)
-    after    split(kernel, items, enough)
+    before   kernel(0, items, *arguments)
+    after    spread(kernel, range(items), pieces_of(items, enough), arguments)
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
+from typing import Any, Final
 
 import torch
+from torch import Tensor
+
+from fxround.runtime.compiled import address_of, native
+from fxround.runtime.llvm.team import HEADER, build_team
+
+# Pieces for each thread: the last ones end at about the same time, whoever was kept waiting.
+_PIECES: Final = 4
+_TEAM: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PARALLEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_PROCESS: Final = os.getpid()
+_NONE: Final[Mapping[int, int]] = {}
+_KEPT: Final = threading.local()
+_PAGE: Final = 4096
+
+
+def pieces_of(items: int, enough: int) -> int:
+    """How many pieces of at least ``enough`` items to cut the work into; 1 where it is not worth a second thread."""
+    threads = torch.get_num_threads()
+    if threads == 1 or items < 2 * enough:
+        return 1
+    return min(_PIECES * threads, items, items // max(1, enough))
+
+
+def piece_of(items: range, pieces: int, piece: int) -> range:
+    """The items of a piece."""
+    return items[len(items) * piece // pieces : len(items) * (piece + 1) // pieces]
+
+
+def spread(
+    function: Any,
+    items: range,
+    pieces: int,
+    arguments: Sequence[int],
+    by_member: Mapping[int, int] = _NONE,
+    by_piece: Mapping[int, int] = _NONE,
+) -> None:
+    """function(begin, end, *arguments) over the items, cut into pieces.
+
+    function: of ``compiled.native``. arguments: numbers and addresses. by_member, by_piece: what the argument of this
+    index grows by from thread to thread (of at most ``torch.get_num_threads()``), and from piece to piece.
+    """
+    if pieces <= 1:
+        function(items.start, items.stop, *arguments)
+        return
+    count, threads = len(arguments), torch.get_num_threads()
+    steps = [*(by_member.get(i, 0) for i in range(count)), *(by_piece.get(i, 0) for i in range(count))]
+    task = (ctypes.c_int64 * (len(HEADER) + 3 * count))(
+        0, 0, pieces, items.start, len(items), address_of(function), *arguments, *steps
+    )
+    team = native(f"team:{count}", build_team, count, "team", _TEAM)
+    parallel = _parallel() if os.getpid() == _PROCESS else None
+    if parallel is not None:
+        parallel(address_of(team), task, threads, 0)
+        return
+    at = ctypes.addressof(task)
+    split(lambda begin, end: team(at), min(threads, pieces), 1)
+
+
+def scratch(size: int, shared: bool) -> tuple[int, int]:
+    """The address of this thread's scratch, and the bytes, at least ``size``, that each member of its team has there.
+
+    The memory belongs to the thread until it asks again. shared: whether there is a team at all.
+    """
+    step = -(-size // _PAGE) * _PAGE
+    total = step * (torch.get_num_threads() if shared else 1)
+    kept: tuple[int, int, Tensor] | None = getattr(_KEPT, "scratch", None)
+    if kept is None or kept[0] < total:
+        memory = torch.empty(total, dtype=torch.uint8)
+        kept = _KEPT.scratch = (total, memory.data_ptr(), memory)
+    return kept[1], step
+
+
+@cache
+def _parallel() -> Any:
+    """The function of PyTorch's OpenMP runtime that runs a function on a team of threads; None if it has none."""
+    # The lookup searches the libraries that this one was linked with.
+    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    return None if found is None else _PARALLEL(ctypes.cast(found, ctypes.c_void_p).value or 0)
 
 
 @cache
@@ -28,7 +112,7 @@ def _pool(process: int, workers: int) -> ThreadPoolExecutor:
 
 
 def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
-    """run(begin, end) over 0..items, in pieces of at least ``enough`` items, one a thread."""
+    """run(begin, end) over 0..items, in pieces of at least ``enough`` items, one a thread of a Python pool."""
     pieces = min(torch.get_num_threads(), max(1, items // max(1, enough)))
     if pieces <= 1:
         run(0, items)

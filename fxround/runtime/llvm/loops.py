@@ -211,6 +211,12 @@ def declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
     return b.module.globals.get(name) or ir.Function(b.module, signature, name)
 
 
+def call_address(b: ir.IRBuilder, address: Any, arguments: Sequence[Any]) -> None:
+    """Call the void function at an address (i64) with 64-bit integers, pointers among them as their addresses."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
+    b.call(b.inttoptr(address, kind.as_pointer()), arguments)
+
+
 def name_of(memory: Any) -> str:
     """A type of memory, as the names of LLVM's intrinsics spell it."""
     return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]

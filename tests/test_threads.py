@@ -1,0 +1,135 @@
+"""Threads: every item once, whoever takes it; forks, Ctrl-C, several callers at once."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from fxround.runtime import threads
+from fxround.runtime.compiled import native, signature
+from fxround.runtime.llvm.loops import I64, PTR, at, count, define
+from fxround.runtime.threads import piece_of, pieces_of, spread
+
+
+def build_visits(_: None) -> str:
+    """``visit(begin, end, rounds, out, member, piece)``: out[i] += 1, ``rounds`` times over, under two addresses."""
+    module = ir.Module("visits")
+    names = [("begin", I64), ("end", I64), ("rounds", I64), ("out", PTR), ("member", PTR), ("piece", PTR)]
+    b, a = define(module, "visit", names)
+    with count(b, a["begin"], a["end"]) as i, count(b, I64(0), a["rounds"]):
+        for slot in (at(b, a["out"], i, I64), a["member"], a["piece"]):
+            b.store(b.add(b.load(slot, typ=I64), I64(1)), slot)
+    b.ret_void()
+    return str(module)
+
+
+def visits(items: range, pieces: int, rounds: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """How often each item was visited, and how many items each thread and each piece had."""
+    visit = native("test of threads", build_visits, None, "visit", signature(3, 3))
+    out = torch.zeros(items.stop, dtype=torch.int64)
+    members, by_piece = (torch.zeros(n, dtype=torch.int64) for n in (torch.get_num_threads(), pieces))
+    pointers = [t.data_ptr() for t in (out, members, by_piece)]
+    spread(visit, items, pieces, [rounds, *pointers], {2: 8}, {3: 8})
+    return out, members, by_piece
+
+
+@pytest.fixture(params=["OpenMP", "pool"])
+def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "pool":
+        monkeypatch.setattr(threads, "_parallel", lambda: None)
+    elif threads._parallel() is None:
+        pytest.skip("this PyTorch has no OpenMP")
+    return request.param
+
+
+@pytest.fixture(params=[1, 2, 3])
+def number(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 5, 24])
+def test_every_item_is_visited_once(team: str, number: int, pieces: int) -> None:
+    items = range(7, 107)
+    out, members, by_piece = visits(items, pieces)
+    assert out.tolist() == [0] * 7 + [1] * 100
+    assert members.sum() == 100
+    assert by_piece.tolist() == [len(piece_of(items, pieces, i)) for i in range(pieces)]
+
+
+def test_callers_do_not_meet(team: str, number: int) -> None:
+    found: list[bool] = []
+
+    def call() -> None:
+        for _ in range(50):
+            out, members, _ = visits(range(100), 8, 100)
+            found.append(out.eq(100).all().item() and members.sum().item() == 10000)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 200
+
+
+def test_ctrl_c_comes_when_every_piece_has_ended(team: str) -> None:
+    done: list[Tensor] = []
+    rounds = 100_000
+    interrupt = threading.Timer(0.02, _thread.interrupt_main)
+
+    def work(interrupt: threading.Timer) -> None:
+        interrupt.start()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            done.append(visits(range(100), 8, rounds)[0])
+
+    with pytest.raises(KeyboardInterrupt):
+        work(interrupt)
+    interrupt.join()
+    assert all(out.eq(rounds).all() for out in done)
+    assert visits(range(100), 8)[0].eq(1).all()
+
+
+def test_a_piece_is_worth_its_thread(number: int) -> None:
+    assert pieces_of(10, 6) == 1
+    assert pieces_of(0, 6) == pieces_of(1, 0) == 1
+    for items, enough in ((100, 10), (13, 6), (1000, 0)):
+        pieces = pieces_of(items, enough)
+        assert pieces == 1 if number == 1 else 1 < pieces <= items
+        assert pieces == 1 or all(len(piece_of(range(items), pieces, i)) >= enough for i in range(pieces))
+
+
+FORKING = """
+import os, torch
+torch.set_num_threads(2)
+from fxround.runtime import library
+x, rng = torch.randn(200, 300), torch.tensor([3, 4])
+def product():
+    return library.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
+want = product().tolist()
+child = os.fork()
+same = product().tolist() == want
+if child == 0:
+    os._exit(0 if same else 1)
+assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    subprocess.run(command, check=True, timeout=120)
