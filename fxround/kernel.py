@@ -12,10 +12,10 @@ applied; equal kernels have equal digests, and the digest is the key of all comp
     Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
 Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; a fused chain
-draws for each operation what it would have drawn alone. Random words of the others come from one MWC64X stream per
+draws for each operation what it would have drawn alone. Random words of the others come from one stream per
 output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
 draw advance it once each, in the order of the formula. A Contract whose steps toss one coin each (``coins``) shares a
-word between 32 of them: step k sees word k div 32 shifted left by k mod 32.
+word between 32 of them: step k sees the coins of word k div 32 shifted left by k mod 32.
 
 Why it is safe. A kernel is frozen and knows no target: what LLVM, CUDA and NumPy make of it can be compared.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxround.kernel import Reduce, Scan
 from fxround.runtime import buffers
-from fxround.runtime.compiled import native, signature
+from fxround.runtime.compiled import current_machine, native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.lines import Lines
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
@@ -52,17 +52,17 @@ class Loops:
 
 def loops_for(kernel: Reduce, lines: Lines) -> Loops:
     """Which loops serve these lines."""
-    one, neighbours = one_register(kernel), _neighbours(kernel, lines)
+    one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines), current_machine()
     many = lines.count >= one
     if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
-        run, lanes = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE), one
+        run, lanes = native(f"{kernel.digest}:rows", build_rows, (kernel, machine), "reduce", _REDUCE), one
     elif neighbours or (many and (lines.k[-1].x != 1 or lines.length < 2 * kernel.order.chains)):
         lanes, name = neighbours or one, "neighbours" if neighbours else "scattered"
-        variant = (kernel, lanes, bool(neighbours))
+        variant = (kernel, lanes, bool(neighbours), machine)
         run = native(f"{kernel.digest}:across:{lanes}:{name}", build_across, variant, "reduce", _REDUCE)
     else:
         lanes, name = 1, "dense" if lines.dense else "panels"
-        run = native(f"{kernel.digest}:along:{name}", build_along, (kernel, lines.dense), "reduce", _REDUCE)
+        run = native(f"{kernel.digest}:along:{name}", build_along, (kernel, lines.dense, machine), "reduce", _REDUCE)
     return Loops(run, lanes, bool(neighbours) and lanes == neighbours)
 
 
@@ -76,11 +76,14 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
     result = buffers.empty(x.shape, dtype_of(kernel.result))
     if result.numel() == 0:
         return result
-    one, neighbours = one_register(kernel), _neighbours(kernel, lines)
+    one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines), current_machine()
     if lines.count >= one and lines.k[-1].x == lines.k[-1].out == 1:
-        run, neighbours = native(f"{kernel.digest}:rows", build_rows, kernel, "reduce", _REDUCE), 0
+        run, neighbours = native(f"{kernel.digest}:rows", build_rows, (kernel, machine), "reduce", _REDUCE), 0
     else:
-        name, variant = "neighbours" if neighbours else "scattered", (kernel, neighbours or one, bool(neighbours))
+        name, variant = (
+            "neighbours" if neighbours else "scattered",
+            (kernel, neighbours or one, bool(neighbours), machine),
+        )
         run = native(f"{kernel.digest}:scan:{variant[1]}:{name}", build_scan, variant, "reduce", _REDUCE)
     _run(run, lines, neighbours or one, bool(neighbours), (x, result), draw)
     return result

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import Rounding
-from fxround.numerics.randomness import random_function, stream_functions
+from fxround.numerics.randomness import coins_function, random_function, stream_functions
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int, int, int]
@@ -44,7 +44,7 @@ def maps(kernel: Map, operands: list[Array], key: tuple[int, int, int], nodes: t
 
 
 class Streams:
-    """The MWC64X streams of some elements; none where the kernel draws nothing."""
+    """The streams of some elements; none where the kernel draws nothing."""
 
     def __init__(self, elements: Array, key: Key, used: bool) -> None:
         self._start, self._advance = stream_functions()
@@ -137,6 +137,7 @@ def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
         right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
         if not kernel.coins or k % 32 == 0:
             word = streams.draw(..., kernel.draws)
+            word = coins_function().evaluate(word)[0] if kernel.coins else word
         shared = word << np.uint32(k % 32) if kernel.coins else word
         acc = kernel.step.evaluate(left, right, acc, shared)[0]
         if kernel.combine is not None and ((k + 1) % kernel.chunk == 0 or k + 1 == length):

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
-from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, stream_functions
+from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, stream_functions
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.runtime.cuda.limbs import LIMBS, SIZES
@@ -67,7 +67,7 @@ __device__ __forceinline__ u64 item_step() {{ return (u64)gridDim.x * blockDim.x
 @cache
 def preamble() -> str:
     """What every kernel's text relies on, once a translation unit: types, and the streams of ``randomness``."""
-    return _HEAD + "".join(device_function(f) for f in stream_functions()) + _DRAW + LIMBS
+    return _HEAD + "".join(device_function(f) for f in (*stream_functions(), coins_function())) + _DRAW + LIMBS
 
 
 _DRAW: Final = """\
@@ -78,6 +78,7 @@ __device__ __forceinline__ u32 draw(u64& state) {
   state = next;
   return bits;
 }
+__device__ __forceinline__ u32 toss(u64& state) { return spread_coins(draw(state)); }
 """
 
 
@@ -335,7 +336,7 @@ _COMBINE: Final = """      if ((k + 1) % {chunk} == 0 || k + 1 == shape.length) 
 def _contract(kernel: Contract) -> str:
     name, chunked = kernel_name(kernel), kernel.combine is not None
     finish = f"{name}_finish({'total' if chunked else 'acc'}, {_bits(kernel.finish_draws, 'state')})"
-    step_bits = "word = k % 32 ? word << 1 : draw(state)" if kernel.coins else _bits(kernel.draws, "state")
+    step_bits = "word = k % 32 ? word << 1 : toss(state)" if kernel.coins else _bits(kernel.draws, "state")
     body = _CONTRACT.format(
         name=name,
         a=MEMORY[kernel.loads[0]],

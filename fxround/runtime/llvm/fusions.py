@@ -1,11 +1,11 @@
 """Several operators of the scalar IR as one instruction, where the processor has it.
 
-What is true here. Two idioms of rounding are recognized: a sum with the high bits of 32 random ones, and the question
-whether a binary64 value is finite and not zero, to be left as it is otherwise.
+What is true here. Three idioms are recognized: a sum with the high bits of 32 random ones, the next state of a random
+stream, and the question whether a binary64 value is finite and not zero, to be left as it is otherwise.
 
 Why it is safe. Each instruction is defined as exactly these integer operators: ``vpmadd52huq`` adds bits 52 and up
-of a product of 52-bit factors, so that a factor 2^(52-n) shifts right by n; ``vfixupimmpd`` answers by a
-value's class.
+of a product of two numbers, of which it reads the 52 lowest bits, so that a factor 2^(52-n) shifts right by n;
+``vpmadd52luq`` adds the bits below; ``vfixupimmpd`` answers by a value's class.
 
     before   vpsrlq $3; vpaddq
     after    vpmadd52huq
@@ -18,37 +18,83 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import Expr
+from fxround.numerics.scalar import WIDTH, Expr
 from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.loops import declared
 from fxround.runtime.llvm.render import Fusion, literal, llvm_type
 
 # Four bits a class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. 1: the value.
 _SPECIAL: Final = 0x00110111
+# Lanes of a vector of 512 bits, and the bits of a factor that its products of 52 bits read.
+_LANES: Final = 8
+_FACTOR_BITS: Final = 52
 
 
 def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
-    """What the processor has for vectors of this many binary64 lanes."""
-    if machine.vector_bytes != 64 or lanes != 8:
+    """What the processor has for vectors of this many 64-bit lanes."""
+    if machine.vector_bytes != 64 or lanes % _LANES:
         return None
 
     def fuse(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
         if node.op == "add" and machine.wide_products:
-            return _shifted_sum(node, b, env)
-        return _choice(node, b, env) if node.op == "select" else None
+            return _shifted_sum(node, b, env, lanes) or _congruential(node, b, env, lanes)
+        return _choice(node, b, env) if node.op == "select" and lanes == _LANES else None
 
     return fuse
 
 
-def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
-    """x + (y >> n), y of 32 bits."""
+def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """x + (y >> n), y of 32 bits; where these are bits 52 - 32 and up of a word z, from z itself."""
     x, shifted = node.args
     if node.type != "u64" or shifted.op != "shr" or shifted.args[0].op != "widen" or shifted.args[1].op != "const":
         return None
-    factor = literal("u64", 1 << 52 - int(shifted.args[1].attr or 0), 8)
-    kind = factor.type
-    callee = declared(b, "llvm.x86.avx512.vpmadd52h.uq.512", ir.FunctionType(kind, [kind] * 3))
-    return b.call(callee, [env[x], env[shifted.args[0]], factor])
+    word, left = shifted.args[0], _FACTOR_BITS - int(shifted.args[1].attr or 0)
+    narrowed = word.args[0]
+    if narrowed.op == "narrow" and _is_shift(narrowed.args[0], _FACTOR_BITS - WIDTH["u32"]):
+        word, left = narrowed.args[0].args[0], left - (_FACTOR_BITS - WIDTH["u32"])
+    return _wide_product("h", b, env[x], env[word], 1 << left, lanes)
+
+
+def _congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """(x * A mod 2^52) + C."""
+    product, constant = node.args
+    if node.type != "u64" or product.op != "and" or constant.op != "const":
+        return None
+    whole, mask = product.args
+    if mask.attr != (1 << _FACTOR_BITS) - 1 or whole.op != "mul" or whole.args[1].op != "const":
+        return None
+    factor = int(whole.args[1].attr or 0)
+    if factor >> _FACTOR_BITS:
+        return None
+    addend = literal("u64", int(constant.attr or 0), lanes)
+    return _wide_product("l", b, addend, env[whole.args[0]], factor, lanes)
+
+
+def _is_shift(node: Expr, places: int) -> bool:
+    return node.op == "shr" and node.type == "u64" and node.args[1].op == "const" and node.args[1].attr == places
+
+
+def _wide_product(half: str, b: ir.IRBuilder, addend: Any, x: Any, factor: int, lanes: int) -> Any:
+    """addend + the low ("l") or high ("h") 52 bits of x mod 2^52 times the factor."""
+    if lanes > _LANES:
+        parts = [
+            _wide_product(half, b, _part(b, addend, first, lanes), _part(b, x, first, lanes), factor, lanes // 2)
+            for first in (0, lanes // 2)
+        ]
+        return b.shuffle_vector(*parts, _numbers(0, lanes))
+    kind = llvm_type("u64", _LANES)
+    callee = declared(b, f"llvm.x86.avx512.vpmadd52{half}.uq.512", ir.FunctionType(kind, [kind] * 3))
+    return b.call(callee, [addend, x, literal("u64", factor, _LANES)])
+
+
+def _part(b: ir.IRBuilder, x: Any, first: int, lanes: int) -> Any:
+    """Half of the lanes, from ``first`` on."""
+    return b.shuffle_vector(x, x, _numbers(first, lanes // 2))
+
+
+def _numbers(first: int, count: int) -> ir.Constant:
+    word = ir.IntType(32)
+    return ir.Constant(ir.VectorType(word, count), [word(first + i) for i in range(count)])
 
 
 def _choice(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:

@@ -20,10 +20,25 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.kernel import Exact, Reduce, Scan
-from fxround.runtime.llvm.loops import I64, MEMORY, PTR, Carried, at, count, iota, load_vector, scratch, store_vector
+from fxround.runtime.llvm.loops import (
+    I32,
+    I64,
+    MEMORY,
+    PTR,
+    Carried,
+    at,
+    bytes_in,
+    count,
+    declared,
+    iota,
+    load_vector,
+    scratch,
+    store_vector,
+)
 from fxround.runtime.llvm.render import llvm_type, splat
 
 MAX_DIMS: Final = 8
+CACHE_LINE: Final = 64
 _SIZES: Final = ("count", "length", "dims", "k_dims")
 COLUMNS: Final = ("size", "x", "out", "line", "k_size", "k_x", "k_out")
 ARGS: Final = [("begin", I64), ("end", I64), ("lines", PTR), ("x", PTR), ("out", PTR), ("key", PTR)]
@@ -116,6 +131,16 @@ class Neighbours:
         b, storage = self.b, self.kernel.loads[0]
         here = at(b, self.a["x"], b.add(self.base[0], offset), MEMORY[storage])
         return load_vector(b, here, storage, self.lanes)
+
+    def prefetch(self, offset: Any) -> None:
+        """Ask for a vector that is needed soon; it may lie beyond the last."""
+        b, memory = self.b, MEMORY[self.kernel.loads[0]]
+        here = at(b, self.a["x"], b.add(self.base[0], offset), memory)
+        callee = declared(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]))
+        per_line = CACHE_LINE // bytes_in(memory)
+        for element in range(0, self.lanes, per_line):
+            # For reading, to stay in all levels, data.
+            b.call(callee, [at(b, here, I64(element), memory), I32(0), I32(3), I32(1)])
 
     def store(self, value: Any, offset: Any) -> None:
         """One vector where the results are neighbours too."""

@@ -20,6 +20,8 @@ from llvmlite import ir
 
 from fxround.kernel import Reduce, Scan
 from fxround.numerics.scalar import const
+from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.lines import ARGS, Description, Group, Neighbours, Scattered
 from fxround.runtime.llvm.loops import (
     I64,
@@ -36,10 +38,14 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
-from fxround.runtime.llvm.streams import advance, load_key, start
+from fxround.runtime.llvm.streams import advance, apply, load_key, start
 
 # Registers side by side where there are many lines next to each other.
 WIDE: Final = 8
+# Lines that are walked at once where a step draws.
+TOGETHER: Final = 4
+# Elements of a line between one that is asked for and the one that is needed.
+AHEAD: Final = 8
 
 
 def one_register(kernel: Reduce | Scan) -> int:
@@ -61,75 +67,142 @@ def first_of(kernel: Reduce | Scan, lanes: int) -> Any:
     return constant(const(kernel.accumulator, kernel.first), lanes)
 
 
-def build_along(variant: tuple[Reduce, bool]) -> str:
+def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
     """``reduce(begin, end, lines, x, out, key)`` over the lines visited as number begin..end.
 
     dense: k walks neighbouring elements in one run; else panels of them are brought together.
     """
-    kernel, dense = variant
+    kernel, dense, machine = variant
     module = ir.Module("along")
     b, a = define(module, "reduce", ARGS)
-    n, memory = kernel.order.chains, MEMORY[kernel.loads[0]]
-    description, key = Description(b, a["lines"]), load_key(b, a["key"])
-    tail = scratch(b, memory, n if dense else PANEL + n)
-    with count(b, a["begin"], a["end"]) as item:
-        x, out, number = description.line(item)
-        base = at(b, a["x"], x, memory)
-        elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
-        chains = Carried(b, [first_of(kernel, n), start(b, elements, key, n, kernel.draws or kernel.finish_draws)])
-        if dense:
-            rest = _walk(b, kernel, chains, base, description.length)
-            copy_elements(b, tail, at(b, base, b.sub(description.length, rest), memory), rest, memory)
+    walk = Along(b, a, kernel, machine)
+    together = TOGETHER if dense and kernel.draws else 1
+    with count(b, a["begin"], a["end"], together) as first:
+        lines = _least(b, b.sub(a["end"], first), I64(together))
+        with count(b, I64(0), lines) as slot:
+            walk.begin(slot, b.add(first, slot))
+        if not dense:
+            walk.panels()
         else:
-            rest = _walk_panels(b, kernel, chains, description, base, tail)
-        with b.if_then(b.icmp_signed(">", rest, I64(0))):
-            stepped = step(b, kernel, chains.load(), load_vector(b, tail, kernel.loads[0], n), n)
-            active = b.icmp_signed("<", iota(n), splat(b, rest, n))
-            chains.store([b.select(active, new, old) for new, old in zip(stepped, chains.load(), strict=True)])
-        acc, state = _combine_lanes(b, kernel, chains.load(), _least(b, description.length, I64(n)))
+            walk.dense(lines, together)
+        with count(b, I64(0), lines) as slot:
+            walk.end(slot, dense)
+    b.ret_void()
+    return str(module)
+
+
+class Along:
+    """Some lines whose chains are the lanes of a vector: where they begin, take their steps, and end."""
+
+    def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce, machine: Machine) -> None:
+        self.b, self.a, self.kernel, self.machine = b, a, kernel, machine
+        self.lanes, self.storage = kernel.order.chains, kernel.loads[0]
+        self.memory = MEMORY[self.storage]
+        self.description, self.key = Description(b, a["lines"]), load_key(b, a["key"])
+        self.tail = scratch(b, self.memory, PANEL + self.lanes)
+        self.types = llvm_type(kernel.accumulator, self.lanes), llvm_type("u64", self.lanes)
+        self.chains = [scratch(b, t, TOGETHER) for t in self.types]
+        self.places = [scratch(b, I64, TOGETHER) for _ in ("x", "out")]
+        # How many elements are left at the front of the tail.
+        self.rest = Carried(b, [I64(0)])
+
+    def begin(self, slot: Any, item: Any) -> None:
+        """Where a line and its result lie, and its chains."""
+        b, n, kernel = self.b, self.lanes, self.kernel
+        x, out, number = self.description.line(item)
+        elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
+        state = start(b, elements, self.key, n, kernel.draws or kernel.finish_draws)
+        self._put(slot, [first_of(kernel, n), state])
+        for place, array in zip((x, out), self.places, strict=True):
+            b.store(place, at(b, array, slot, I64))
+
+    def dense(self, lines: Any, together: int) -> None:
+        """Lines in one run each, side by side where there are enough: one's step hides the others' latency."""
+        b = self.b
+        if together > 1:
+            with b.if_else(b.icmp_signed("==", lines, I64(together))) as (all_of_them, fewer):
+                with all_of_them:
+                    self._walk([I64(i) for i in range(together)])
+                with fewer, count(b, I64(0), lines) as slot:
+                    self._walk([slot])
+        else:
+            self._walk([I64(0)])
+
+    def _walk(self, slots: list[Any]) -> None:
+        b, n = self.b, self.lanes
+        bases, carried = [self._base(slot) for slot in slots], [Carried(b, self._chain(slot)) for slot in slots]
+        with count(b, I64(0), self._whole(self.description.length), n) as k:
+            for base, chain in zip(bases, carried, strict=True):
+                chain.store(self._step(chain.load(), at(b, base, k, self.memory)))
+        for slot, chain in zip(slots, carried, strict=True):
+            self._put(slot, chain.load())
+
+    def panels(self) -> None:
+        """A line brought together in panels; what is left of one stands at the front of the next."""
+        b, chain = self.b, Carried(self.b, self._chain(I64(0)))
+        self.rest.store([I64(0)])
+        base = self._base(I64(0))
+        with panels(b, self.description, base, self.memory, self.tail, lambda: self.rest.load()[0]) as number:
+            total = b.add(self.rest.load()[0], number)
+            with count(b, I64(0), self._whole(total), self.lanes) as k:
+                chain.store(self._step(chain.load(), at(b, self.tail, k, self.memory)))
+            left = b.sub(total, self._whole(total))
+            copy_elements(b, self.tail, at(b, self.tail, self._whole(total), self.memory), left, self.memory)
+            self.rest.store([left])
+        self._put(I64(0), chain.load())
+
+    def end(self, slot: Any, dense: bool) -> None:
+        """The last elements, fewer than chains; the chains' combination; and the store."""
+        b, n, kernel, length = self.b, self.lanes, self.kernel, self.description.length
+        if dense:
+            left = b.sub(length, self._whole(length))
+            copy_elements(b, self.tail, at(b, self._base(slot), self._whole(length), self.memory), left, self.memory)
+        else:
+            (left,) = self.rest.load()
+        chain = Carried(b, self._chain(slot))
+        with b.if_then(b.icmp_signed(">", left, I64(0))):
+            active = b.icmp_signed("<", iota(n), splat(b, left, n))
+            stepped = self._step(chain.load(), self.tail)
+            chain.store([b.select(active, new, old) for new, old in zip(stepped, chain.load(), strict=True)])
+        acc, state = _combine_lanes(b, kernel, chain.load(), _least(b, length, I64(n)))
         if n > 1:
             zero = ir.IntType(32)(0)
             acc, state = b.extract_element(acc, zero), b.extract_element(state, zero)
         bits, _ = advance(b, state, 1, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], 1)
-        store_vector(b, result, at(b, a["out"], out, MEMORY[kernel.result]), kernel.result, 1)
-    b.ret_void()
-    return str(module)
+        out = at(b, self.a["out"], self._place(1, slot), MEMORY[kernel.result])
+        store_vector(b, result, out, kernel.result, 1)
 
+    def _step(self, chain: list[Any], address: Any) -> list[Any]:
+        x = load_vector(self.b, address, self.storage, self.lanes)
+        return step(self.b, self.kernel, chain, x, self.lanes, self.machine)
 
-def _walk(b: ir.IRBuilder, kernel: Reduce, chains: Carried, base: Any, number: Any) -> Any:
-    """Take the whole vectors of ``number`` elements; how many are left."""
-    n, storage = kernel.order.chains, kernel.loads[0]
-    whole = b.and_(number, I64(-n))
-    with count(b, I64(0), whole, n) as k:
-        x = load_vector(b, at(b, base, k, MEMORY[storage]), storage, n)
-        chains.store(step(b, kernel, chains.load(), x, n))
-    return b.sub(number, whole)
+    def _whole(self, number: Any) -> Any:
+        return self.b.and_(number, I64(-self.lanes))
 
+    def _base(self, slot: Any) -> Any:
+        return at(self.b, self.a["x"], self._place(0, slot), self.memory)
 
-def _walk_panels(
-    b: ir.IRBuilder, kernel: Reduce, chains: Carried, description: Description, base: Any, buffer: Any
-) -> Any:
-    """The same of a line's panels; what is left stands at the front of the buffer."""
-    memory, kept = MEMORY[kernel.loads[0]], Carried(b, [I64(0)])
-    with panels(b, description, base, memory, buffer, lambda: kept.load()[0]) as number:
-        total = b.add(kept.load()[0], number)
-        rest = _walk(b, kernel, chains, buffer, total)
-        copy_elements(b, buffer, at(b, buffer, b.sub(total, rest), memory), rest, memory)
-        kept.store([rest])
-    return kept.load()[0]
+    def _place(self, which: int, slot: Any) -> Any:
+        return self.b.load(at(self.b, self.places[which], slot, I64), typ=I64)
+
+    def _chain(self, slot: Any) -> list[Any]:
+        b = self.b
+        return [b.load(at(b, p, slot, t), typ=t, align=8) for p, t in zip(self.chains, self.types, strict=True)]
+
+    def _put(self, slot: Any, chain: list[Any]) -> None:
+        for value, array, type_ in zip(chain, self.chains, self.types, strict=True):
+            self.b.store(value, at(self.b, array, slot, type_), align=8)
 
 
 def _least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
-def step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes: int) -> list[Any]:
+def step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes: int, machine: Machine) -> list[Any]:
     """(accumulators, states) after one more element."""
     acc, state = chain
-    bits, state = advance(b, state, lanes, kernel.draws)
-    (acc,) = emit(kernel.step, b, [acc, x, bits], lanes)
-    return [acc, state]
+    return list(apply(b, kernel.step, [acc, x], state, lanes, kernel.draws, fusions_for(machine, lanes)))
 
 
 def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any) -> list[Any]:
@@ -151,9 +224,9 @@ def _group(b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int
     return (Neighbours if neighbours else Scattered)(b, a, kernel, lanes)
 
 
-def build_across(variant: tuple[Reduce, int, bool]) -> str:
+def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
     """``reduce(begin, end, lines, x, out, key)`` over groups of so many lines: neighbours, or any."""
-    kernel, lanes, neighbours = variant
+    kernel, lanes, neighbours, machine = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
     n, key = kernel.order.chains, load_key(b, a["key"])
@@ -181,7 +254,9 @@ def build_across(variant: tuple[Reduce, int, bool]) -> str:
         with lines.description.runs() as (k, offset, _), count(b, I64(0), lines.description.run) as j:
             c = b.and_(b.add(k, j), I64(n - 1))
             x = lines.load(b.add(offset, b.mul(j, lines.description.k_x)))
-            put(c, step(b, kernel, chain(c), x, lanes))
+            if isinstance(lines, Neighbours):
+                lines.prefetch(b.add(offset, b.mul(b.add(j, I64(AHEAD)), lines.description.k_x)))
+            put(c, step(b, kernel, chain(c), x, lanes, machine))
         _combine_chains(b, kernel, lanes, _least(b, lines.description.length, I64(n)), chain, put)
         acc, state = chain(I64(0))
         bits, _ = advance(b, state, lanes, kernel.finish_draws)
@@ -211,9 +286,9 @@ def _combine_chains(
         width //= 2
 
 
-def build_scan(variant: tuple[Scan, int, bool]) -> str:
+def build_scan(variant: tuple[Scan, int, bool, Machine]) -> str:
     """``reduce(begin, end, lines, x, out, key)``: every prefix of groups of lines."""
-    kernel, lanes, neighbours = variant
+    kernel, lanes, neighbours, machine = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
     key, lines = load_key(b, a["key"]), _group(b, a, kernel, lanes, neighbours)
@@ -222,7 +297,7 @@ def build_scan(variant: tuple[Scan, int, bool]) -> str:
         carried = Carried(b, [first_of(kernel, lanes), first])
         with lines.description.runs() as (_, x, out), count(b, I64(0), lines.description.run) as j:
             element = lines.load(b.add(x, b.mul(j, lines.description.k_x)))
-            acc, state = step(b, kernel, carried.load(), element, lanes)
+            acc, state = step(b, kernel, carried.load(), element, lanes, machine)
             bits, state = advance(b, state, lanes, kernel.finish_draws)
             (result,) = emit(kernel.finish, b, [acc, bits], lanes)
             lines.store(result, b.add(out, b.mul(j, lines.description.k_out)))

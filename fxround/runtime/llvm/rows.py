@@ -16,6 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from fxround.kernel import Reduce, Scan
+from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.lines import ARGS, Scattered
 from fxround.runtime.llvm.loops import I64, Carried, count, define, load_vector, store_vector, transpose
 from fxround.runtime.llvm.reduce import first_of, one_register, step
@@ -23,8 +24,9 @@ from fxround.runtime.llvm.render import emit
 from fxround.runtime.llvm.streams import advance, load_key, start
 
 
-def build_rows(kernel: Reduce | Scan) -> str:
+def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
     """``reduce(begin, end, lines, x, out, key)`` over groups of lines; k walks neighbours within each run."""
+    kernel, machine = variant
     module = ir.Module("rows")
     b, a = define(module, "reduce", ARGS)
     lanes, storage, key = one_register(kernel), kernel.loads[0], load_key(b, a["key"])
@@ -35,7 +37,7 @@ def build_rows(kernel: Reduce | Scan) -> str:
         carried = Carried(b, [first_of(kernel, lanes), state])
 
         def take(x: Any, carried: Carried = carried) -> Any:
-            carried.store(step(b, kernel, carried.load(), x, lanes))
+            carried.store(step(b, kernel, carried.load(), x, lanes, machine))
             return _finished(b, kernel, carried, lanes) if isinstance(kernel, Scan) else None
 
         with lines.description.runs() as (_, x, out):

@@ -20,12 +20,12 @@ from llvmlite import ir
 
 from fxround.kernel import Contract
 from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import WIDTH
+from fxround.numerics.scalar import WIDTH, Function
 from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.loops import I32, I64, Carried, count, load_vector, scratch
 from fxround.runtime.llvm.render import emit, literal, splat
-from fxround.runtime.llvm.streams import advance
+from fxround.runtime.llvm.streams import advance, apply, toss
 
 _COINS: Final = 32
 
@@ -69,7 +69,7 @@ class Steps:
         with count(b, begin, end, _COINS) as first:
             values = carried.load()
             for place in range(places):
-                word, state = advance(b, values[places + place], self.lanes, True)
+                word, state = toss(b, values[places + place], self.lanes)
                 values[places + place], values[2 * places + place] = state, word
             carried.store(values)
             last = b.add(first, I64(_COINS))
@@ -79,15 +79,18 @@ class Steps:
 
     def step(self, values: list[Any], places: int, place: int, left: Any, right: Any) -> None:
         """acc = step(a, b, acc, random) of one place among ``places``."""
-        operands = [left, right, values[place], self._draw(values, places, place)]
-        (values[place],) = emit(self.kernel.step, self.b, operands, self.lanes, self.fuse)
+        operands = [left, right, values[place]]
+        if self.kernel.coins:
+            coin = self._toss(values[2 * places + place])
+            (values[place],) = emit(self.kernel.step, self.b, [*operands, coin], self.lanes, self.fuse)
+            return
+        self._apply(self.kernel.step, operands, values, places, place)
 
     def combine(self, values: list[Any], totals: list[Any]) -> None:
         """total = combine(total, acc, random) of every place: in ``values`` where the accumulators were."""
         assert self.kernel.combine is not None
         for place, total in enumerate(totals):
-            operands = [total, values[place], self._draw(values, len(totals), place)]
-            (values[place],) = emit(self.kernel.combine, self.b, operands, self.lanes)
+            self._apply(self.kernel.combine, [total, values[place]], values, len(totals), place)
 
     def finish(self, value: Any, state: Any) -> Any:
         """The store's rounding."""
@@ -103,15 +106,18 @@ class Steps:
             b = self.b
             b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
 
-    def _draw(self, values: list[Any], places: int, place: int) -> Any:
-        if not self.kernel.draws:
-            return literal("u32", 0, self.lanes)
-        if self.kernel.coins:
-            b, word = self.b, values[2 * places + place]
-            tossed = b.icmp_unsigned("!=", b.and_(word, self._coin), literal("u32", 0, self.lanes))
-            return b.select(tossed, literal("u32", 1 << 31, self.lanes), literal("u32", 0, self.lanes))
-        bits, values[places + place] = advance(self.b, values[places + place], self.lanes, True)
-        return bits
+    def _apply(self, function: Function, operands: list[Any], values: list[Any], places: int, place: int) -> None:
+        """acc = function(operands..., random) of one place."""
+        b, kernel, state = self.b, self.kernel, values[places + place] if self.kernel.draws else None
+        values[place], state = apply(b, function, operands, state, self.lanes, kernel.draws, self.fuse)
+        if kernel.draws:
+            values[places + place] = state
+
+    def _toss(self, word: Any) -> Any:
+        """The coin of this step, at bit 31."""
+        b = self.b
+        tossed = b.icmp_unsigned("!=", b.and_(word, self._coin), literal("u32", 0, self.lanes))
+        return b.select(tossed, literal("u32", 1 << 31, self.lanes), literal("u32", 0, self.lanes))
 
     def _look_at(self, value: Any) -> None:
         """Note an infinity or a NaN."""

@@ -1,4 +1,4 @@
-"""MWC64X streams in registers: one state a lane, advanced where a kernel's formula draws.
+"""Streams in registers: one state a lane, advanced where a kernel's formula draws.
 
 What is true here. A kernel that draws nothing carries no state, and gets zeros where a body asks for bits.
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.numerics.randomness import stream_functions
-from fxround.numerics.scalar import Function
+from fxround.numerics.randomness import advance_stream, coins_function, stream_functions
+from fxround.numerics.scalar import Function, param, substitute
 from fxround.runtime.llvm.loops import I32, I64, at
-from fxround.runtime.llvm.render import emit, literal, splat
+from fxround.runtime.llvm.render import Fusion, emit, literal, splat
 
 
 @cache
-def _functions() -> tuple[Function, Function]:
-    return stream_functions()
+def _functions() -> tuple[Function, Function, Function]:
+    return *stream_functions(), coins_function()
 
 
 def load_key(b: ir.IRBuilder, key: Any) -> list[Any]:
@@ -45,3 +45,30 @@ def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, 
         return literal("u32", 0, lanes), state
     bits, following = emit(_functions()[1], b, [state], lanes)
     return bits, following
+
+
+@cache
+def _drawing(function: Function) -> Function:
+    """(operands..., state) to (result, next state): a function of one result with the word that its stream draws."""
+    *operands, random = function.params
+    state = param("state", "u64")
+    word, following = advance_stream(state)
+    return Function(function.name, (*operands, state), (*substitute(function.results, {random: word}), following))
+
+
+def apply(
+    b: ir.IRBuilder, function: Function, operands: list[Any], state: Any, lanes: int, draws: bool, fuse: Fusion | None
+) -> tuple[Any, Any]:
+    """(function(operands..., random), next states), the draw and the function in one listing, so that they can fuse."""
+    if not draws:
+        (value,) = emit(function, b, [*operands, literal("u32", 0, lanes)], lanes, fuse)
+        return value, state
+    value, following = emit(_drawing(function), b, [*operands, state], lanes, fuse)
+    return value, following
+
+
+def toss(b: ir.IRBuilder, state: Any, lanes: int) -> tuple[Any, Any]:
+    """(32 coins, next states)."""
+    word, following = advance(b, state, lanes, True)
+    (coins,) = emit(_functions()[2], b, [word], lanes)
+    return coins, following
