@@ -130,11 +130,10 @@ def word(element: int, node: int) -> int:
 def stream(element: int, node: int) -> Iterator[int]:
     """The random bits of a chain, one step after the other."""
     words = _block(element, 0xFFFF, node)
-    x, c = words[0], words[1] & 0x7FFFFFFF | 1
+    x = (words[1] << 32 | words[0]) % 2**52
     while True:
-        yield x ^ c
-        state = 4294883355 * x + c
-        x, c = state & _WORD, state >> 32
+        yield x >> 20
+        x = (0xCAC74EE5 * x + 0x9E3779B97F4A7) % 2**52
 
 
 def _block(counter: int, draw: int, node: int) -> tuple[int, ...]:
