@@ -129,11 +129,19 @@ def word(element: int, node: int) -> int:
 
 def stream(element: int, node: int) -> Iterator[int]:
     """The random bits of a chain, one step after the other."""
-    words = _block(element, 0xFFFF, node)
-    x = (words[1] << 32 | words[0]) % 2**52
+    words = _block(0, 0xFFFF, node)
+    x = splitmix64(words[1] << 32 | words[0], element) % 2**52
     while True:
         yield x >> 20
         x = (0xCAC74EE5 * x + 0x9E3779B97F4A7) % 2**52
+
+
+def splitmix64(seed: int, number: int) -> int:
+    """Output ``number`` of the sequence, as its paper states it."""
+    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
 
 def _block(counter: int, draw: int, node: int) -> tuple[int, ...]:

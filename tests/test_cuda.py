@@ -26,7 +26,13 @@ from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
-from fxround.numerics.randomness import philox_function, random_function, stream_functions
+from fxround.numerics.randomness import (
+    coins_function,
+    philox_function,
+    random_function,
+    seed_function,
+    stream_functions,
+)
 from fxround.numerics.rounding import rounding_function
 from fxround.numerics.scalar import DTYPES, OPS, Function
 from fxround.numerics.storage import Storage
@@ -54,7 +60,7 @@ ROUNDINGS = [
     *(Rounding(Format.parse("binary16"), m, "saturate") for m in MODES.values()),
 ]
 ROUNDING_FUNCTIONS = [f"{r} {c}" for r in ROUNDINGS for c in ("f32", "f64") if held(r.format, c)]
-RANDOM_FUNCTIONS = ("philox", "random draw 0", "random draw 7", "start", "advance")
+RANDOM_FUNCTIONS = ("philox", "random draw 0", "random draw 7", "seed", "start", "advance", "coins")
 OPERATOR_KERNELS = [
     *(f"{name} @ binary32" for name in OPERATORS),
     *(f"{name} @ bfloat16/stochastic" for name, row in OPERATORS.items() if row.native),
@@ -112,7 +118,14 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
 def functions() -> dict[str, Function]:
     """Every scalar function by name."""
     found = {name: rounding_function(Rounding.parse(name.split()[0]), name.split()[1]) for name in ROUNDING_FUNCTIONS}
-    randoms = (philox_function(), random_function(0), random_function(7), *stream_functions())
+    randoms = (
+        philox_function(),
+        random_function(0),
+        random_function(7),
+        seed_function(),
+        *stream_functions(),
+        coins_function(),
+    )
     return found | dict(zip(RANDOM_FUNCTIONS, randoms, strict=True))
 
 

@@ -21,6 +21,7 @@ from fxround.numerics.randomness import (
     coins_function,
     philox_function,
     random_function,
+    seed_function,
     stream_functions,
 )
 
@@ -120,14 +121,32 @@ def test_draws_of_an_element_differ() -> None:
 def test_streams_follow_their_recurrence(element: int, key: tuple[int, int, int, int]) -> None:
     start, advance = stream_functions()
     seed_low, seed_high, sample, node = key
-    words = philox((element & MASK, (element >> 32) + (STREAM_DRAW << 16), node, sample), (seed_low, seed_high))
-    x = (words[1] << 32 | words[0]) % MODULUS
-    state = start.evaluate(np.uint64(element), *key)[0]
+    words = philox((0, STREAM_DRAW << 16, node, sample), (seed_low, seed_high))
+    seed = words[1] << 32 | words[0]
+    assert int(seed_function().evaluate(*key)[0]) == seed
+    x = splitmix64(seed, element) % MODULUS
+    state = start.evaluate(np.uint64(element), np.uint64(seed))[0]
     for _ in range(5):
         assert int(state) % MODULUS == x
         bits, state = advance.evaluate(state)
         assert int(bits) == x >> 20
         x = (STREAM_MULTIPLIER * x + STREAM_INCREMENT) % MODULUS
+
+
+def splitmix64(seed: int, number: int) -> int:
+    """Output ``number`` of java.util.SplittableRandom's sequence, over Python integers."""
+    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def test_first_states_are_splitmix64s() -> None:
+    """The outputs for seed 1234567 that Rosetta Code gives ("Pseudo-random numbers/Splitmix64")."""
+    start, _ = stream_functions()
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert start.evaluate(np.arange(5, dtype=np.uint64), np.uint64(1234567))[0].tolist() == known
+    assert [splitmix64(1234567, i) for i in range(5)] == known
 
 
 def test_streams_have_the_full_period() -> None:
@@ -236,6 +255,6 @@ def test_coins_do_not_follow_the_low_bits_of_a_state() -> None:
 
 def test_streams_of_one_node_are_distinct() -> None:
     start, _ = stream_functions()
-    state = start.evaluate(np.arange(20000, dtype=np.uint64), 1, 2, 3, 4)[0]
+    state = start.evaluate(np.arange(20000, dtype=np.uint64), *seed_function().evaluate(1, 2, 3, 4))[0]
     # 20000 states of 52 random bits: P(a collision) < 2e8 / 2^52 < 2^-24.
     assert np.unique(state % np.uint64(MODULUS)).size == state.size

@@ -19,7 +19,7 @@ from neighbours import Array, random_words
 from fxround.numerics.exact import quantum, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Mode, Rounding
-from fxround.numerics.randomness import random_function, stream_functions
+from fxround.numerics.randomness import random_function, seed_function, stream_functions
 from fxround.numerics.rounding import rounding_function
 
 N = 2**16
@@ -194,7 +194,7 @@ def test_neighbouring_elements_are_uncorrelated(lag: int) -> None:
 def streams() -> Array:
     """(steps, elements): the words of 2^10 streams over 64 roundings."""
     start, advance = stream_functions()
-    state, rows = start.evaluate(ELEMENTS[: 2**10], *KEY)[0], []
+    state, rows = start.evaluate(ELEMENTS[: 2**10], *seed_function().evaluate(*KEY))[0], []
     for _ in range(64):
         random, state = advance.evaluate(state)
         rows.append(random)
@@ -226,7 +226,7 @@ def test_a_long_sum_does_not_stagnate() -> None:
     """256 + 1024 * (1/64) with 8 bits: nearest-even never leaves 256, SR ends at 272 on average. With one quantum of 2
     at each step and p = 1/128, the result is 256 + 2 * Binomial(1024, 1/128), over 2^10 streams."""
     start, advance = stream_functions()
-    state = start.evaluate(ELEMENTS[: 2**10], *KEY)[0]
+    state = start.evaluate(ELEMENTS[: 2**10], *seed_function().evaluate(*KEY))[0]
     exact, drawn = (rounding_function(Rounding.parse(f"bfloat16/{m}"), "f32") for m in ("nearest_even", "stochastic"))
     still, moving = np.float32(256), np.full(2**10, 256, np.float32)
     for _ in range(1024):

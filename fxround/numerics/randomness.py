@@ -8,11 +8,11 @@ apart, so that a vector unit of any width fills its lanes without shuffling:
     counter = (element div 64) * 16 + element mod 16       word = (element mod 64) div 16
     Philox input  (counter low, counter high + draw * 2^16, node, sample)      key (seed low, seed high)
 
-Inside a contraction or a reduction each output element owns a stream, started once from words 0 and 1 of Philox
-block ``element`` with draw 0xffff and advanced once per rounding: the linear congruential sequence
-x -> A x + C modulo 2^52, whose 32 highest bits are drawn.
+Inside a contraction or a reduction each output element owns a stream, advanced once per rounding: the linear
+congruential sequence x -> A x + C modulo 2^52, whose 32 highest bits are drawn. Its first state is number ``element``
+of the SplitMix64 sequence that is seeded with words 0 and 1 of Philox block 0 with draw 0xffff.
 
-Why it is safe. Philox passes BigCrush and is checked here against the published Random123 vectors. The sequence
+Why it is safe. Philox and SplitMix64 pass BigCrush and are checked here against published vectors. The sequence
 has period 2^52 from any state (Hull and Dobell: C is odd, A mod 4 is 1); the tests compute how far its lattices in two
 to eight dimensions are from the densest ones. Bit 31 of a word is the best, as always modulo a power of two: bit j
 alone repeats after 2^(j+21) words. Where all bits of a word count alike, ``spread_coins`` mixes the worse half.
@@ -27,13 +27,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.scalar import Expr, Function, narrow, param, select, widen
+from fxround.numerics.scalar import Expr, Function, const, narrow, param, select, widen
 
 # Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
 _WORD: Final = (1 << 32) - 1
+
+# Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16 (Stafford's variant 13).
+_GAMMA: Final = 0x9E3779B97F4A7C15
+_MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 # Among 20,000 multipliers of 32 bits that are 5 modulo 8, drawn at random, the one whose lattices in two to eight
 # dimensions are nearest to the densest ones: the shortest vector of the dual is 0.70 of the longest possible or more.
@@ -96,10 +100,18 @@ def random_bits(element: Expr, draw: int, key: Key) -> Expr:
     return select(word < 2, low, high)
 
 
-def start_stream(element: Expr, key: Key) -> Expr:
-    """u64: the first state of an element's stream; its 52 lowest bits count."""
-    words = block_words(element, STREAM_DRAW, key)
+def stream_seed(key: Key) -> Expr:
+    """u64: what the streams of a node have in common."""
+    words = block_words(const("u64", 0), STREAM_DRAW, key)
     return (widen(words[1]) << 32) | widen(words[0])
+
+
+def start_stream(element: Expr, seed: Expr) -> Expr:
+    """u64: the first state of an element's stream, whose 52 lowest bits count: SplitMix64's output of that number."""
+    x = (element + 1) * _GAMMA + seed
+    for shift, factor in _MIXING:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)
 
 
 def advance_stream(state: Expr) -> tuple[Expr, Expr]:
@@ -126,10 +138,16 @@ def random_function(draw: int = 0) -> Function:
     return Function("random_bits", (element, *key.exprs), (random_bits(element, draw, key),))
 
 
+def seed_function() -> Function:
+    """(key) to the seed of a node's streams."""
+    key = Key.params()
+    return Function("stream_seed", key.exprs, (stream_seed(key),))
+
+
 def stream_functions() -> tuple[Function, Function]:
-    """start: (element, key) to state; advance: state to (bits, state)."""
-    element, key, state = param("element", "u64"), Key.params(), param("state", "u64")
-    start = Function("start_stream", (element, *key.exprs), (start_stream(element, key),))
+    """start: (element, seed) to state; advance: state to (bits, state)."""
+    element, seed, state = param("element", "u64"), param("seed", "u64"), param("state", "u64")
+    start = Function("start_stream", (element, seed), (start_stream(element, seed),))
     return start, Function("advance_stream", (state,), advance_stream(state))
 
 

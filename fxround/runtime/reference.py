@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import Rounding
-from fxround.numerics.randomness import coins_function, random_function, stream_functions
+from fxround.numerics.randomness import coins_function, random_function, seed_function, stream_functions
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int, int, int]
@@ -47,9 +47,10 @@ class Streams:
     """The streams of some elements; none where the kernel draws nothing."""
 
     def __init__(self, elements: Array, key: Key, used: bool) -> None:
-        self._start, self._advance = stream_functions()
-        self.used = used
-        self.state = self._start.evaluate(elements.astype(np.uint64), *key)[0] if used else np.zeros(elements.shape)
+        start, self._advance = stream_functions()
+        self.used, self.state = used, np.zeros(elements.shape)
+        if used:
+            (self.state,) = start.evaluate(elements.astype(np.uint64), *seed_function().evaluate(*key))
 
     def draw(self, where: Any = ..., wanted: bool = True) -> Array:
         """The next 32 bits of the streams ``where``, if the formula draws there."""

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
-from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, stream_functions
+from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, seed_function, stream_functions
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.runtime.cuda.limbs import LIMBS, SIZES
@@ -67,7 +67,12 @@ __device__ __forceinline__ u64 item_step() {{ return (u64)gridDim.x * blockDim.x
 @cache
 def preamble() -> str:
     """What every kernel's text relies on, once a translation unit: types, and the streams of ``randomness``."""
-    return _HEAD + "".join(device_function(f) for f in (*stream_functions(), coins_function())) + _DRAW + LIMBS
+    return (
+        _HEAD
+        + "".join(device_function(f) for f in (seed_function(), *stream_functions(), coins_function()))
+        + _DRAW
+        + LIMBS
+    )
 
 
 _DRAW: Final = """\
@@ -227,7 +232,7 @@ def _stream(kernel: Reduce | Scan | Contract | Scatter | Exact, declaration: str
     """A stream's first state, where the kernel draws at all."""
     if not _draws(kernel):
         return ""
-    return f"{declaration} = start_stream({element}, key.seed_low, key.seed_high, key.sample, key.node);\n"
+    return f"{declaration} = start_stream({element}, stream_seed(key.seed_low, key.seed_high, key.sample, key.node));\n"
 
 
 def _bits(wanted: bool, state: str) -> str:

@@ -37,7 +37,7 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.render import literal, llvm_type, splat
 from fxround.runtime.llvm.steps import Steps
-from fxround.runtime.llvm.streams import load_key, start
+from fxround.runtime.llvm.streams import load_seed, start
 from fxround.runtime.llvm.tile import tile_for
 
 SIZES: Final = ("rows", "columns", "length", "block", "groups", "runs", "wide")
@@ -111,7 +111,7 @@ class _Direct:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: DirectVariant) -> None:
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
+        self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
         self.left, self.right, self.out = (MEMORY[s] for s in (*self.kernel.loads, self.kernel.result))
 
     def enter(self, batch: Any, column: Any) -> None:
@@ -155,7 +155,7 @@ class _Direct:
 
     def _start(self, place: Any) -> Any:
         b, lanes = self.b, self.lanes
-        return start(b, b.add(splat(b, place, lanes), iota(lanes)), self.key, lanes, True)
+        return start(b, b.add(splat(b, place, lanes), iota(lanes)), self.seed, lanes, True)
 
     def _take(self, carried: Carried, row: Any, rows: int, first: Any, end: Any) -> None:
         """Steps first ... end."""

@@ -34,7 +34,7 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import emit, llvm_type, splat
-from fxround.runtime.llvm.streams import advance, load_key, start
+from fxround.runtime.llvm.streams import advance, load_seed, start
 
 # Elements of a block of a line; rows of a block of neighbouring lines: both stay in the caches.
 _BLOCK: Final = 4096
@@ -71,7 +71,7 @@ class _Lines:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lines: int, lanes: int) -> None:
         self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
         self.bins = Bins(CARRIER_OF[kernel.loads[0]])
-        self.memory, self.key = MEMORY[kernel.loads[0]], load_key(b, a["key"])
+        self.memory, self.seed = MEMORY[kernel.loads[0]], load_seed(b, a["key"])
         self.tables = Tables(b, kernel, self.bins, max(lines, _TABLES))
         self.totals = blocks.Totals(b, self.tables, lines)
 
@@ -83,7 +83,7 @@ class _Lines:
     def finish(self, line: Any, place: Any, number: Any, total: ir.Function) -> None:
         """Round and store a line's sum."""
         b, kernel = self.b, self.kernel
-        state = start(b, number, self.key, 1, any(kernel.draws))
+        state = start(b, number, self.seed, 1, any(kernel.draws))
         once, state = advance(b, state, 1, kernel.draws[0])
         again, _ = advance(b, state, 1, kernel.draws[1])
         (result,) = emit(kernel.finish, b, [self.totals.value(line, total), once, again], 1)

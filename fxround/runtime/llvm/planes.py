@@ -44,7 +44,7 @@ from fxround.runtime.llvm.loops import (
 from fxround.runtime.llvm.packing import gather
 from fxround.runtime.llvm.render import bytes_of, literal, llvm_type, splat
 from fxround.runtime.llvm.steps import Steps
-from fxround.runtime.llvm.streams import load_key, start
+from fxround.runtime.llvm.streams import load_seed, start
 
 SIZES: Final = (
     *("outputs", "channels", "groups", "length", "block", "cuts", "cut"),
@@ -113,7 +113,7 @@ class _Planes:
             a = a | {"image1": I64(1), "lines1": I64(1), "results1": I64(1), "padding1": I64(0)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
+        self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
@@ -247,7 +247,7 @@ class _Planes:
     def _start(self, offset: Any) -> Any:
         b = self.b
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
-        return start(b, b.add(splat(b, self.base, self.lanes), places), self.key, self.lanes, True)
+        return start(b, b.add(splat(b, self.base, self.lanes), places), self.seed, self.lanes, True)
 
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
         """Steps first ... end."""

@@ -38,7 +38,7 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
-from fxround.runtime.llvm.streams import advance, apply, load_key, start
+from fxround.runtime.llvm.streams import advance, apply, load_seed, start
 
 # Registers side by side where there are many lines next to each other.
 WIDE: Final = 8
@@ -98,7 +98,7 @@ class Along:
         self.b, self.a, self.kernel, self.machine = b, a, kernel, machine
         self.lanes, self.storage = kernel.order.chains, kernel.loads[0]
         self.memory = MEMORY[self.storage]
-        self.description, self.key = Description(b, a["lines"]), load_key(b, a["key"])
+        self.description, self.seed = Description(b, a["lines"]), load_seed(b, a["key"])
         self.tail = scratch(b, self.memory, PANEL + self.lanes)
         self.types = llvm_type(kernel.accumulator, self.lanes), llvm_type("u64", self.lanes)
         self.chains = [scratch(b, t, TOGETHER) for t in self.types]
@@ -111,7 +111,7 @@ class Along:
         b, n, kernel = self.b, self.lanes, self.kernel
         x, out, number = self.description.line(item)
         elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
-        state = start(b, elements, self.key, n, kernel.draws or kernel.finish_draws)
+        state = start(b, elements, self.seed, n, kernel.draws or kernel.finish_draws)
         self._put(slot, [first_of(kernel, n), state])
         for place, array in zip((x, out), self.places, strict=True):
             b.store(place, at(b, array, slot, I64))
@@ -229,7 +229,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
-    n, key = kernel.order.chains, load_key(b, a["key"])
+    n, seed = kernel.order.chains, load_seed(b, a["key"])
     accs = scratch(b, llvm_type(kernel.accumulator, lanes), n)
     states = scratch(b, llvm_type("u64", lanes), n)
     lines = _group(b, a, kernel, lanes, neighbours)
@@ -249,7 +249,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
         numbers = b.mul(lines.elements(), splat(b, I64(n), lanes))
         with count(b, I64(0), I64(n)) as c:
             elements = b.add(numbers, splat(b, c, lanes))
-            state = start(b, elements, key, lanes, kernel.draws or kernel.finish_draws)
+            state = start(b, elements, seed, lanes, kernel.draws or kernel.finish_draws)
             put(c, [first_of(kernel, lanes), state])
         with lines.description.runs() as (k, offset, _), count(b, I64(0), lines.description.run) as j:
             c = b.and_(b.add(k, j), I64(n - 1))
@@ -291,9 +291,9 @@ def build_scan(variant: tuple[Scan, int, bool, Machine]) -> str:
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
-    key, lines = load_key(b, a["key"]), _group(b, a, kernel, lanes, neighbours)
+    seed, lines = load_seed(b, a["key"]), _group(b, a, kernel, lanes, neighbours)
     with lines.each():
-        first = start(b, lines.elements(), key, lanes, kernel.draws or kernel.finish_draws)
+        first = start(b, lines.elements(), seed, lanes, kernel.draws or kernel.finish_draws)
         carried = Carried(b, [first_of(kernel, lanes), first])
         with lines.description.runs() as (_, x, out), count(b, I64(0), lines.description.run) as j:
             element = lines.load(b.add(x, b.mul(j, lines.description.k_x)))

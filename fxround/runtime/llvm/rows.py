@@ -21,7 +21,7 @@ from fxround.runtime.llvm.lines import ARGS, Scattered
 from fxround.runtime.llvm.loops import I64, Carried, count, define, load_vector, store_vector, transpose
 from fxround.runtime.llvm.reduce import first_of, one_register, step
 from fxround.runtime.llvm.render import emit
-from fxround.runtime.llvm.streams import advance, load_key, start
+from fxround.runtime.llvm.streams import advance, load_seed, start
 
 
 def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
@@ -29,11 +29,11 @@ def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
     kernel, machine = variant
     module = ir.Module("rows")
     b, a = define(module, "reduce", ARGS)
-    lanes, storage, key = one_register(kernel), kernel.loads[0], load_key(b, a["key"])
+    lanes, storage, seed = one_register(kernel), kernel.loads[0], load_seed(b, a["key"])
     lines = Scattered(b, a, kernel, lanes)
     run = lines.description.run
     with lines.each():
-        state = start(b, lines.elements(), key, lanes, kernel.draws or kernel.finish_draws)
+        state = start(b, lines.elements(), seed, lanes, kernel.draws or kernel.finish_draws)
         carried = Carried(b, [first_of(kernel, lanes), state])
 
         def take(x: Any, carried: Carried = carried) -> Any:

@@ -32,7 +32,7 @@ from fxround.runtime.llvm.loops import (
     store_vector,
 )
 from fxround.runtime.llvm.render import emit, splat
-from fxround.runtime.llvm.streams import advance, load_key, start
+from fxround.runtime.llvm.streams import advance, load_seed, start
 
 ARGS = [("begin", I64), ("end", I64), ("inner", I64)]
 POINTERS = [(name, PTR) for name in ("starts", "order", "self", "x", "out", "key")]
@@ -51,7 +51,7 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
     kernel, lanes = variant
     module = ir.Module("scatter")
     b, a = define(module, "scatter", [*ARGS, *POINTERS])
-    memory, storage, key = MEMORY[kernel.result], kernel.result, load_key(b, a["key"])
+    memory, storage, seed = MEMORY[kernel.result], kernel.result, load_seed(b, a["key"])
     buffer = scratch(b, memory, lanes)
     vectors = b.sdiv(b.add(a["inner"], I64(lanes - 1)), I64(lanes))
     with count(b, a["begin"], a["end"]) as item:
@@ -69,7 +69,7 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
 
         (value,) = emit(kernel.lift, b, [fetch(a["self"], index)], lanes)
         elements = b.add(splat(b, index, lanes), iota(lanes))
-        carried = Carried(b, [value, start(b, elements, key, lanes, kernel.draws)])
+        carried = Carried(b, [value, start(b, elements, seed, lanes, kernel.draws)])
         stop = b.load(at(b, a["starts"], b.add(row, I64(1)), I64), typ=I64)
         with count(b, b.load(at(b, a["starts"], row, I64), typ=I64), stop) as c:
             source = b.load(at(b, a["order"], c, I64), typ=I64)

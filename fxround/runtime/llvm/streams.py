@@ -15,27 +15,29 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.numerics.randomness import advance_stream, coins_function, stream_functions
+from fxround.numerics.randomness import advance_stream, coins_function, seed_function, stream_functions
 from fxround.numerics.scalar import Function, param, substitute
 from fxround.runtime.llvm.loops import I32, I64, at
 from fxround.runtime.llvm.render import Fusion, emit, literal, splat
 
 
 @cache
-def _functions() -> tuple[Function, Function, Function]:
-    return *stream_functions(), coins_function()
+def _functions() -> dict[str, Function]:
+    return {f.name: f for f in (seed_function(), *stream_functions(), coins_function())}
 
 
-def load_key(b: ir.IRBuilder, key: Any) -> list[Any]:
-    """seed low, seed high, sample, node."""
-    return [b.load(at(b, key, I64(i), I32), typ=I32) for i in range(4)]
+def load_seed(b: ir.IRBuilder, key: Any) -> Any:
+    """What the streams of a call have in common. key: seed low, seed high, sample, node."""
+    words = [b.load(at(b, key, I64(i), I32), typ=I32) for i in range(4)]
+    (seed,) = emit(_functions()["stream_seed"], b, words, 1)
+    return seed
 
 
-def start(b: ir.IRBuilder, element: Any, key: list[Any], lanes: int, draws: bool) -> Any:
+def start(b: ir.IRBuilder, element: Any, seed: Any, lanes: int, draws: bool) -> Any:
     """The first states of the streams numbered ``element`` (u64 lanes)."""
     if not draws:
         return literal("u64", 0, lanes)
-    (state,) = emit(_functions()[0], b, [element, *(splat(b, k, lanes) for k in key)], lanes)
+    (state,) = emit(_functions()["start_stream"], b, [element, splat(b, seed, lanes)], lanes)
     return state
 
 
@@ -43,7 +45,7 @@ def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, 
     """(random bits, next states)."""
     if not draws:
         return literal("u32", 0, lanes), state
-    bits, following = emit(_functions()[1], b, [state], lanes)
+    bits, following = emit(_functions()["advance_stream"], b, [state], lanes)
     return bits, following
 
 
@@ -70,5 +72,5 @@ def apply(
 def toss(b: ir.IRBuilder, state: Any, lanes: int) -> tuple[Any, Any]:
     """(32 coins, next states)."""
     word, following = advance(b, state, lanes, True)
-    (coins,) = emit(_functions()[2], b, [word], lanes)
+    (coins,) = emit(_functions()["spread_coins"], b, [word], lanes)
     return coins, following

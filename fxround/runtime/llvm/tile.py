@@ -34,7 +34,7 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.render import bytes_of, literal, llvm_type, splat
 from fxround.runtime.llvm.steps import Steps
-from fxround.runtime.llvm.streams import load_key, start
+from fxround.runtime.llvm.streams import load_seed, start
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Item:
         self.lanes = variant.lanes
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
-        self.key = load_key(b, a["key"]) if variant.kernel.streams else []
+        self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         self.left = a["scratch"]
         self.panel = at(b, self.left, b.mul(a["chunk"], I64(variant.pitch)), self.value)
@@ -193,7 +193,7 @@ class Item:
             "<", b.add(splat(b, column, self.lanes), iota(self.lanes)), splat(b, self.a["columns"], self.lanes)
         )
         offsets = masked_load(b, at(b, self.a["out_n"], column, I64), I64, exists, self.lanes)
-        state = start(b, b.add(splat(b, line, self.lanes), offsets), self.key, self.lanes, True)
+        state = start(b, b.add(splat(b, line, self.lanes), offsets), self.seed, self.lanes, True)
         b.store(state, self._slots(row, vector)[1], align=8)
 
     def multiply(self, row: Any, rows: int, block: Block) -> None:
