@@ -167,9 +167,13 @@ def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
 
 
 def _round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
-    """R(x) away from the ends: there the format differs from its precision in the carrier's range by nothing."""
+    """R(x) away from the ends: there the format differs from its precision in the carrier's range by nothing.
+
+    A NaN is at the ends: what is made of it here does not matter.
+    """
     carrier = CARRIERS[x.type]
-    return round_expr(x, Rounding(rounding.format.with_range_of(carrier.format), rounding.mode, "inf"), random)
+    inside = Rounding(rounding.format.with_range_of(carrier.format), rounding.mode, "inf")
+    return round_expr(x, inside, random, any_nan=True)
 
 
 def _round_general(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:

@@ -27,7 +27,7 @@ from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.program import Program
 from fxround.runtime import buffers
-from fxround.runtime.compiled import address_of, current_set, native, signature
+from fxround.runtime.compiled import address_of, current_machine, current_set, native, signature
 from fxround.runtime.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.threads import pieces_of, spread
 from fxround.specialize import map_kernel
@@ -213,7 +213,7 @@ class MapCall:
         sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
         if len(sizes) > MAX_DIMS:
             return None
-        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides))
+        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine())
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
         return MapCall(function, tuple(shape), total, len(sizes), array(sizes), array(steps))

@@ -23,6 +23,8 @@ from fxround.kernel import Map
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import Storage
+from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.loops import (
     I32,
     I64,
@@ -48,10 +50,11 @@ MAX_DIMS: Final = 16
 
 @dataclass(frozen=True)
 class MapVariant:
-    """A Map specialised for how each operand lies in memory."""
+    """A Map specialised for how each operand lies in memory, and for a processor."""
 
     kernel: Map
     access: tuple[Access, ...]
+    machine: Machine
 
     @property
     def digest(self) -> str:
@@ -81,6 +84,7 @@ def build_map(variant: MapVariant) -> str:
     args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
     b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
     lanes = lanes_of(kernel.body)
+    fuse = fusions_for(variant.machine, lanes)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
     buffers = [scratch(b, MEMORY[s], BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
@@ -112,7 +116,7 @@ def build_map(variant: MapVariant) -> str:
             ]
             vector = ir.VectorType(I32, lanes)
             values += [b.load(at(b, words, i, I32), typ=vector, align=4) for words in random]
-            for value, target, s in zip(emit(kernel.body, b, values, lanes), targets, kernel.results, strict=True):
+            for value, target, s in zip(emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True):
                 store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
