@@ -116,7 +116,9 @@ def build_map(variant: MapVariant) -> str:
             ]
             vector = ir.VectorType(I32, lanes)
             values += [b.load(at(b, words, i, I32), typ=vector, align=4) for words in random]
-            for value, target, s in zip(emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True):
+            for value, target, s in zip(
+                emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
+            ):
                 store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
