@@ -6,10 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fxround.kernel import Word
@@ -19,7 +22,7 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
 from fxround.program import Program
-from fxround.runtime import reference, threads
+from fxround.runtime import execute, reference, threads
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.contractions import run_product
 from fxround.runtime.execute import STORAGES, Draw, run_map
@@ -134,6 +137,30 @@ def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
     for got in results:
         assert got.is_contiguous()
         same(got, want)
+
+
+SIZES = st.sampled_from([1, 2, 3, 7, 16, 49, 63, 64, 65, 130])
+
+
+@st.composite
+def operands(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
+    """Values that broadcast to the shape: dimensions in any order in memory, stepped over, or of size 1."""
+    order = draw(st.permutations(range(len(shape))))
+    kept = [1 if draw(st.booleans()) else shape[d] for d in order]
+    steps = [draw(st.sampled_from([1, 1, 2])) for _ in kept]
+    x = values(tuple(n * s for n, s in zip(kept, steps, strict=True)), draw(st.integers(0, 9)))
+    return x[tuple(slice(None, None, s) for s in steps)].permute(*(order.index(d) for d in range(len(shape))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_map_walks_any_strides(data: st.DataObject) -> None:
+    """To nearest even in its own format an addition is PyTorch's."""
+    shape = tuple(data.draw(st.lists(SIZES, min_size=1, max_size=4).filter(lambda s: math.prod(s) < 50_000)))
+    x, y = (torch.broadcast_to(data.draw(operands(shape)), shape) for _ in range(2))
+    with mock.patch.object(execute, "_ENOUGH", 64):  # every thread begins somewhere in the middle
+        got = run_map(Program.parse("t0 = add(x0, x1) @ binary32"), [x, y], torch.float32, DRAW)
+    assert torch.equal(got, x + y)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (63,), (64,), (65,), (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)])

@@ -31,6 +31,7 @@ from fxround.runtime.llvm.loops import (
     MEMORY,
     MEMORY_BYTES,
     PTR,
+    Carried,
     at,
     copy_elements,
     count,
@@ -86,21 +87,22 @@ def build_map(variant: MapVariant) -> str:
     lanes = lanes_of(kernel.body)
     fuse = fusions_for(variant.machine, lanes)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
-    buffers = [scratch(b, MEMORY[s], BLOCK) for s in kernel.loads]
+    buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
     random = [scratch(b, I32, BLOCK) for _ in kernel.draws]
     key = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3 + kernel.nodes)]
+    walks = bool({"inner", "row", "strided"} & set(variant.access))
+    place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
     with count(b, a["begin"], a["end"]) as block:
         base = b.mul(block, I64(BLOCK))
         left = b.sub(a["total"], base)
         short = b.icmp_signed("<", left, I64(BLOCK))
         number = b.select(short, left, I64(BLOCK))
-        place = _place(b, a, base) if {"inner", "row"} & set(variant.access) else None
         sources = [
             _neighbours(b, a, i, kernel.loads[i], pointers[i], place)
             if access in ("inner", "row")
-            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number)
+            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
             for i, access in enumerate(variant.access)
         ]
         for word, words in zip(kernel.draws, random, strict=True):
@@ -123,6 +125,8 @@ def build_map(variant: MapVariant) -> str:
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
                 copy_elements(b, head, end, number, MEMORY[s])
+        if walks:
+            _advance(b, a, place)
     b.ret_void()
     return str(module)
 
@@ -146,6 +150,7 @@ def _fetch(
     buffer: Any,
     base: Any,
     number: Any,
+    place: Any,
 ) -> Any:
     """The address of 64 consecutive elements of an operand (of one, for a scalar)."""
     memory = MEMORY[storage]
@@ -154,7 +159,7 @@ def _fetch(
     if access == "strided":
         strides = at(b, a["strides"], b.mul(I64(operand), a["ndim"]), I64)
         gather = gather_function(module, storage)
-        return b.call(gather, [buffer, pointer, base, number, a["ndim"], a["sizes"], strides])
+        return b.call(gather, [buffer, pointer, place, number, a["ndim"], a["sizes"], strides])
     here = at(b, pointer, base, memory)
     short = b.icmp_signed("<", number, I64(BLOCK))
     with b.if_then(short):
@@ -178,84 +183,128 @@ def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
     return place
 
 
+def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> None:
+    """The coordinates of the element a block further, with carries outwards; a carry alone costs a division."""
+    last = b.sub(a["ndim"], I64(1))
+    dimension, moved = Carried(b, [last]), Carried(b, [b.add(b.load(at(b, place, last, I64), typ=I64), I64(BLOCK))])
+    loop, carry, done = (b.append_basic_block(n) for n in ("advance", "carry", "settled"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    (d,), (reached,) = dimension.load(), moved.load()
+    size = b.load(at(b, a["sizes"], d, I64), typ=I64)
+    b.store(reached, at(b, place, d, I64))
+    b.cbranch(b.and_(b.icmp_signed(">=", reached, size), b.icmp_signed(">", d, I64(0))), carry, done)
+    b.position_at_end(carry)
+    over, outer = b.udiv(reached, size), b.sub(d, I64(1))
+    b.store(b.sub(reached, b.mul(over, size)), at(b, place, d, I64))
+    moved.store([b.add(b.load(at(b, place, outer, I64), typ=I64), over)])
+    dimension.store([outer])
+    b.branch(loop)
+    b.position_at_end(done)
+
+
 def _neighbours(b: ir.IRBuilder, a: dict[str, Any], operand: int, storage: Storage, pointer: Any, place: Any) -> Any:
     """The address of an operand's element at ``place``."""
-    with b.goto_entry_block():
-        offset = b.alloca(I64)
-    b.store(I64(0), offset)
     strides = at(b, a["strides"], b.mul(I64(operand), a["ndim"]), I64)
-    with count(b, I64(0), a["ndim"]) as d:
+    return at(b, pointer, _offset(b, place, a["ndim"], strides), MEMORY[storage])
+
+
+def _offset(b: ir.IRBuilder, place: Any, ndim: Any, strides: Any) -> Any:
+    """Where the element at ``place`` lies."""
+    offset = Carried(b, [I64(0)])
+    with count(b, I64(0), ndim) as d:
         step = b.mul(b.load(at(b, place, d, I64), typ=I64), b.load(at(b, strides, d, I64), typ=I64))
-        b.store(b.add(b.load(offset, typ=I64), step), offset)
-    return at(b, pointer, b.load(offset, typ=I64), MEMORY[storage])
+        offset.store([b.add(offset.load()[0], step)])
+    return offset.load()[0]
 
 
 def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
-    """gather(buffer, x, base, number, ndim, sizes, strides): where elements base... of a strided array lie.
+    """gather(buffer, x, place, number, ndim, sizes, strides): ``number`` elements of a strided array from ``place`` on.
 
-    In place if they are consecutive and a whole block, else copied (one of them repeated) to the buffer.
+    In place if they are consecutive and a whole block, else copied to the buffer, run by run of the innermost
+    dimension; elements behind them are written over.
     """
     memory = MEMORY[storage]
     name = f"gather_{storage}"
     found = module.globals.get(name)
     if found is not None:
         return found
-    function = ir.Function(module, ir.FunctionType(PTR, [PTR, PTR, I64, I64, I64, PTR, PTR]), name)
+    function = ir.Function(module, ir.FunctionType(PTR, [PTR, PTR, PTR, I64, I64, PTR, PTR]), name)
     function.linkage = "internal"
-    buffer, x, base, number, ndim, sizes, strides = function.args
+    buffer, x, place, number, ndim, sizes, strides = function.args
     b = ir.IRBuilder(function.append_basic_block("entry"))
-    place = scratch(b, I64, MAX_DIMS)
-    with b.goto_entry_block():
-        rest, offset = b.alloca(I64), b.alloca(I64)
-    b.store(base, rest)
-    b.store(I64(0), offset)
     last = b.sub(ndim, I64(1))
-    with count(b, I64(0), ndim) as j:
-        d = b.sub(last, j)
-        size = b.load(at(b, sizes, d, I64), typ=I64)
-        before = b.load(rest, typ=I64)
-        after = b.udiv(before, size)
-        coordinate = b.sub(before, b.mul(after, size))
-        b.store(coordinate, at(b, place, d, I64))
-        b.store(after, rest)
-        stride = b.load(at(b, strides, d, I64), typ=I64)
-        b.store(b.add(b.load(offset, typ=I64), b.mul(coordinate, stride)), offset)
-    inner = b.load(at(b, strides, last, I64), typ=I64)
-    room = b.sub(b.load(at(b, sizes, last, I64), typ=I64), b.load(at(b, place, last, I64), typ=I64))
+    inner, size = (b.load(at(b, array, last, I64), typ=I64) for array in (strides, sizes))
+    first, begin = b.load(at(b, place, last, I64), typ=I64), _offset(b, place, ndim, strides)
+    room = b.sub(size, first)
     whole = b.and_(b.icmp_signed("==", number, I64(BLOCK)), b.icmp_signed(">=", room, number))
     with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(1)))):
-        b.ret(at(b, x, b.load(offset, typ=I64), memory))
-    # One element a row: a mean, a maximum, a sum to be divided by.
-    with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(0)))):
-        one = splat(b, b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), STRIDE)
-        for i in range(0, BLOCK, STRIDE):
-            b.store(one, at(b, buffer, I64(i), memory), align=MEMORY_BYTES[storage])
-        b.ret(buffer)
-    with count(b, I64(0), number) as i:
-        b.store(b.load(at(b, x, b.load(offset, typ=I64), memory), typ=memory), at(b, buffer, i, memory))
-        _advance(b, place, offset, last, sizes, strides)
+        b.ret(at(b, x, begin, memory))
+    here = scratch(b, I64, MAX_DIMS)
+    copy_elements(b, here, place, ndim, I64)
+    state = Carried(b, [I64(0), room, begin])
+    loop, more, done = (b.append_basic_block(n) for n in ("run", "more", "done"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    filled, room, offset = state.load()
+    left = b.sub(number, filled)
+    length = b.select(b.icmp_signed("<", left, room), left, room)
+    _copy_run(b, at(b, buffer, filled, memory), at(b, x, offset, memory), length, inner, storage)
+    filled = b.add(filled, length)
+    b.cbranch(b.icmp_signed("<", filled, number), more, done)
+    b.position_at_end(more)
+    # The run has reached the end of its row: back to the row's beginning, and on to the next one.
+    row = b.sub(offset, b.mul(b.sub(size, room), inner))
+    state.store([filled, size, _next_row(b, here, row, last, sizes, strides)])
+    b.branch(loop)
+    b.position_at_end(done)
     b.ret(buffer)
     return function
 
 
-def _advance(b: ir.IRBuilder, place: Any, offset: Any, last: Any, sizes: Any, strides: Any) -> None:
-    """The next element in row-major order: the innermost coordinate, with carries outwards."""
-    with b.goto_entry_block():
-        dimension = b.alloca(I64)
-    b.store(last, dimension)
-    loop, carry, done = (b.append_basic_block(n) for n in ("odometer", "carry", "settled"))
+def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: Any, storage: Storage) -> None:
+    """``length`` elements of a row, ``stride`` apart."""
+    memory, lanes = MEMORY[storage], STRIDE
+    vector, align = ir.VectorType(memory, lanes), MEMORY_BYTES[storage]
+
+    def move(first: Any) -> None:
+        several = b.load(at(b, source, first, memory), typ=vector, align=align)
+        b.store(several, at(b, target, first, memory), align=align)
+
+    with b.if_else(b.icmp_signed("==", stride, I64(0))) as (repeated, apart):
+        with repeated:
+            # A whole block of it, without a loop whose end is hard to foresee.
+            one = splat(b, b.load(source, typ=memory), lanes)
+            for i in range(0, BLOCK, lanes):
+                b.store(one, at(b, target, I64(i), memory), align=align)
+        with apart:
+            long = b.and_(b.icmp_signed("==", stride, I64(1)), b.icmp_signed(">=", length, I64(lanes)))
+            with b.if_else(long) as (vectors, elements):
+                with vectors:
+                    end = b.sub(length, I64(lanes))
+                    with count(b, I64(0), end, lanes) as i:
+                        move(i)
+                    move(end)
+                with elements, count(b, I64(0), length) as i:
+                    one = b.load(at(b, source, b.mul(i, stride), memory), typ=memory)
+                    b.store(one, at(b, target, i, memory))
+
+
+def _next_row(b: ir.IRBuilder, place: Any, offset: Any, last: Any, sizes: Any, strides: Any) -> Any:
+    """Where the next row of the innermost dimension begins, in row-major order: a carry into the outer ones."""
+    state = Carried(b, [last, offset])
+    loop, again, done = (b.append_basic_block(n) for n in ("carry", "again", "settled"))
     b.branch(loop)
     b.position_at_end(loop)
-    d = b.load(dimension, typ=I64)
-    stride = b.load(at(b, strides, d, I64), typ=I64)
-    size = b.load(at(b, sizes, d, I64), typ=I64)
-    moved = b.add(b.load(at(b, place, d, I64), typ=I64), I64(1))
+    inner, here = state.load()
+    d = b.sub(inner, I64(1))
+    size, stride = (b.load(at(b, array, d, I64), typ=I64) for array in (sizes, strides))
+    moved, there = b.add(b.load(at(b, place, d, I64), typ=I64), I64(1)), b.add(here, stride)
     full = b.icmp_signed("==", moved, size)
-    back = b.select(full, b.mul(b.sub(size, I64(1)), b.neg(stride)), stride)
-    b.store(b.add(b.load(offset, typ=I64), back), offset)
     b.store(b.select(full, I64(0), moved), at(b, place, d, I64))
-    b.cbranch(b.and_(full, b.icmp_signed(">", d, I64(0))), carry, done)
-    b.position_at_end(carry)
-    b.store(b.sub(d, I64(1)), dimension)
+    state.store([d, b.select(full, b.sub(there, b.mul(size, stride)), there)])
+    b.cbranch(b.and_(full, b.icmp_signed(">", d, I64(0))), again, done)
+    b.position_at_end(again)
     b.branch(loop)
     b.position_at_end(done)
+    return state.load()[1]
