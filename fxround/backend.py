@@ -71,7 +71,7 @@ def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -
     lowered = lower(captured.graph, Plan(options.policy, options.strict))
     step = step_of(captured, lowered, options.fuse)
     fused = optimize(lowered) if options.fuse and not step else lowered
-    entry = Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)
+    entry = Entry(captured, lowered, fused, fused if step else schedule(fused, options.fuse), owners, step)
     trains = _training(model)
 
     def run(*args: Any) -> Any:

@@ -386,7 +386,7 @@ class RoundedModule(nn.Module):
         owners = tuple(owner_of(self.source, port) for port in captured.entering)
         step = step_of(captured, lowered, self.fuse)
         fused = optimize(lowered) if self.fuse and not step else lowered
-        return Entry(captured, lowered, fused, fused if step else schedule(fused), owners, step)
+        return Entry(captured, lowered, fused, fused if step else schedule(fused, self.fuse), owners, step)
 
     def _state_key(self) -> Any:
         """What a graph depends on beside its arguments: modules with their plain attributes and hooks, the

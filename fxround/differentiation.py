@@ -61,8 +61,8 @@ def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | N
     entering, results = captured.entering, captured.results
     return Step(
         parts,
-        schedule(optimize(parts.forward) if fuse else parts.forward),
-        schedule(optimize(parts.backward) if fuse else parts.backward),
+        schedule(optimize(parts.forward) if fuse else parts.forward, fuse),
+        schedule(optimize(parts.backward) if fuse else parts.backward, fuse),
         len(results),
         tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
         parts.reached,

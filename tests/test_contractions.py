@@ -26,7 +26,7 @@ from fxround.numerics.scalar import Function, param
 from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
 from fxround.runtime.compiled import instruction_set
-from fxround.runtime.contractions import Right, run_contract, run_product
+from fxround.runtime.contractions import Right, begin_contract, run_product
 from fxround.runtime.execute import Draw
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.specialize import contract_kernel
@@ -202,8 +202,9 @@ def test_a_product_is_the_same_with_and_without_packing(accumulate: str, isa: st
                 a, b = values((batch, rows, length), 3, kind), values((batch, length, columns), 4, kind)
                 where = Right.matrices(b.shape, b.stride())
                 assert where.k_step is not None
-                packed = run_contract(kernel, a, b, replace(where, k_step=None), 0, DRAW)
-                same(run_contract(kernel, a, b, where, 0, DRAW), packed)
+                size = (where.batch, a.shape[1], where.n_offsets.numel())
+                packed = begin_contract(kernel, a, b, replace(where, k_step=None), 0, DRAW, size).finish()
+                same(begin_contract(kernel, a, b, where, 0, DRAW, size).finish(), packed)
 
 
 @pytest.mark.parametrize("accumulate", [RNE, "binary32/up_down", "bfloat16"])

@@ -6,7 +6,7 @@ windows of an image are one case. Chunks of rows, blocks of k and threads cut th
 Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by the sizes and offsets made here.
 
     before   torch.bmm(a, b)
-    after    run_product(kernel, a, b, 0, draw)
+    after    run_product(kernel, a, b, 0, draw)          # begin_contract(...).finish()
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Final
+from functools import cache, lru_cache, wraps
+from typing import Any, Final, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from fxround.kernel import Contract
 from fxround.numerics.storage import Storage
-from fxround.runtime import texts
+from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import current_instruction_set, native, signature
 from fxround.runtime.execute import Draw, array, dtype_of
 from fxround.runtime.llvm import contract, direct
@@ -34,6 +34,7 @@ from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.threads import piece_of, pieces_of, scratch, spread
 from fxround.specialize import contract_kernel
 
+P = ParamSpec("P")
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
 # A thread is worth waking for this many steps.
@@ -122,24 +123,62 @@ class Plan:
     """How operands of one shape are contracted: the work's items, and code that does them.
 
     quick: code whose results may not count; ``general`` then does the item again.
+    complete: how many leading elements of the result are final when so many items, from the first one on, are done.
     """
 
     general: Callable[[], Code]
     quick: Code | None
     items: int
     enough: int
+    complete: Callable[[int], int]
 
-    def run(self, pointers: tuple[int, ...], key: Any) -> None:
-        """Every item. pointers: of operands, tables and result."""
-        items = range(self.items)
-        pieces = pieces_of(self.items, self.enough)
+    def run(self, pointers: tuple[int, ...], key: Any, items: range | None = None) -> None:
+        """Every item, or some of them. pointers: of operands, tables and result."""
+        chosen = range(self.items) if items is None else items
+        pieces = pieces_of(len(chosen), self.enough)
         if self.quick is None:
-            self.general().run(items, pieces, pointers, key)
+            self.general().run(chosen, pieces, pointers, key)
             return
-        for piece in self.quick.run(items, pieces, pointers, key):
+        for piece in self.quick.run(chosen, pieces, pointers, key):
             again = self.quick.run(piece, len(piece), pointers, key) if len(piece) > 1 else [piece]
             for run in joined(again):
                 self.general().run(run, len(run), pointers, key)
+
+
+class Pending(NamedTuple):
+    """A contraction that has its operands, and is still to be done.
+
+    shape, dtype: of the result, which is row-major. plan: None where it has no element. pointers: of operands and
+    tables, which are ``held`` as long.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    plan: Plan | None = None
+    pointers: tuple[int, ...] = ()
+    held: tuple[Tensor, ...] = ()
+    key: Any = None
+
+    def run(self, result: int, items: range | None = None) -> None:
+        """Every item, or some of them. result: the address of its element 0."""
+        if self.plan is not None:
+            self.plan.run((*self.pointers, result), self.key, items)
+
+    def finish(self) -> Tensor:
+        """The result."""
+        made = buffers.empty(self.shape, self.dtype)
+        self.run(made.data_ptr())
+        return made
+
+
+def finished(begin: Callable[P, Pending]) -> Callable[P, Tensor]:
+    """The operator of the contractions that ``begin`` makes."""
+
+    @wraps(begin)
+    def operator(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return begin(*args, **kwargs).finish()
+
+    return operator
 
 
 @dataclass(frozen=True)
@@ -161,9 +200,10 @@ class Contraction:
         plan = _packed(kernel, isa, torch.get_num_threads(), sizes, (*strides, right.step, out.step, out.row_step))
         return Contraction(plan, (right.k_offsets, right.n_offsets, out.offsets))
 
-    def run(self, a: int, b: int, result: int, key: Any) -> None:
-        """a, b, result: addresses of their elements 0."""
-        self.plan.run((a, b, *(t.data_ptr() for t in self.tables), result), key)
+    def of_operands(self, shape: Sequence[int], dtype: torch.dtype, a: Tensor, b: Tensor, key: Any) -> Pending:
+        """With its operands; shape, dtype: of the result."""
+        held = (a, b, *self.tables)
+        return Pending(shape, dtype, self.plan, tuple([t.data_ptr() for t in held]), held, key)
 
 
 def _unpacked(kernel: Contract, isa: str, sizes: tuple[int, ...]) -> bool:
@@ -189,7 +229,8 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
         return Code(run, array(layout), 0)
 
     enough = max(1, _ENOUGH // (rows * width * length))
-    return Plan(cache(lambda: code(general)), None if quick is None else code(first), batch * batches, enough)
+    first_code = None if quick is None else code(first)
+    return Plan(cache(lambda: code(general)), first_code, batch * batches, enough, in_lines(batches, rows * columns))
 
 
 @lru_cache(maxsize=4096)
@@ -208,14 +249,39 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
         layout = array((rows, columns, length, panels, chunk, panels_wide, block, groups, *steps))
         return Code(run, layout, variant.scratch_bytes(chunk, panels_wide, block))
 
-    items = batch * _ceiling(rows, chunk) * _ceiling(columns, wide)
+    chunks, runs, row_step = _ceiling(rows, chunk), _ceiling(columns, wide), steps[-1]
+    if row_step == columns:
+        complete = in_lines(runs, chunk * columns, rows * columns)
+    else:
+        complete = _in_images((batch * chunks - 1) * runs, wide, columns, row_step, batch * rows * row_step)
     enough = max(1, _ENOUGH // max(1, chunk * wide * length))
-    return Plan(cache(lambda: code(general)), None if quick is None else code(first), items, enough)
+    first_code = None if quick is None else code(first)
+    return Plan(cache(lambda: code(general)), first_code, batch * chunks * runs, enough, complete)
 
 
-def run_contract(kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: int, draw: Draw) -> Tensor:
-    """a: (g, rows, length) of any strides; b: what ``right`` counts the elements of. Returns (batch, rows, columns).
+def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int], int]:
+    """``Plan.complete`` where so many items make a line of the result, and lines a batch; its last one may be short."""
+    whole = batch or line
+    lines = _ceiling(whole, line)
 
+    def complete(done: int) -> int:
+        batches, left = divmod(done // items, lines)
+        return batches * whole + min(left * line, whole)
+
+    return complete
+
+
+def _in_images(before: int, wide: int, columns: int, pixels: int, image: int) -> Callable[[int], int]:
+    """``Plan.complete`` where items of the last rows end one image after the other; before: items of the other rows."""
+    return lambda done: min(max(0, done - before) * wide, columns) // pixels * image
+
+
+def begin_contract(
+    kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: int, draw: Draw, size: Sequence[int]
+) -> Pending:
+    """a: (g, rows, length) of any strides; b: what ``right`` counts the elements of.
+
+    size: of the result, (batch, rows, columns) or another of as many elements.
     groups 0: a has one matrix a batch (g == batch); else a's matrix for batch i is i mod groups.
     """
     g, rows, length = a.shape
@@ -224,16 +290,16 @@ def run_contract(kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: i
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
     check_length(length)
-    result = torch.empty(batch, rows, columns, dtype=dtype_of(kernel.result))
-    if result.numel() > 0:
-        found = Contraction.of(kernel, a.shape, a.stride(), right, groups)
-        found.run(a.data_ptr(), b.data_ptr(), result.data_ptr(), draw.key())
-    return result
+    if batch * rows * columns == 0:
+        return Pending(size, dtype_of(kernel.result))
+    found = Contraction.of(kernel, a.shape, a.stride(), right, groups)
+    return found.of_operands(size, dtype_of(kernel.result), a, b, draw.key())
 
 
 def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
-    """The same for b: (batch, length, columns) of any strides."""
-    return run_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw)
+    """Of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
+    size = (b.shape[0], a.shape[1], b.shape[2])
+    return begin_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size).finish()
 
 
 def check_length(length: int) -> None:

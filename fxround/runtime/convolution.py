@@ -27,9 +27,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.runtime.contractions import Placing, Right, contract_of, offsets, run_contract
+from fxround.runtime.contractions import Pending, Placing, Right, begin_contract, contract_of, finished, offsets
 from fxround.runtime.execute import Draw, storage_of
-from fxround.runtime.planes import planned, run_planes, shape_of
+from fxround.runtime.planes import begin_planes, planned, shape_of
 
 # Pixels of an image whose panels would mostly be ends, and its weights packed for too little.
 _FEW: Final = 512
@@ -147,7 +147,7 @@ def _sums(tables: list[Tensor]) -> Tensor:
     return total
 
 
-def convolution(
+def begin_convolution(
     x: Tensor,
     w: Tensor,
     stride: Sequence[int],
@@ -160,7 +160,7 @@ def convolution(
     rounding: str,
     rng: Tensor,
     node: int,
-) -> Tensor:
+) -> Pending:
     """Convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     size = geometry.output_size(x, w)
@@ -170,11 +170,11 @@ def convolution(
     if transposed:
         x, w, geometry = transposed_as_plain(x, w, geometry)
     if x.numel() == 0 and 0 in size:
-        return x.new_empty(size)
+        return Pending(size, x.dtype)
     shape = shape_of(x.shape, w.shape, geometry.stride, geometry.padding, geometry.dilation, groups)
     plan = planned(kernel, shape)
     if plan is not None:
-        return run_planes(kernel, plan, x, w, Draw.of(rng, node).key()).reshape(size)
+        return begin_planes(kernel, plan, x, w, Draw.of(rng, node).key(), size)
     x = padded(x, geometry.padding)
     found = windows_of(x.shape, w.shape[2:], tuple(geometry.stride), tuple(geometry.dilation), groups)
     k = _sums([found.channels, found.taps])
@@ -184,10 +184,10 @@ def convolution(
         # The windows of all images are one line of columns; the result has them image by image.
         out = Placing(weights.shape[1] * pixels, pixels, _placed(x.shape[0], w.shape[0] * pixels, pixels))
         right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
-        return run_contract(kernel, weights, x, right, 0, Draw.of(rng, node)).reshape(size)
+        return begin_contract(kernel, weights, x, right, 0, Draw.of(rng, node), size)
     # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
     right = Right(x.shape[0] * groups, found.group_step, k, found.pixels)
-    return run_contract(kernel, weights, x, right, groups, Draw.of(rng, node)).reshape(size)
+    return begin_contract(kernel, weights, x, right, groups, Draw.of(rng, node), size)
 
 
 @lru_cache(maxsize=256)
@@ -195,7 +195,7 @@ def _placed(images: int, image_step: int, pixels: int) -> Tensor:
     return _sums([offsets(images, image_step), offsets(pixels, 1)])
 
 
-def input_gradient(
+def begin_input_gradient(
     grad: Tensor,
     w: Tensor,
     input_size: Sequence[int],
@@ -209,17 +209,17 @@ def input_gradient(
     rounding: str,
     rng: Tensor,
     node: int,
-) -> Tensor:
+) -> Pending:
     """The gradient of a convolution's input: the transposed convolution of ``grad`` (the plain one, if transposed)."""
     tail = (accumulate, rounding, rng, node)
     none = [0] * len(stride)
     if transposed:
-        return convolution(grad, w, stride, padding, dilation, False, none, groups, *tail)
+        return begin_convolution(grad, w, stride, padding, dilation, False, none, groups, *tail)
     back = Geometry(stride, padding, dilation, False, none, groups).reversed_for(input_size, w)
-    return convolution(grad, w, stride, padding, dilation, True, back.output_padding, groups, *tail)
+    return begin_convolution(grad, w, stride, padding, dilation, True, back.output_padding, groups, *tail)
 
 
-def weight_gradient(
+def begin_weight_gradient(
     grad: Tensor,
     x: Tensor,
     weight_size: Sequence[int],
@@ -233,7 +233,7 @@ def weight_gradient(
     rounding: str,
     rng: Tensor,
     node: int,
-) -> Tensor:
+) -> Pending:
     """The gradient of a convolution's weight: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     expected = geometry.output_size(x, x.new_empty(weight_size, device="meta").to(x.dtype))
@@ -249,4 +249,9 @@ def weight_gradient(
     k = _sums([found.images, found.pixels[:pixels]])
     right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]))
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return run_contract(kernel, left, image, right, groups, Draw.of(rng, node)).reshape(list(weight_size))
+    return begin_contract(kernel, left, image, right, groups, Draw.of(rng, node), weight_size)
+
+
+convolution: Final = finished(begin_convolution)
+input_gradient: Final = finished(begin_input_gradient)
+weight_gradient: Final = finished(begin_weight_gradient)

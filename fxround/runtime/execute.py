@@ -172,8 +172,7 @@ def run_kernel(
     if call.total == 0:
         return results
     sources, targets = array([x.data_ptr() for x in operands]), array([r.data_ptr() for r in results])
-    pieces = pieces_of(call.blocks, _ENOUGH // BLOCK)
-    spread(call.function, range(call.blocks), pieces, call.arguments(sources, targets, key))
+    call.over(range(call.blocks), sources, targets, key)
     return results
 
 
@@ -238,6 +237,10 @@ class MapCall:
         """What ``function`` is told behind the range of blocks; the caller keeps the arrays."""
         at = ctypes.addressof
         return self.total, self.dims, at(self.sizes), at(sources), at(self.steps), at(targets), at(key)
+
+    def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
+        """Some blocks, split over threads. sources, targets: as for ``run``."""
+        spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
 
 
 def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -22,9 +22,18 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.runtime import reductions, texts
-from fxround.runtime.convolution import Geometry, convolution, input_gradient, weight_gradient
+from fxround.runtime.contractions import Pending
+from fxround.runtime.convolution import (
+    Geometry,
+    begin_convolution,
+    begin_input_gradient,
+    begin_weight_gradient,
+    convolution,
+    input_gradient,
+    weight_gradient,
+)
 from fxround.runtime.execute import Draw, dtype_of, loads_of, result_storage, run_kernel
-from fxround.runtime.products import matmul
+from fxround.runtime.products import begin_matmul, matmul
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -131,3 +140,14 @@ for _schema, _kernel, _fake in _OPERATORS:
     _LIBRARY.impl(_name, _refuse_cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
     KERNELS[getattr(torch.ops.fxround, _name).default] = _kernel
+
+POINTWISE: Final = torch.ops.fxround.pointwise.default
+FUSED: Final = torch.ops.fxround.fused.default
+
+# Contractions up to the point where the result's place must be known.
+CONTRACTIONS: Final[dict[Any, Callable[..., Pending]]] = {
+    torch.ops.fxround.matmul.default: begin_matmul,
+    torch.ops.fxround.convolution.default: begin_convolution,
+    torch.ops.fxround.convolution_input_gradient.default: begin_input_gradient,
+    torch.ops.fxround.convolution_weight_gradient.default: begin_weight_gradient,
+}

@@ -7,8 +7,8 @@ share a panel. It never changes a bit, so it may depend on the machine.
 
 Why it is safe. Sizes come from shapes that ``Geometry.output_size`` has compared; offsets stay inside a plane.
 
-    before   run_contract(kernel, weights, Right(...), ...)          1 row by 784 columns, 128 times
-    after    run_planes(kernel, planned(...), x, w, key)
+    before   begin_contract(kernel, weights, Right(...), ...)        1 row by 784 columns, 128 times
+    after    begin_planes(kernel, planned(...), x, w, key, size)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_instruction_set, native, signature
-from fxround.runtime.contractions import Code, Plan
+from fxround.runtime.contractions import Code, Pending, Plan, in_lines
 from fxround.runtime.execute import array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.planes import POINTERS, PlanesVariant, build_planes
@@ -134,7 +134,11 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
     items = shape.images * shape.groups * cuts
     enough = max(1, _ENOUGH // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
     taps, places = _taps(shape, cut, general), _places(shape, cut)
-    plan = Plan(cache(lambda: code(general)), None if quick is None else code(first), items, enough)
+    size, plane = prod(shape.results), prod(shape.results[1:])
+    # The results of several output channels of a cut lie apart.
+    complete = in_lines(1, cut * plane, size) if shape.outputs == 1 else in_lines(cuts, shape.outputs * size)
+    first_code = None if quick is None else code(first)
+    plan = Plan(cache(lambda: code(general)), first_code, items, enough, complete)
     return Planes(shape, plan, taps, places)
 
 
@@ -200,10 +204,7 @@ def _places(shape: Shape, cut: int) -> Tensor:
     return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
 
 
-def run_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any) -> Tensor:
-    """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps), any strides."""
-    x, w, shape = x.contiguous(), w.contiguous(), found.shape
-    result = torch.empty(shape.images, shape.groups * shape.outputs, *shape.results, dtype=dtype_of(kernel.result))
-    x_at, w_at, taps, places, out = (t.data_ptr() for t in (x, w, found.taps, found.places, result))
-    found.plan.run((x_at, w_at, taps, places, out), key)
-    return result
+def begin_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any, size: Sequence[int]) -> Pending:
+    """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps); size: of the result."""
+    held = (x.contiguous(), w.contiguous(), found.taps, found.places)
+    return Pending(size, dtype_of(kernel.result), found.plan, tuple([t.data_ptr() for t in held]), held, key)

@@ -7,7 +7,7 @@ lookup, a result and one call of machine code.
 Why it is safe. Everything that the code reads by is part of the key.
 
     before   shapes compared, offsets found, sixteen numbers handed over, in every call
-    after    _bound(a.shape, a.stride(), ..., "binary32/stochastic", ...).run(a, b, result)
+    after    _bound(a.shape, a.stride(), ..., "binary32/stochastic", ...).contraction.of_operands(...).finish()
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxround.runtime.compiled import current_set
-from fxround.runtime.contractions import Contraction, Right, check_length, contract_of
+from fxround.runtime.contractions import Contraction, Pending, Right, check_length, contract_of, finished
 from fxround.runtime.execute import STORAGES, Draw, storage_of
 
 # Rows from which on a column is worth turning.
@@ -38,7 +38,7 @@ class _Bound:
     draws: bool
 
 
-def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
+def begin_matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Pending:
     """(M, K) x (K, N), or the same with a batch in front: k ascending from +0, one rounding a step."""
     for x, what in ((a, "first"), (b, "second")):
         if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES:
@@ -46,11 +46,13 @@ def matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, no
     layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
     bound = _bound(*layouts, accumulate, rounding, current_set(), torch.get_num_threads())
     key = Draw.of(rng, node).key() if bound.draws else None
-    result = torch.empty(bound.shape, dtype=a.dtype)
-    if bound.contraction is not None:
-        x, y = (b, a) if bound.turned else (a, b)
-        bound.contraction.run(x.data_ptr(), y.data_ptr(), result.data_ptr(), key)
-    return result
+    if bound.contraction is None:
+        return Pending(bound.shape, a.dtype)
+    x, y = (b, a) if bound.turned else (a, b)
+    return bound.contraction.of_operands(bound.shape, a.dtype, x, y, key)
+
+
+matmul: Final = finished(begin_matmul)
 
 
 @lru_cache(maxsize=4096)

@@ -27,21 +27,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.graph import float_value
-from fxround.kernel import Exact, Map, Reduce
+from fxround.kernel import Exact, Reduce
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import address_of, current_set, native, signature
-from fxround.runtime.execute import LOADS, STORAGES, Draw, MapCall, array, dtype_of
+from fxround.runtime.execute import STORAGES, Draw, MapCall, array, dtype_of
+from fxround.runtime.groups import grouped, is_operand, key_of, map_of, subgraph
+from fxround.runtime.library import FUSED, POINTWISE
 from fxround.runtime.lines import Lines
 from fxround.runtime.llvm.chain import ARGS, build_chain
 from fxround.runtime.reducing import Loops, loops_for
 from fxround.runtime.threads import pieces_of, scratch, spread
 from fxround.specialize import largest_kernel, sum_kernel
-from fxround.units import Unit, in_order, merged
+from fxround.units import Unit
 
-_FUSED: Final = torch.ops.fxround.fused.default
-_POINTWISE: Final = torch.ops.fxround.pointwise.default
 _SUM: Final = torch.ops.fxround.sum.default
 _LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
@@ -71,9 +71,9 @@ class Shape:
 def _shape(node: fx.Node) -> Shape | None:
     """The rows of a node that can be a part of a chain."""
     value = float_value(node)
-    if node.op != "call_function" or not all(_is_operand(n) for n in _tensors(node)):
+    if node.op != "call_function" or not all(is_operand(n) for n in _tensors(node)):
         return None
-    if node.target is _FUSED:
+    if node.target is FUSED:
         value = node.meta["val"][0]
     elif node.target in (_SUM, _LARGEST):
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -81,23 +81,17 @@ def _shape(node: fx.Node) -> Shape | None:
             return None
     elif node.target is operator.getitem:
         source = node.args[0]
-        return _shape(source) if isinstance(source, fx.Node) and source.target is _FUSED else None
-    elif node.target is not _POINTWISE:
+        return _shape(source) if isinstance(source, fx.Node) and source.target is FUSED else None
+    elif node.target is not POINTWISE:
         return None
     if value is None or value.dim() < 2 or not isinstance(value.shape[-1], int):
         return None
     return Shape(str(tuple(value.shape[:-1])), value.shape[-1] if value.shape[-1] > 1 else None)
 
 
-def _is_operand(node: fx.Node) -> bool:
-    """Whether a kernel can read the node: a float or a mask."""
-    value = node.meta.get("val")
-    return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
-
-
 def _tensors(node: fx.Node) -> list[fx.Node]:
     """The operands of a node of ours, the random state left out."""
-    if node.target in (_FUSED, _POINTWISE):
+    if node.target in (FUSED, POINTWISE):
         return list(node.args[0])  # type: ignore[arg-type]
     return [] if node.target is operator.getitem else node.all_input_nodes[:1]
 
@@ -107,7 +101,7 @@ def _reduces_rows(node: fx.Node, dims: int) -> bool:
     if not isinstance(reduced, list | tuple) or not keepdim or [d % dims for d in reduced] != [dims - 1]:  # type: ignore[operator]
         return False
     if node.target is _LARGEST:
-        return all(user.target in (_FUSED, _POINTWISE) for user in node.users)
+        return all(user.target in (FUSED, POINTWISE) for user in node.users)
     return texts.order(str(node.args[3])).kind != "exact"
 
 
@@ -121,33 +115,17 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
         lengths = {shape.length for shape in known} - {None}
         return len(known) == len(found) <= _LONGEST and len({s.rows for s in known}) == 1 and len(lengths) <= 1
 
-    gathered = fx.Graph()
-    parts: dict[str, Any] = {
-        str(node.target): operator.attrgetter(str(node.target))(graph)
-        for node in graph.graph.nodes
-        if node.op in ("get_attr", "call_module")
-    }
-    made: dict[fx.Node, fx.Node] = {}
-    for unit in in_order(merged(graph.graph, joins)):
-        if not _is_chain(unit):
-            for node in unit.nodes:
-                made[node] = gathered.node_copy(node, lambda used: made[used])
-            continue
-        name = f"rows_{sum(n.op == 'call_module' for n in gathered.nodes)}"
-        inputs = [n for n in graph.graph.nodes if n in unit.inputs()]
-        parts[name] = Rows(graph, unit.nodes, inputs)
-        whole = gathered.call_module(name, tuple(made[n] for n in inputs))
-        for i, old in enumerate(unit.results()):
-            made[old] = gathered.call_function(operator.getitem, (whole, i))
-            made[old].meta = dict(old.meta)
-    return fx.GraphModule(parts, gathered)
+    def build(unit: Unit, inputs: Sequence[fx.Node]) -> Rows | None:
+        return Rows(graph, unit.nodes, inputs) if _is_chain(unit) else None
+
+    return grouped(graph, joins, build, "rows")
 
 
 def _is_chain(unit: Unit) -> bool:
     """Whether a row reduction and a map over whole rows are in it, and every list is taken apart inside."""
     reduced = any(node.target is _SUM for node in unit.nodes)
-    mapped = any(node.target in (_FUSED, _POINTWISE) and not _is_statistic(node) for node in unit.nodes)
-    return reduced and mapped and all(node.target is not _FUSED for node in unit.results())
+    mapped = any(node.target in (FUSED, POINTWISE) and not _is_statistic(node) for node in unit.nodes)
+    return reduced and mapped and all(node.target is not FUSED for node in unit.results())
 
 
 def _is_statistic(node: fx.Node) -> bool:
@@ -196,10 +174,10 @@ class Rows(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
-        self.whole = _subgraph(graph, nodes, inputs)
-        self.rng = next(i for i, n in enumerate(inputs) if not _is_operand(n))
+        self.whole = subgraph(graph, nodes, inputs)
+        self.rng = next(i for i, n in enumerate(inputs) if not is_operand(n))
         own = set(nodes)
-        values = [*inputs, *(n for n in nodes if n.target is not _FUSED)]
+        values = [*inputs, *(n for n in nodes if n.target is not FUSED)]
         place = {node: i for i, node in enumerate(values)}
         self.inputs = len(inputs)
         self.stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
@@ -238,7 +216,7 @@ class Rows(nn.Module):
                 calls.append(_line_call(stage.node, operands[0]))
                 table[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
                 continue
-            kernel = _map_of(stage.node, operands)
+            kernel = map_of(stage.node, operands)
             calls.append(MapCall.of(kernel, [(x.shape, x.stride()) for x in operands]))
             for i, storage in zip(stage.results, kernel.results, strict=True):
                 table[i] = torch.empty(shape, dtype=dtype_of(storage), device="meta")
@@ -295,39 +273,16 @@ def _table(
     return [*rows, len(steps), len(stages), *steps, *described, *places]
 
 
-def _subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
-    """The nodes as a graph of their own, from the inputs to what is used outside."""
-    own, inside = set(nodes), fx.Graph()
-    made = {node: inside.placeholder(node.name) for node in inputs}
-    for node in nodes:
-        made[node] = inside.node_copy(node, lambda used: made[used])
-    inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
-    return fx.GraphModule(graph, inside)
+def _key(node: fx.Node, rng: Tensor) -> Any:
+    return Draw().key() if node.target is _LARGEST else key_of(node, rng)
 
 
 def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
     operands = tuple(place[n] for n in _tensors(node))
-    if node.target is not _FUSED:
+    if node.target is not FUSED:
         return Stage(node, operands, (place[node],))
     taken = sorted((user.args[1], place[user]) for user in node.users)
     return Stage(node, operands, tuple(at for _, at in taken))
-
-
-def _key(node: fx.Node, rng: Tensor) -> Any:
-    """The random key of a kernel's call."""
-    if node.target is _LARGEST:
-        return Draw().key()
-    if node.target is _FUSED:
-        return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
-    return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]
-
-
-def _map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
-    """The kernel of a map over these operands."""
-    loads, text = tuple(LOADS[x.dtype] for x in operands), str(node.args[1])
-    if node.target is _FUSED:
-        return texts.fused(text, loads, str(node.args[2]))
-    return texts.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Schedule: the graph that runs, with kernels called directly and memory given back as soon as it is dead.
 
 What is true here. ``schedule(graph)`` computes what ``graph`` computes. A kernel of ours is called as the function that
-it is, without PyTorch's dispatcher; a chain over rows runs a few rows at a time (``rows``); after the last use of a
-value that such a kernel made, and of everything that may share its memory, its buffer is released for the next result
-of that size.
+it is, without PyTorch's dispatcher; a chain over rows runs a few rows at a time (``rows``), a contraction and the map
+behind it as one (``epilogues``); after the last use of a value that such a kernel made, and of everything that may
+share its memory, its buffer is released for the next result of that size.
 
 Why it is safe. Whatever an operator that moves data returns, and whatever a schema says may alias, counts as sharing
 the memory of its operands; an operator that is not in the table of rules keeps its operands for good; so does
@@ -24,6 +24,7 @@ from torch import fx
 
 from fxround.ops import RULES, rule_of
 from fxround.runtime import buffers
+from fxround.runtime.epilogues import join_epilogues
 from fxround.runtime.library import KERNELS
 from fxround.runtime.rows import gather_rows
 
@@ -31,9 +32,12 @@ from fxround.runtime.rows import gather_rows
 _FRESH: Final = frozenset({"pointwise", "elementary", "contraction", "reduction", "exact", "integer", "opaque"})
 
 
-def schedule(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported."""
-    gathered = gather_rows(graph)
+def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
+    """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported.
+
+    fuse: whether a contraction and the map behind it run as one.
+    """
+    gathered = join_epilogues(gather_rows(graph)) if fuse else gather_rows(graph)
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))
@@ -85,7 +89,7 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
     """Where a user is done with its operands' memory: at once, or when what it returns is dead, or never."""
     if user.op == "output":
         return float("inf")
-    if user.target in KERNELS or _is_rows(user):
+    if user.target in KERNELS or _is_module(user):
         return float(position[user])
     rule = rule_of(user) if user.op == "call_function" else None
     if user.target is operator.getitem:
@@ -96,10 +100,10 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
 
 
 def _has_no_view(value: fx.Node) -> bool:
-    return all(user.target in KERNELS or _is_rows(user) for user in value.users)
+    return all(user.target in KERNELS or _is_module(user) for user in value.users)
 
 
-def _is_rows(node: fx.Node) -> bool:
+def _is_module(node: fx.Node) -> bool:
     return node.op == "call_module"
 
 
@@ -112,5 +116,5 @@ def _owns(node: fx.Node) -> bool:
     """Whether the node is a tensor that a kernel of ours has just made, alone on its memory."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, fx.Node) and (source.target is torch.ops.fxround.fused.default or _is_rows(source))
+        return isinstance(source, fx.Node) and (source.target is torch.ops.fxround.fused.default or _is_module(source))
     return node.target in KERNELS and node.target is not torch.ops.fxround.fused.default

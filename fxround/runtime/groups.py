@@ -1,0 +1,88 @@
+"""Groups: nodes of a graph that run as one module, and what such modules have in common.
+
+What is true here. ``grouped`` makes a graph in which every unit that a module is built for is a call of it: it takes
+what the unit reads, and returns a list of what is read outside of it. ``subgraph`` is the unit as it was.
+
+Why it is safe. ``units`` keeps the new graph free of circles, and a unit that no module is built for is copied.
+
+    before   %m = fxround.matmul(...); %y = fxround.pointwise([%m, %b], ...)
+    after    %group_0 = group_0(%x, %w, %b, %rng); %y = %group_0[0]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround.graph import float_value
+from fxround.kernel import Map
+from fxround.runtime import texts
+from fxround.runtime.execute import LOADS, STORAGES, Draw
+from fxround.runtime.library import FUSED
+from fxround.units import Unit, in_order, merged
+
+
+def grouped(
+    graph: fx.GraphModule,
+    joins: Callable[[Unit, Unit], bool],
+    build: Callable[[Unit, Sequence[fx.Node]], nn.Module | None],
+    name: str,
+) -> fx.GraphModule:
+    """A graph in which units are modules. build: of a unit and of what it reads, in order; None to leave the unit."""
+    made: dict[fx.Node, fx.Node] = {}
+    parts: dict[str, Any] = {
+        str(node.target): operator.attrgetter(str(node.target))(graph)
+        for node in graph.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    found = fx.Graph()
+    for unit in in_order(merged(graph.graph, joins)):
+        used = unit.inputs() if len(unit.nodes) > 1 else set()
+        inputs = [node for node in graph.graph.nodes if node in used] if used else []
+        module = build(unit, inputs) if inputs else None
+        if module is None:
+            for node in unit.nodes:
+                made[node] = found.node_copy(node, lambda used: made[used])
+            continue
+        target = f"{name}_{sum(n.op == 'call_module' for n in found.nodes)}"
+        parts[target] = module
+        whole = found.call_module(target, tuple(made[node] for node in inputs))
+        for i, old in enumerate(unit.results()):
+            made[old] = found.call_function(operator.getitem, (whole, i))
+            made[old].meta = dict(old.meta)
+    return fx.GraphModule(parts, found)
+
+
+def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """The nodes as a graph of their own, from the inputs to what is used outside."""
+    own, inside = set(nodes), fx.Graph()
+    made = {node: inside.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        made[node] = inside.node_copy(node, lambda used: made[used])
+    inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
+    return fx.GraphModule(graph, inside)
+
+
+def is_operand(node: fx.Node) -> bool:
+    """Whether a kernel can read the node: a float or a mask."""
+    value = node.meta.get("val")
+    return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
+def key_of(node: fx.Node, rng: Tensor) -> Any:
+    """The random key of a kernel's call."""
+    if node.target is FUSED:
+        return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
+    return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]
+
+
+def map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
+    """The kernel of a map over these operands."""
+    loads, text = tuple(LOADS[x.dtype] for x in operands), str(node.args[1])
+    if node.target is FUSED:
+        return texts.fused(text, loads, str(node.args[2]))
+    return texts.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]
