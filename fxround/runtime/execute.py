@@ -184,7 +184,7 @@ def _map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ..
 
 @dataclass(frozen=True)
 class MapCall:
-    """A kernel's code for operands that lie in certain ways; where they lie is told by each ``run``.
+    """A kernel's code for operands that lie in certain ways; where they lie is told by each call.
 
     function    the code
     shape       of a result
@@ -229,17 +229,13 @@ class MapCall:
         """Blocks of elements, the last one perhaps short."""
         return -(-self.total // BLOCK)
 
-    def run(self, begin: int, end: int, sources: Any, targets: Any, key: Any) -> None:
-        """Blocks begin ... end. sources, targets: arrays of the address of element 0 of each operand and result."""
-        self.function(begin, end, *self.arguments(sources, targets, key))
-
     def arguments(self, sources: Any, targets: Any, key: Any) -> tuple[int, ...]:
         """What ``function`` is told behind the range of blocks; the caller keeps the arrays."""
         at = ctypes.addressof
         return self.total, self.dims, at(self.sizes), at(sources), at(self.steps), at(targets), at(key)
 
     def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
-        """Some blocks, split over threads. sources, targets: as for ``run``."""
+        """Some blocks, split over threads. sources, targets: arrays of the addresses of elements 0."""
         spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
 
 
