@@ -323,17 +323,23 @@ def _cut(
 ) -> tuple[int, int]:
     """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
 
-    Both variants work on the same items: an item's columns are whole panels of either.
+    Both variants work on the same items: an item's columns are whole panels of either. Every item packs its own rows
+    and columns: for the threads, the work is cut where the least is packed again.
     """
     tallest = max(first.rows[0], _CHUNK_BYTES // (general.pitch * bytes_of(general.kernel.accumulator)))
     chunk = _even(rows, tallest, first.rows[0])
     unit = max(general.width, first.width)
     panels = _ceiling(columns, unit)
     widest = max(1, _PARKED_BYTES // (chunk * unit * general.parked_bytes))
-    if threads > 1:
-        share = batch * _ceiling(rows, chunk)
-        widest = min(widest, max(1, panels * share // (2 * threads)))
-    return chunk, _even(panels, widest, 1) * unit
+    chunks, wides = _ceiling(rows, chunk), _ceiling(panels, widest)
+    wanted = 1 if threads == 1 else _ceiling(2 * threads, batch * chunks * wides)
+
+    def packed(more: int) -> int:
+        return rows * wides * _ceiling(wanted, more) + columns * chunks * more
+
+    more = min(range(1, wanted + 1), key=packed)
+    chunk = _even(rows, _ceiling(rows, chunks * more), first.rows[0])
+    return chunk, _even(panels, _ceiling(panels, wides * _ceiling(wanted, more)), 1) * unit
 
 
 def _even(total: int, most: int, unit: int) -> int:
