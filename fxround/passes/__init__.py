@@ -25,6 +25,7 @@ from fxround.passes.draws import lower_draws
 from fxround.passes.entries import add_random_state, round_entries
 from fxround.passes.fuse import fuse
 from fxround.passes.gradients import treat_gradients
+from fxround.passes.hoist import hoist
 from fxround.passes.normalize import normalize
 from fxround.passes.pointwise import lower_pointwise
 from fxround.passes.reductions import lower_reductions
@@ -79,7 +80,7 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
 
     Raises VerificationError if a fused value has another shape or dtype than before.
     """
-    fused = fuse(choose(lowered))
+    fused = fuse(hoist(choose(lowered)))
     settle(fused, [node for node in fused.graph.nodes if _is_made(node)])
     verify(fused, fuse.__name__)
     fused.recompile()

@@ -1,0 +1,98 @@
+"""Hoist: what only moves data gets out of the way of fusion.
+
+What is true here. A reshape of a pointwise operation's result goes to its operands instead: a layer's bias, added to
+[batch * time, width], is then added in the shape [batch, time, width] that the activation and the residual have. A copy
+of a result that nothing else reads is the result.
+
+Why it is safe. Elements keep their numbers in row-major order, so every element meets the operands, the rounding and
+the random words that it met before: a broadcast operand goes along the last dimension alone, which stays. Results of
+fxround's operators are row-major and new, so the copy would have had their layout, and nobody sees that it is none.
+
+    before   %add = fxround.pointwise([%mm, %bias], ...); %view = aten.reshape(%add, [8, 256, 512])
+    after    %view = aten.reshape(%mm, [8, 256, 512]); %add = fxround.pointwise([%view, %bias], ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fxround.ops import argument, rule_of
+
+aten = torch.ops.aten
+
+_PLAIN: Final = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def hoist(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, changed in place."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if _is_spare(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    waiting = graph.graph.find_nodes(op="call_function", target=aten.reshape.default)
+    while waiting:
+        waiting += _hoisted(graph.graph, waiting.pop())
+    return graph
+
+
+def _is_spare(clone: fx.Node) -> bool:
+    """Whether a copy is of what nothing else reads: a result of ours, reshaped or chosen from (relu)."""
+    source, user = clone.all_input_nodes[0], clone
+    while set(source.users) == {user} and (source.target is aten.reshape.default or _chooses(source)):
+        source, user = source.all_input_nodes[0], source
+    return _is_ours(source) and set(source.users) == {user} and clone.kwargs.get("memory_format") in _PLAIN
+
+
+def _chooses(node: fx.Node) -> bool:
+    """Whether the node is an exact operator of one tensor, whose layout it keeps."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    return rule is not None and rule.kind == "exact" and bool(rule.body) and len(node.all_input_nodes) == 1
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether the node is a row-major tensor that an operator of ours makes."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxround"
+
+
+def _hoisted(graph: fx.Graph, view: fx.Node) -> Sequence[fx.Node]:
+    """The reshapes of the operands that took the place of the result's; none if it stays."""
+    operation, pointwise = view.all_input_nodes[0], torch.ops.fxround.pointwise.default
+    if operation.target is not pointwise or len(operation.users) != 1:
+        return ()
+    before, after = operation.meta["val"], view.meta["val"]
+    operands: Any = operation.args[0]
+    kinds = [_kind(operand, before, after) for operand in operands]
+    if "" in kinds or "whole" not in kinds:
+        return ()
+    made = []
+    with graph.inserting_before(view):
+        moved = []
+        for operand, kind in zip(operands, kinds, strict=True):
+            if kind == "whole":
+                made.append(graph.call_function(aten.reshape.default, (operand, argument(view, 1))))
+                made[-1].meta = dict(view.meta)
+            moved.append(made[-1] if kind == "whole" else operand)
+        again = graph.call_function(pointwise, (moved, *operation.args[1:]))
+        again.meta = operation.meta | {"val": after}
+    view.replace_all_uses_with(again)
+    graph.erase_node(view)
+    graph.erase_node(operation)
+    return made
+
+
+def _kind(operand: fx.Node, before: Tensor, after: Tensor) -> str:
+    """How an operand takes part: whole, broadcast in either shape alike, or in neither way."""
+    value = operand.meta["val"]
+    if all(isinstance(n, int) and n == 1 for n in value.shape) and value.dim() <= after.dim():
+        return "broadcast"
+    if str(tuple(value.shape)) == str(tuple(before.shape)):
+        known = _is_ours(operand) or operand.target is aten.reshape.default
+        return "whole" if known and value.dtype == after.dtype else ""
+    last = [shape[-1] if shape else 1 for shape in (value.shape, before.shape, after.shape)]
+    outer = [n for n in value.shape[:-1] if not isinstance(n, int) or n != 1]
+    same = all(isinstance(n, int) for n in last) and len(set(last)) == 1
+    return "broadcast" if same and not outer and value.dim() <= after.dim() else ""

@@ -1,0 +1,90 @@
+"""Hoisting: the bits of the graph as it was, whatever was reshaped and copied; and what it is for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.runtime.epilogues import Epilogue
+
+
+class Moves(nn.Module):
+    """Operations, reshapes and copies of earlier values, by a list of (operation, operand, operand)."""
+
+    OPERATIONS: Any = (
+        lambda a, b: a + b.reshape(a.shape),
+        lambda a, b: a * a.shape[-1] + 1.5,
+        lambda a, b: a + torch.arange(a.shape[-1], device=a.device) * 0.1,
+        lambda a, b: a * b.reshape(-1)[: a.shape[-1]].clone(),
+        lambda a, b: torch.relu(a).clone(),
+        lambda a, b: a.reshape(4, 6, 10),
+        lambda a, b: a.reshape(24, 10),
+        lambda a, b: a.reshape(12, 2, 1, 10),
+        lambda a, b: a.reshape(10, 24),
+        lambda a, b: a.clone(),
+        lambda a, b: nn.functional.dropout(a, 0.5, training=False),
+        lambda a, b: a.transpose(0, -1).clone().transpose(0, -1),
+    )
+
+    def __init__(self, steps: list[tuple[int, int, int]]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = [x * 2, x - 1]
+        for operation, a, b in self.steps:
+            f = self.OPERATIONS[operation % len(self.OPERATIONS)]
+            values.append(f(values[a % len(values)], values[b % len(values)]))
+        return values[-3:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bits_stay_and_no_result_is_another_one(seed: int) -> None:
+    chosen = random.Random(seed)
+    # Mostly chains: each operation on one of the last values.
+    steps = [(chosen.randrange(99), -chosen.randint(1, 3), chosen.randrange(99)) for _ in range(25)]
+    compiled = fxround.compile(Moves(steps), "stochastic", strict=False, seed=3)
+    x = torch.randn(24, 10, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        got = compiled(x)
+        entry = compiled._latest
+        assert entry is not None
+        want = entry.lowered(x, compiled.rng)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    # What shares memory shared it before: a result and its reshape.
+    assert sharing(got) <= sharing(want)
+
+
+def sharing(values: list[Tensor]) -> set[tuple[int, int]]:
+    memory = [value.untyped_storage().data_ptr() for value in values]
+    return {(i, j) for i, one in enumerate(memory) for j, other in enumerate(memory) if one == other and i != j}
+
+
+def test_a_layer_of_a_sequence_is_one_step() -> None:
+    """A bias is added in [batch * time, width], the activation and the residual follow in [batch, time, width]."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(12, 12), nn.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.dropout(torch.relu(self.linear(x)))
+
+    compiled = fxround.compile(Layer().eval(), "stochastic", seed=1)
+    x = torch.randn(3, 50, 12)
+    with torch.no_grad():
+        got = compiled(x)
+        entry = compiled._latest
+        assert entry is not None
+        (want,) = entry.lowered(*entry._inputs([x]), compiled.rng)
+    assert torch.equal(got, want)
+    assert sum(isinstance(m, Epilogue) for m in entry.running.modules()) == 1
+    names = {str(node.target) for node in entry.fused.graph.nodes if node.op == "call_function"}
+    assert "aten.clone.default" not in names and "fxround.pointwise.default" not in names
