@@ -88,3 +88,19 @@ def test_a_layer_of_a_sequence_is_one_step() -> None:
     assert sum(isinstance(m, Epilogue) for m in entry.running.modules()) == 1
     names = {str(node.target) for node in entry.fused.graph.nodes if node.op == "call_function"}
     assert "aten.clone.default" not in names and "fxround.pointwise.default" not in names
+
+
+def test_a_copy_beside_what_it_copies_stays() -> None:
+    def copies(x: Tensor) -> list[Tensor]:
+        y, z = x * 2, x + 1
+        return [y, y.clone(), torch.relu(y).clone(), z.reshape(-1).clone(), z.t().clone()]
+
+    compiled = fxround.compile(copies, "stochastic")
+    x = torch.randn(6, 5)
+    with torch.no_grad():
+        got = compiled(x)
+        entry = compiled._latest
+        assert entry is not None
+        want = entry.lowered(x, compiled.rng)
+    assert sharing(got) == set()
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
