@@ -67,3 +67,22 @@ def test_what_gains_nothing_runs_as_the_graph_says(x: Tensor) -> None:
         (plain,) = compiled._latest.lowered(*compiled._latest._inputs([x]), compiled.rng)
     assert torch.equal(result, plain)
     assert all(plan is None for chain in chains(compiled) for plan in chain.plans.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [5, 31, 256])
+def test_the_maximum_of_a_softmax_is_a_part_of_its_chain(length: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(9000 // length * 64, length, generator=generator).to(dtype)
+    x[1], x[2], x[3], x[4, -1], x[5, 0] = -torch.inf, torch.inf, torch.nan, torch.nan, -torch.inf
+    x[6], x[7], x[8], x[8, 3] = 0.0, -0.0, -0.0, 0.0
+    compiled = fxround.compile(nn.Softmax(-1), "stochastic", seed=2)
+    with torch.no_grad():
+        result = compiled(x)
+        assert compiled._latest is not None
+        (plain,) = compiled._latest.lowered(*compiled._latest._inputs([x]), compiled.rng)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(result.view(bits), plain.view(bits))
+    (chain,) = chains(compiled)
+    assert all(plan is not None for plan in chain.plans.values())
+    assert torch.ops.aten.amax.default in {stage.node.target for stage in chain.stages}

@@ -37,8 +37,9 @@ from fxround.specialize import contract_kernel
 P = ParamSpec("P")
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
-# A thread is worth waking for this many steps.
+# A thread is worth waking for this many steps, or so many of one instruction.
 _ENOUGH: Final = 1 << 15
+_ENOUGH_QUICK: Final = 1 << 18
 # See numerics.truncation.up_or_down.
 _LONGEST: Final = 1 << 30
 # Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
@@ -228,7 +229,7 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
         layout = (rows, columns, length, kernel.chunk or length, groups, batches, width // variant.width, *steps)
         return Code(run, array(layout), 0)
 
-    enough = max(1, _ENOUGH // (rows * width * length))
+    enough = max(1, enough_for(kernel) // (rows * width * length))
     first_code = None if quick is None else code(first)
     return Plan(cache(lambda: code(general)), first_code, batch * batches, enough, in_lines(batches, rows * columns))
 
@@ -254,7 +255,7 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
         complete = in_lines(runs, chunk * columns, rows * columns)
     else:
         complete = _in_images((batch * chunks - 1) * runs, wide, columns, row_step, batch * rows * row_step)
-    enough = max(1, _ENOUGH // max(1, chunk * wide * length))
+    enough = max(1, enough_for(kernel) // max(1, chunk * wide * length))
     first_code = None if quick is None else code(first)
     return Plan(cache(lambda: code(general)), first_code, batch * chunks * runs, enough, complete)
 
@@ -306,6 +307,11 @@ def check_length(length: int) -> None:
     """ValueError for a chain that is too long."""
     if length > _LONGEST:
         raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
+
+
+def enough_for(kernel: Contract) -> int:
+    """The steps of a kernel that are worth waking a thread for."""
+    return _ENOUGH_QUICK if kernel.accumulator == "f32" else _ENOUGH
 
 
 def joined(ranges: Sequence[range]) -> list[range]:

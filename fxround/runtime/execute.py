@@ -40,9 +40,12 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
 }
 # What a map reads besides.
 LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
+_DTYPES: Final = {storage: dtype for dtype, storage in STORAGES.items()}
 _MAP: Final = signature(4, 5)
 _WORD: Final = (1 << 32) - 1
 _KEY: Final = ctypes.c_uint32 * 4
+# What a kernel that draws nothing is given for a random key.
+NO_KEY: Final = _KEY()
 # A thread is worth waking for this many scalar steps.
 _ENOUGH: Final = 1 << 15
 
@@ -147,6 +150,8 @@ def run_map(
 
 def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
     """How a map's operands are stored, masks among them; what cannot be an operand raises."""
+    if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS for x in operands):
+        return tuple([LOADS[x.dtype] for x in operands])
     return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
 
 
@@ -250,4 +255,4 @@ def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) 
 
 def dtype_of(storage: Storage) -> torch.dtype:
     """The inverse of ``STORAGES``."""
-    return next(d for d, s in STORAGES.items() if s == storage)
+    return _DTYPES[storage]

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from fxround.graph import float_value
 from fxround.kernel import Map
 from fxround.runtime import texts
-from fxround.runtime.execute import LOADS, STORAGES, Draw
+from fxround.runtime.execute import LOADS, NO_KEY, STORAGES, Draw
 from fxround.runtime.library import FUSED
 from fxround.units import Unit, in_order, merged
 
@@ -73,8 +73,10 @@ def is_operand(node: fx.Node) -> bool:
     return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
 
 
-def key_of(node: fx.Node, rng: Tensor) -> Any:
-    """The random key of a kernel's call."""
+def key_of(node: fx.Node, rng: Tensor, draws: bool = True) -> Any:
+    """The random key of a kernel's call. draws: whether the kernel uses it."""
+    if not draws:
+        return NO_KEY
     if node.target is FUSED:
         return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
     return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from fxround.runtime.convolution import (
     input_gradient,
     weight_gradient,
 )
-from fxround.runtime.execute import Draw, dtype_of, loads_of, result_storage, run_kernel
+from fxround.runtime.execute import NO_KEY, Draw, dtype_of, loads_of, result_storage, run_kernel
 from fxround.runtime.products import begin_matmul, matmul
 
 NAMESPACE: Final = "fxround"
@@ -44,7 +44,7 @@ def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tenso
     if not xs:
         raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
     kernel = texts.pointwise(program, loads_of(xs), result_storage(dtype))
-    return run_kernel(kernel, xs, Draw.of(rng, node).key())[0]
+    return run_kernel(kernel, xs, Draw.of(rng, node).key() if kernel.draws else NO_KEY)[0]
 
 
 def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
@@ -62,7 +62,7 @@ def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: 
     kernel = texts.fused(program, loads_of(xs), results)
     if len(nodes) < len(kernel.draws):
         raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
-    return run_kernel(kernel, xs, Draw.of(rng, 0).keys(nodes))
+    return run_kernel(kernel, xs, Draw.of(rng, 0).keys(nodes) if kernel.draws else NO_KEY)
 
 
 def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_instruction_set, native, signature
-from fxround.runtime.contractions import Code, Pending, Plan, in_lines
+from fxround.runtime.contractions import Code, Pending, Plan, enough_for, in_lines
 from fxround.runtime.execute import array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.planes import POINTERS, PlanesVariant, build_planes
@@ -39,7 +39,6 @@ _FEW: Final = 5
 _GAPS: Final = 2
 # Planes of an item: they stay in the second-level cache.
 _PLANES_BYTES: Final = 1 << 19
-_ENOUGH: Final = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
         return Code(run, array(sizes), space)
 
     items = shape.images * shape.groups * cuts
-    enough = max(1, _ENOUGH // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
+    enough = max(1, enough_for(kernel) // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
     taps, places = _taps(shape, cut, general), _places(shape, cut)
     size, plane = prod(shape.results), prod(shape.results[1:])
     # The results of several output channels of a cut lie apart.

@@ -12,13 +12,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fxround.kernel import Reduce, Scan
 from fxround.runtime import buffers
-from fxround.runtime.compiled import current_machine, native, signature
+from fxround.runtime.compiled import current_machine, current_set, native, signature
 from fxround.runtime.execute import Draw, dtype_of
 from fxround.runtime.lines import Lines
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
@@ -32,13 +34,45 @@ _ENOUGH: Final = 1 << 15
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Reduce ``dims`` (ascending, none negative) of x; the result has the others."""
-    result = buffers.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype_of(kernel.result))
-    x, lines = described(x, dims)
-    if lines.count == 0:
-        return result
-    loops = loops_for(kernel, lines)
-    _run(loops.function, lines, loops.lanes, loops.neighbours, (x, result), draw)
+    call = _reduction(kernel, tuple(x.shape), x.stride(), tuple(dims), current_set())
+    if call is None:
+        kept = [d for d in range(x.dim()) if d not in dims]
+        return run_reduce(kernel, x.detach().permute(*kept, *dims).contiguous(), draw, range(len(kept), x.dim()))
+    result = buffers.empty(call.shape, dtype_of(kernel.result))
+    if call.items:
+        call.run(x, result, draw.key())
     return result
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A kernel's code for operands that lie in one way, what it is told of their lines, and its items."""
+
+    function: Any
+    shape: tuple[int, ...]
+    lines: Any
+    items: int
+    enough: int
+
+    def run(self, x: Tensor, result: Tensor, key: Any) -> None:
+        """Every item, split over threads."""
+        arguments = (ctypes.addressof(self.lines), x.data_ptr(), result.data_ptr(), ctypes.addressof(key))
+        spread(self.function, range(self.items), pieces_of(self.items, self.enough), arguments)
+
+
+@lru_cache(maxsize=4096)
+def _reduction(
+    kernel: Reduce, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...], isa: str
+) -> Reduction | None:
+    """How operands of one layout are reduced; None where a description has too few dimensions for them."""
+    lines = Lines.of(torch.empty_strided(shape, strides, device="meta"), dims)
+    kept = tuple(n for d, n in enumerate(shape) if d not in dims)
+    if lines.count == 0:
+        return Reduction(None, kept, lines.array(), 0, 1)
+    if not lines.fits:
+        return None
+    loops = loops_for(kernel, lines)
+    return Reduction(loops.function, kept, lines.array(), *_items(lines, loops.lanes, loops.neighbours))
 
 
 @dataclass(frozen=True)
@@ -85,7 +119,8 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
             (kernel, neighbours or one, bool(neighbours), machine),
         )
         run = native(f"{kernel.digest}:scan:{variant[1]}:{name}", build_scan, variant, "reduce", _REDUCE)
-    _run(run, lines, neighbours or one, bool(neighbours), (x, result), draw)
+    items, enough = _items(lines, neighbours or one, bool(neighbours))
+    Reduction(run, tuple(x.shape), lines.array(), items, enough).run(x, result, draw.key())
     return result
 
 
@@ -106,9 +141,7 @@ def _neighbours(kernel: Reduce | Scan, lines: Lines) -> int:
     return across_lanes(kernel, inner.size) if inner.x == 1 and inner.size >= one_register(kernel) else 0
 
 
-def _run(run: Any, lines: Lines, lanes: int, neighbours: bool, tensors: tuple[Tensor, Tensor], draw: Draw) -> None:
+def _items(lines: Lines, lanes: int, neighbours: bool) -> tuple[int, int]:
+    """How many items there are of so many lines, and how many of them are worth a thread."""
     inner = lines.results[-1].size if neighbours else lines.count
-    items = lines.count // inner * -(-inner // lanes)
-    told, key = lines.array(), draw.key()
-    arguments = (ctypes.addressof(told), *(t.data_ptr() for t in tensors), ctypes.addressof(key))
-    spread(run, range(items), pieces_of(items, _ENOUGH // max(1, lines.length * lanes)), arguments)
+    return lines.count // inner * -(-inner // lanes), _ENOUGH // max(1, lines.length * lanes)

@@ -32,7 +32,7 @@ from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import address_of, current_set, native, signature
-from fxround.runtime.execute import STORAGES, Draw, MapCall, array, dtype_of
+from fxround.runtime.execute import STORAGES, MapCall, array, dtype_of
 from fxround.runtime.groups import grouped, is_operand, key_of, map_of, subgraph
 from fxround.runtime.library import FUSED, POINTWISE
 from fxround.runtime.lines import Lines
@@ -156,6 +156,7 @@ class Plan:
     offsets     of the buffers in a thread's scratch, by value; ``space``: bytes of that scratch
     table       what ``llvm.chain`` reads, a C array
     calls       the code of each stage, and what it is told, which the table has the addresses of
+    draws       whether each stage draws random bits
     """
 
     ranges: int
@@ -167,6 +168,7 @@ class Plan:
     space: int
     table: Any
     calls: tuple[MapCall | LineCall, ...]
+    draws: tuple[bool, ...]
 
 
 class Rows(nn.Module):
@@ -207,22 +209,28 @@ class Rows(nn.Module):
             i: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for i, x in enumerate(inputs)
         }
         calls: list[MapCall | LineCall | None] = []
+        draws: list[bool] = []
         for stage in self.stages:
             operands = [table[i] for i in stage.operands]
             shape = torch.broadcast_shapes(*(x.shape for x in operands))
             if not math.prod(shape):
                 return None
             if stage.node.target in (_SUM, _LARGEST):
-                calls.append(_line_call(stage.node, operands[0]))
+                reduction = _reduction_of(stage.node, STORAGES[operands[0].dtype])
+                calls.append(_line_call(reduction, operands[0]))
+                draws.append(isinstance(reduction, Reduce) and (reduction.draws or reduction.finish_draws))
                 table[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
                 continue
             kernel = map_of(stage.node, operands)
             calls.append(MapCall.of(kernel, [(x.shape, x.stride()) for x in operands]))
+            draws.append(bool(kernel.draws))
             for i, storage in zip(stage.results, kernel.results, strict=True):
                 table[i] = torch.empty(shape, dtype=dtype_of(storage), device="meta")
-        return self._worth_it([table[i] for i in range(len(table))], calls)
+        return self._worth_it([table[i] for i in range(len(table))], calls, tuple(draws))
 
-    def _worth_it(self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None]) -> Plan | None:
+    def _worth_it(
+        self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None], draws: tuple[bool, ...]
+    ) -> Plan | None:
         made = table[self.inputs :]
         shape = max((x.shape for x in made), key=math.prod)
         rows, length = math.prod(shape[:-1]), shape[-1]
@@ -241,13 +249,14 @@ class Rows(nn.Module):
         words = _table(self.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
         enough = _ENOUGH // (few * length)
         ranges = -(-rows // few)
-        return Plan(ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known)
+        return Plan(ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known, draws)
 
     def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
         results = {i: buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i]) for i in self.stored}
         outside = {i: x.data_ptr() for i, x in (*enumerate(inputs), *results.items())}
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
-        keys = [_key(stage.node, inputs[self.rng]) for stage in self.stages]
+        rng = inputs[self.rng]
+        keys = [key_of(stage.node, rng, draws) for stage, draws in zip(self.stages, plan.draws, strict=True)]
         told = array([ctypes.addressof(key) for key in keys])
         pieces = pieces_of(plan.ranges, plan.enough)
         space, step = scratch(plan.space, pieces > 1)
@@ -273,10 +282,6 @@ def _table(
     return [*rows, len(steps), len(stages), *steps, *described, *places]
 
 
-def _key(node: fx.Node, rng: Tensor) -> Any:
-    return Draw().key() if node.target is _LARGEST else key_of(node, rng)
-
-
 def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
     operands = tuple(place[n] for n in _tensors(node))
     if node.target is not FUSED:
@@ -298,8 +303,8 @@ class LineCall:
         return address_of(self.loops.function), 1, self.loops.lanes, 1, ctypes.addressof(self.lines), 0, 0, 0
 
 
-def _line_call(node: fx.Node, x: Tensor) -> LineCall | None:
-    kernel, lines = _reduction_of(node, STORAGES[x.dtype]), Lines.of(x, [x.dim() - 1])
+def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
+    lines = Lines.of(x, [x.dim() - 1])
     if not isinstance(kernel, Reduce) or not x.is_contiguous():
         return None
     loops = loops_for(kernel, lines)
