@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -243,3 +244,25 @@ def test_digits_are_learnt(policy: str) -> None:
     with torch.no_grad():
         accuracy = (compiled(images[1200:]).argmax(1) == labels[1200:]).double().mean()
     assert accuracy > 0.8
+
+
+@pytest.mark.parametrize("kind, options", OPTIONS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+def test_a_step_in_place_has_the_bits_of_the_long_way(kind: Any, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(70, 3, generator=generator) for _ in range(4)]
+    ways = {}
+    # The second is not row-major, the third has no kernel of its own.
+    for way, turned in (("short", False), ("turned", True), ("long", False)):
+        p = nn.Parameter(values[0].t().contiguous().t() if turned else values[0].clone())
+        optimizer = compile_optimizer(kind([p], **options), "stochastic", seed=1)
+        for grad in values[1:]:
+            p.grad = grad.clone()
+            version, place = p._version, p.data_ptr()
+            optimizer.step()
+            assert p._version > version and p.data_ptr() == place
+            if way == "long":
+                for key, compiled in optimizer._compiled.items():
+                    optimizer._compiled[key] = replace(compiled, kernel=None)
+        state = {name: x for name, x in optimizer.state[p].items() if isinstance(x, Tensor)}
+        ways[way] = {"p": p.detach(), **state}
+    assert all(torch.equal(ways["short"][n], x) for way in ("turned", "long") for n, x in ways[way].items())

@@ -83,18 +83,26 @@ class Geometry:
 def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Geometry]:
     """Operand, weight and geometry of the plain convolution with the same result."""
     dims, groups = x.dim() - 2, geometry.groups
-    spread = [(s - 1) * t + 1 if s else 0 for s, t in zip(x.shape[2:], geometry.stride, strict=True)]
-    spaced = x.new_zeros(*x.shape[:2], *spread)
-    every = [slice(None, None, t) for t in geometry.stride]
-    spaced[(slice(None), slice(None), *every)] = x
-    edges: list[int] = []
-    for d in reversed(range(dims)):
-        edge = geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d]
-        edges += [edge, edge + geometry.output_padding[d]]
+    before = [geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d] for d in range(dims)]
+    after = [edge + more for edge, more in zip(before, geometry.output_padding, strict=True)]
+    spaced = _spaced(x, geometry.stride, before, after)
     turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
     plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
     ones, none = [1] * dims, [0] * dims
-    return torch.nn.functional.pad(spaced, edges), plain, Geometry(ones, none, geometry.dilation, False, none, groups)
+    return spaced, plain, Geometry(ones, none, geometry.dilation, False, none, groups)
+
+
+def _spaced(x: Tensor, stride: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """x with stride - 1 zeros between its elements, and so many around it; an edge below zero takes elements away."""
+    sizes, inner, kept = [], [], []
+    for size, step, low, high in zip(x.shape[2:], stride, before, after, strict=True):
+        length, first = (size - 1) * step + 1 if size else 0, max(0, low)
+        sizes.append(first + length + max(0, high))
+        inner.append(slice(first, first + length, step))
+        kept.append(slice(max(0, -low), sizes[-1] - max(0, -high)))
+    wide = x.new_zeros(*x.shape[:2], *sizes)
+    wide[(slice(None), slice(None), *inner)] = x
+    return wide[(slice(None), slice(None), *kept)]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fxround.loading import random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
+from fxround.training.inplace import InPlace, in_place
 from fxround.training.updates import UPDATES, Update, update_of
 
 RNG_KEY: Final = "fxround_rng"
@@ -65,10 +66,11 @@ def compile_optimizer(
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A step's lowered graph, what runs for it, and the names of its numbers."""
+    """A step's lowered graph, what runs for it (its one kernel, where it is one), and the names of its numbers."""
 
     lowered: fx.GraphModule
     running: fx.GraphModule
+    kernel: InPlace | None
     numbers: tuple[str, ...]
 
 
@@ -188,10 +190,13 @@ class RoundedOptimizer(torch.optim.Optimizer):
         compiled = self._compile(update, tuple(numbers), p.dtype, self._paths.get(id(p), ""))
         grad = p.grad
         assert grad is not None
-        flat = [t.detach().reshape(-1) for t in (p, grad, *(state[name] for name in update.states))]
-        new = compiled.running(*flat, *(numbers[name] for name in compiled.numbers), random_state(seed, done))
-        for old, value in zip((p, *(state[name] for name in update.states)), new, strict=True):
-            old.copy_(value.reshape(old.shape))
+        states = [state[name] for name in update.states]
+        old, rng, given = [p, *states], random_state(seed, done), [numbers[name] for name in compiled.numbers]
+        if compiled.kernel is not None and compiled.kernel.run([p, grad, *states, *given], old, rng):
+            return
+        flat = [t.detach().reshape(-1) for t in (p, grad, *states)]
+        for before, value in zip(old, compiled.running(*flat, *given, rng), strict=True):
+            before.copy_(value.reshape(before.shape))
 
     def _compile(self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str) -> _Compiled:
         """The graph of an update, captured once a formula and lowered once a path that the policy may tell apart."""
@@ -202,7 +207,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
                 self._captured[update, dtype] = _capture(update, numbers, dtype)
             placed = _placed(self._captured[update, dtype].graph, update, numbers, path)
             lowered = lower(placed, self._plan)
-            self._compiled[key] = _Compiled(lowered, schedule(optimize(lowered)), numbers)
+            optimized = optimize(lowered)
+            self._compiled[key] = _Compiled(lowered, schedule(optimized), in_place(optimized), numbers)
         return self._compiled[key]
 
 

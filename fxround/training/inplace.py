@@ -1,0 +1,74 @@
+"""Steps in place: an optimizer's step that is one kernel writes a parameter and its states where they lie.
+
+What is true here. ``in_place`` finds the one kernel that a step's graph is made of; ``InPlace.run`` calls it with the
+old tensors for the new ones. The kernel, its operands and its random key are those of the graph.
+
+Why it is safe. A kernel reads an element of every operand before it writes that element of its results, and never reads
+it again; operands that are not row-major, and graphs of several operators, go the long way.
+
+    before   new = step(p, g, m); p.copy_(new[0]); m.copy_(new[1])
+    after    step(p, g, m), into p and m
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxround.runtime.execute import dtype_of, run_kernel
+from fxround.runtime.groups import key_of, map_of
+from fxround.runtime.library import FUSED, POINTWISE
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A kernel's node; which of the graph's inputs it reads; which of its results is the first, second, ... output."""
+
+    node: fx.Node
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def run(self, inputs: Sequence[Tensor], old: Sequence[Tensor], rng: Tensor) -> bool:
+        """Overwrite ``old`` with the outputs for the inputs, ``old`` among them; False, and nothing done, if that
+        takes more than the kernel: an input that is not row-major, or a result of another dtype."""
+        operands = [inputs[i] for i in self.operands]
+        shape = old[0].shape
+        if not all(x.is_cpu and x.is_contiguous() and x.shape in (shape, ()) for x in (*operands, *old)):
+            return False
+        kernel = map_of(self.node, operands)
+        if len(kernel.results) != len(old):
+            return False
+        outs = [old[self.results.index(number)] for number in range(len(kernel.results))]
+        if any(out.dtype != dtype_of(stored) for out, stored in zip(outs, kernel.results, strict=True)):
+            return False
+        run_kernel(kernel, operands, key_of(self.node, rng, bool(kernel.draws)), outs)
+        torch.autograd.graph.increment_version(list(old))
+        return True
+
+
+def in_place(graph: fx.GraphModule) -> InPlace | None:
+    """The kernel of a lowered graph; None if it has more than one operator, or an output that no kernel makes."""
+    inputs = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
+    calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    if len(calls) != 1 or calls[0].target not in (FUSED, POINTWISE):
+        return None
+    (call,) = calls
+    operands: Any = call.args[0]
+    outputs: Any = graph.graph.output_node().args[0]
+    results = [_number(output, call) for output in outputs]
+    if sorted(results) != list(range(len(results))) or not all(node in inputs for node in operands):
+        return None
+    return InPlace(call, tuple(inputs[node] for node in operands), tuple(results))
+
+
+def _number(output: Any, call: fx.Node) -> int:
+    """Which result of the call an output is; -1 if it is none."""
+    if call.target is POINTWISE:
+        return 0 if output is call else -1
+    is_result = isinstance(output, fx.Node) and output.target is operator.getitem and output.args[0] is call
+    return int(output.args[1]) if is_result else -1
