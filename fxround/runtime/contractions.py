@@ -45,6 +45,8 @@ _LONGEST: Final = 1 << 30
 # Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
 _BLOCK: Final = 192
 _CHUNK_BYTES: Final = 1 << 20
+# Packing an element costs as much as so many steps.
+_PACKED: Final = 20
 _PARKED_BYTES: Final = 1 << 21
 # Products that are not packed: of so many rows, or of so many steps.
 _FEW_ROWS: Final = 8
@@ -330,22 +332,30 @@ def _cut(
     """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
 
     Both variants work on the same items: an item's columns are whole panels of either. Every item packs its own rows
-    and columns: for the threads, the work is cut where the least is packed again.
+    and columns: threads get equal shares, cut where the least is packed again.
     """
     tallest = max(first.rows[0], _CHUNK_BYTES // (general.pitch * bytes_of(general.kernel.accumulator)))
     chunk = _even(rows, tallest, first.rows[0])
     unit = max(general.width, first.width)
     panels = _ceiling(columns, unit)
     widest = max(1, _PARKED_BYTES // (chunk * unit * general.parked_bytes))
-    chunks, wides = _ceiling(rows, chunk), _ceiling(panels, widest)
-    wanted = 1 if threads == 1 else _ceiling(2 * threads, batch * chunks * wides)
+    if threads == 1:
+        return chunk, _even(panels, widest, 1) * unit
 
-    def packed(more: int) -> int:
-        return rows * wides * _ceiling(wanted, more) + columns * chunks * more
+    def sizes(parts: int) -> tuple[int, int]:
+        tall = _even(rows, _ceiling(rows, parts), first.rows[0])
+        needed = _ceiling(2 * threads, batch * _ceiling(rows, tall))
+        return tall, _even(panels, min(widest, max(1, panels // needed)), 1)
 
-    more = min(range(1, wanted + 1), key=packed)
-    chunk = _even(rows, _ceiling(rows, chunks * more), first.rows[0])
-    return chunk, _even(panels, _ceiling(panels, wides * _ceiling(wanted, more)), 1) * unit
+    def cost(size: tuple[int, int]) -> float:
+        chunks, wides = _ceiling(rows, size[0]), _ceiling(panels, size[1])
+        items = batch * chunks * wides
+        work = rows * columns + _PACKED * (rows * wides + columns * chunks)
+        return work * _ceiling(items, threads) * threads / items
+
+    fewest = _ceiling(rows, chunk)
+    chunk, wide = min(map(sizes, range(fewest, fewest + _ceiling(2 * threads, batch * fewest))), key=cost)
+    return chunk, wide * unit
 
 
 def _even(total: int, most: int, unit: int) -> int:
