@@ -2,13 +2,12 @@
 
 python -m benchmarks.fusion            # prints the tables of docs/performance.md, heading "Fusion"
 python -m benchmarks.fusion memory     # the second one alone
-python -m benchmarks.fusion epilogues  # what maps right behind contractions take of a call
+python -m benchmarks.fusion epilogues  # what it saves to run contractions and the maps behind them as one
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import subprocess
 import sys
 import time
@@ -17,11 +16,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fxround
 from benchmarks.harness import header, medians, table, vision_operators
-from fxround.runtime.library import KERNELS
+from fxround.runtime.epilogues import Epilogue
+from fxround.runtime.schedule import schedule
 
 
 class Applied(nn.Module):
@@ -147,52 +147,26 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-class Timed(fx.Interpreter):
-    """Adds up the thread's time in all nodes, and in maps of what a contraction has just made."""
-
-    total = behind = 0.0
-
-    def run_node(self, n: fx.Node) -> object:
-        """As it is, timed."""
-        began = time.thread_time()
-        value = super().run_node(n)
-        spent = time.thread_time() - began
-        self.total += spent
-        if _named(n, MAPS) and any(_named(_source(m), CONTRACTIONS) for m in n.all_input_nodes):
-            self.behind += spent
-        return value
-
-
-_NAMES: dict[object, str] = {function: str(target).split(".")[1] for target, function in KERNELS.items()}
-MAPS, CONTRACTIONS = ("pointwise", "fused"), ("matmul", "convolution")
-
-
-def _named(node: fx.Node, names: tuple[str, ...]) -> bool:
-    return node.op == "call_function" and _NAMES.get(node.target, "") in names
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What the memory of a view is."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def epilogues() -> None:
-    """Print the share of a call that fusing maps into contractions could save at most."""
+    """Print what it saves that a contraction and the map behind it run as one."""
     torch.set_num_threads(1)
     rows = []
+    rng = torch.zeros(2, dtype=torch.int64)
     for name in list(MEMORY)[2:]:
         build, shape = MEMORY[name]
         x = torch.randn(shape)
         for policy in HOW[1::2]:
             with torch.no_grad():
                 entry = fxround.compile(build().eval(), policy, example_inputs=x)._called
-                runs = [Timed(entry.running) for _ in range(3)]
-                for run in runs:
-                    run.run(*entry._inputs([x]), torch.zeros(2, dtype=torch.int64))
-            rows.append((f"{name}, {policy}", f"{100 * statistics.median(r.behind / r.total for r in runs):.1f} %"))
-    print(table(("one thread", "maps right behind contractions, of a call"), rows))
+                inputs = (*entry._inputs([x]), rng)
+                apart = schedule(entry.fused, fuse=False)
+                calls = {"joined": partial(entry.running, *inputs), "apart": partial(apart, *inputs)}
+                seconds = medians(calls, time.thread_time)
+            joined = sum(isinstance(module, Epilogue) for module in entry.running.modules())
+            saved = 100 * (1 - seconds["joined"] / seconds["apart"])
+            figures = (f"{joined}", *(f"{1e3 * seconds[how]:.0f} ms" for how in ("apart", "joined")), f"{saved:.1f} %")
+            rows.append((f"{name}, {policy}", *figures))
+    print(table(("one thread", "maps joined", "apart", "joined", "saved"), rows))
 
 
 if __name__ == "__main__":
