@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.runtime import buffers
 from fxround.runtime.rows import Rows
 
 
@@ -86,3 +87,38 @@ def test_the_maximum_of_a_softmax_is_a_part_of_its_chain(length: int, dtype: tor
     (chain,) = chains(compiled)
     assert all(plan is not None for plan in chain.plans.values())
     assert torch.ops.aten.amax.default in {stage.node.target for stage in chain.stages}
+
+
+class Attention(nn.Module):
+    """Weights of a product's rows; kept: whether the product is read behind them as well."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        scores = (a @ b).reshape(4, 8, 120, 130)
+        weights = (scores - scores.mean(-1, keepdim=True)) * 0.5
+        return weights.reshape(32, 120, 130) @ (scores.reshape(32, 120, 130).mT if self.kept else b.mT)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("policy", ["stochastic", "reproducible"])
+def test_a_result_lies_where_a_dead_input_was(kept: bool, policy: str) -> None:
+    a, b = torch.randn(32, 120, 16), torch.randn(32, 16, 130)
+    compiled = fxround.compile(Attention(kept), policy, seed=4)
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        compiled(a, b)
+        entry = compiled._latest
+        assert entry is not None
+        (want,) = entry.lowered(a, b, compiled.rng)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            buffers.forget()
+            assert torch.equal(compiled(a, b), want)
+            scores = 4 * 32 * 120 * 130
+            assert (buffers._POOL.peak >= 2 * scores) is kept
+    torch.set_num_threads(threads)
+    (chain,) = chains(compiled)
+    assert all(plan is not None and bool(plan.over) is not kept for plan in chain.plans.values())

@@ -14,7 +14,6 @@ fxround's operators are row-major and new, so the copy would have had their layo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -33,9 +32,8 @@ def hoist(graph: fx.GraphModule) -> fx.GraphModule:
         if _is_spare(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    waiting = graph.graph.find_nodes(op="call_function", target=aten.reshape.default)
-    while waiting:
-        waiting += _hoisted(graph.graph, waiting.pop())
+    for node in graph.graph.find_nodes(op="call_function", target=aten.reshape.default):
+        _hoist(graph.graph, node)
     return graph
 
 
@@ -58,30 +56,32 @@ def _is_ours(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxround"
 
 
-def _hoisted(graph: fx.Graph, view: fx.Node) -> Sequence[fx.Node]:
-    """The reshapes of the operands that took the place of the result's; none if it stays."""
+def _hoist(graph: fx.Graph, view: fx.Node) -> None:
+    """Reshape the operands in place of the result, if an operation behind gains by that, and none before loses."""
     operation, pointwise = view.all_input_nodes[0], torch.ops.fxround.pointwise.default
-    if operation.target is not pointwise or len(operation.users) != 1:
-        return ()
+    if operation.target is not pointwise or len(operation.users) != 1 or not any(map(_fuses, view.users)):
+        return
     before, after = operation.meta["val"], view.meta["val"]
     operands: Any = operation.args[0]
     kinds = [_kind(operand, before, after) for operand in operands]
     if "" in kinds or "whole" not in kinds:
-        return ()
-    made = []
+        return
     with graph.inserting_before(view):
         moved = []
         for operand, kind in zip(operands, kinds, strict=True):
+            moved.append(operand)
             if kind == "whole":
-                made.append(graph.call_function(aten.reshape.default, (operand, argument(view, 1))))
-                made[-1].meta = dict(view.meta)
-            moved.append(made[-1] if kind == "whole" else operand)
+                moved[-1] = graph.call_function(aten.reshape.default, (operand, argument(view, 1)))
+                moved[-1].meta = dict(view.meta)
         again = graph.call_function(pointwise, (moved, *operation.args[1:]))
         again.meta = operation.meta | {"val": after}
     view.replace_all_uses_with(again)
     graph.erase_node(view)
     graph.erase_node(operation)
-    return made
+
+
+def _fuses(node: fx.Node) -> bool:
+    return node.target is torch.ops.fxround.pointwise.default or _chooses(node)
 
 
 def _kind(operand: fx.Node, before: Tensor, after: Tensor) -> str:
@@ -90,7 +90,7 @@ def _kind(operand: fx.Node, before: Tensor, after: Tensor) -> str:
     if all(isinstance(n, int) and n == 1 for n in value.shape) and value.dim() <= after.dim():
         return "broadcast"
     if str(tuple(value.shape)) == str(tuple(before.shape)):
-        known = _is_ours(operand) or operand.target is aten.reshape.default
+        known = _is_ours(operand) and not _fuses(operand)
         return "whole" if known and value.dtype == after.dtype else ""
     last = [shape[-1] if shape else 1 for shape in (value.shape, before.shape, after.shape)]
     outer = [n for n in value.shape[:-1] if not isinstance(n, int) or n != 1]

@@ -84,6 +84,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(buffer, 0, tuple(shape), strides)
 
 
+def again(dead: Tensor) -> Tensor:
+    """A row-major tensor in the memory of one that fills its own, and that nothing reaches any more but its reader."""
+    strides = [math.prod(dead.shape[d + 1 :]) for d in range(dead.dim())]
+    return torch.empty(0, dtype=dead.dtype).set_(dead.untyped_storage(), 0, tuple(dead.shape), strides)
+
+
 def release(*dead: Tensor) -> None:
     """Take back the memory of tensors that nothing reaches any more; each is the only one on its memory."""
     for tensor in dead:

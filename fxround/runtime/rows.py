@@ -6,11 +6,12 @@ is written over again and again. The kernels, the elements' numbers and the orde
 
 Why it is safe. A kernel is told the range of rows and the address of element 0 of each tensor: for a buffer that holds
 rows r ... r + n that is its own address less r rows, and only those rows are touched. A range begins and ends with a
-block of 64 rows, so that no block of random bits is cut. Where that gains nothing (few rows, long rows, an operand that
-is not row-major) the chain runs as the graph says.
+block of 64 rows, so that no block of random bits is cut. A result takes the memory of an input that nothing else
+reaches if no kernel behind its own reads that input: a map reads an element before it writes it. Where a range gains
+nothing (few rows, long rows, an operand that is not row-major) the chain runs as the graph says.
 
     before   e = fused(x, m); s = sum(e); y = fused(e, s)                  # e: 16 MB, written once and read twice
-    after    for 64 rows at a time: the same                               # e: 256 kB
+    after    for 64 rows at a time: the same                               # e: 256 kB; y where x was, if x is dead
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ class Plan:
     table       what ``llvm.chain`` reads, a C array
     calls       the code of each stage, and what it is told, which the table has the addresses of
     draws       whether each stage draws random bits
+    over        inputs that nothing reaches after a call, by the results that may be written over them
     """
 
     ranges: int
@@ -169,6 +171,7 @@ class Plan:
     table: Any
     calls: tuple[MapCall | LineCall, ...]
     draws: tuple[bool, ...]
+    over: dict[int, int]
 
 
 class Rows(nn.Module):
@@ -200,9 +203,7 @@ class Rows(nn.Module):
         if plan is None:
             results: list[Tensor] = self.whole(*inputs)
             return results
-        results = self._run(plan, inputs)
-        buffers.release(*(inputs[i] for i in self.spent))
-        return results
+        return self._run(plan, inputs)
 
     def _plan(self, inputs: Sequence[Tensor]) -> Plan | None:
         table: dict[int, Tensor] = {
@@ -249,10 +250,32 @@ class Rows(nn.Module):
         words = _table(self.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
         enough = _ENOUGH // (few * length)
         ranges = -(-rows // few)
-        return Plan(ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known, draws)
+        over = self._overwritten(table)
+        return Plan(
+            ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known, draws, over
+        )
+
+    def _overwritten(self, table: Sequence[Tensor]) -> dict[int, int]:
+        """Results that may lie where an input is: of its layout, and made by the last map that reads it, or later."""
+        over: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            later = {i for other in self.stages[number + 1 :] for i in other.operands}
+            for i in set(stage.results) & set(self.stored):
+                for j in set(self.spent) - later - set(over.values()):
+                    like = (table[j].shape, table[j].dtype) == (table[i].shape, table[i].dtype)
+                    if like and table[j].is_contiguous() and table[i].shape[-1] > 1:
+                        over[i] = j
+                        break
+        return over
 
     def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
-        results = {i: buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i]) for i in self.stored}
+        over = {i: j for i, j in plan.over.items() if inputs[j].untyped_storage().nbytes() == inputs[j].nbytes}
+        results = {
+            i: buffers.again(inputs[over[i]])
+            if i in over
+            else buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i])
+            for i in self.stored
+        }
         outside = {i: x.data_ptr() for i, x in (*enumerate(inputs), *results.items())}
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
         rng = inputs[self.rng]
@@ -263,6 +286,7 @@ class Rows(nn.Module):
         arguments = (*map(ctypes.addressof, (plan.table, bases, told)), space)
         chain = native("chain", build_chain, None, "chain", _CHAIN)
         spread(chain, range(plan.ranges), pieces, arguments, {len(arguments) - 1: step})
+        buffers.release(*(inputs[i] for i in self.spent if i not in over.values()))
         return [results[i] for i in self.stored]
 
 

@@ -41,9 +41,10 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))
-        spent = [value for value in dead.get(node, ()) if value in node.args and _has_no_view(value)]
-        dead[node] = [value for value in dead.get(node, ()) if value not in spent]
-        chain.spent = tuple(node.args.index(value) for value in spent)
+        read = {value: [i for i, arg in enumerate(node.args) if arg in _sharing(value)] for value in dead.get(node, ())}
+        # Two arguments on one memory: the module would not know when the last of them is read.
+        dead[node] = [value for value, places in read.items() if len(places) != 1]
+        chain.spent = tuple(places[0] for places in read.values() if len(places) == 1)
         inputs = chain.whole.graph.find_nodes(op="placeholder")
         chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
     return _direct(gathered, dead, begun=False)
@@ -89,18 +90,32 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
     """Where a user is done with its operands' memory: at once, or when what it returns is dead, or never."""
     if user.op == "output":
         return float("inf")
-    if user.target in KERNELS or _is_module(user):
+    if _reads_alone(user):
         return float(position[user])
-    rule = rule_of(user) if user.op == "call_function" else None
     if user.target is operator.getitem:
         return last[user]
-    if rule is None or str(user.target) not in RULES:
-        return float("inf")
-    return float(position[user]) if rule.kind in _FRESH and not _may_alias(user.target) else last[user]
+    known = user.op == "call_function" and rule_of(user) is not None and str(user.target) in RULES
+    return last[user] if known else float("inf")
 
 
-def _has_no_view(value: fx.Node) -> bool:
-    return all(user.target in KERNELS or _is_module(user) for user in value.users)
+def _sharing(value: fx.Node) -> set[fx.Node]:
+    """The value and what may share its memory."""
+    found, stack = {value}, [value]
+    while stack:
+        users = {user for user in stack.pop().users if not _reads_alone(user)} - found
+        found |= users
+        stack += users
+    return found
+
+
+def _reads_alone(user: fx.Node) -> bool:
+    """Whether a node is done with its operands' memory when it has run."""
+    if user.target in KERNELS or _is_module(user):
+        return True
+    rule = rule_of(user) if user.op == "call_function" else None
+    if rule is None or user.target is operator.getitem or str(user.target) not in RULES:
+        return False
+    return rule.kind in _FRESH and not _may_alias(user.target)
 
 
 def _is_module(node: fx.Node) -> bool:
