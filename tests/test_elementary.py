@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from fxround.numerics.elementary import ELEMENTARY, Elementary
-from fxround.numerics.elementary.coefficients import FITS, derive
+from fxround.numerics.elementary.coefficients import FITS, TABLES, derive, tabulate
+from fxround.numerics.elementary.single_tables import ENTRIES
 from fxround.numerics.elementary.tables import COEFFICIENTS
 from fxround.numerics.exact import round_exact, round_float
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import DTYPES, Function, Type, param, widen
+from fxround.numerics.scalar import DTYPES, Function, Type, const, param, widen
 
 INF, NAN = math.inf, math.nan
 SAMPLES: dict[Type, int] = {"f32": 640, "f64": 170}
@@ -209,6 +210,33 @@ def test_a_trusted_short_evaluation_is_good_to_36_bits(name: str) -> None:
         assert want is None or saturated or abs(y - want) <= abs(want) * 2.0**-36, (args, y, want)
 
 
+@pytest.mark.parametrize("name", [n for n, row in ELEMENTARY.items() if row.single])
+def test_a_trusted_interval_holds_the_exact_value_and_is_narrow(name: str) -> None:
+    row = ELEMENTARY[name]
+    assert row.single is not None
+    params = tuple(param(f"x{i}", "f32") for i in range(row.arity))
+    single = row.single(*params)
+    trusted = single.trusted if single.trusted is not None else const("bool", True)
+    points = np.concatenate([inputs(name, "f32"), np.random.default_rng(0).uniform(0.001, 3, (1, 400))], axis=1)
+    found = Function(name, params, (single.head, single.low, single.high, trusted)).evaluate(*points.astype(np.float32))
+    columns = [np.broadcast_to(f, points.shape[1]).tolist() for f in found]
+    seen = 0
+    for (x,), head, low, high, known in zip(points.astype(np.float32).T.tolist(), *columns, strict=True):
+        want = exact(row, (x,)) if known and math.isfinite(head) else None
+        if want is None:
+            continue
+        want = abs(want) if single.sign is not None else want
+        # Beyond 20 and 3.93 tanh and erf are those of 20 and 3.93; a subnormal x is the nearest value of both.
+        if min(want, head + min(low, high)) > 1 - 2.0**-25 or (single.sign is not None and want < 2.0**-126):
+            continue
+        seen += 1
+        with mpmath.workprec(200):
+            ends = [mpmath.mpf(head) + mpmath.mpf(end) for end in (low, high)]
+            assert min(ends) <= want <= max(ends), (x, float(want), head, low, high)
+            assert abs(ends[1] - ends[0]) <= abs(want) * mpmath.mpf(2) ** -26, (x, float(want), head, low, high)
+    assert seen > 500
+
+
 # ---- the edges ----
 
 SPECIAL = [
@@ -348,5 +376,11 @@ def test_coefficients_are_derived(name: str) -> None:
     assert COEFFICIENTS[name] == derive(FITS[name])
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_entries_are_derived(name: str) -> None:
+    assert ENTRIES[name] == tabulate(TABLES[name])
+
+
 def test_every_fit_has_its_coefficients() -> None:
     assert set(FITS) == set(COEFFICIENTS)
+    assert set(TABLES) == set(ENTRIES)

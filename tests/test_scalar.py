@@ -28,12 +28,14 @@ from fxround.numerics.scalar import (
     fma,
     from_bits,
     is_nan,
+    lookup,
     maximum,
     minimum,
     narrow,
     negate,
     param,
     select,
+    signed_to_f32,
     signed_to_f64,
     sqrt,
     substitute,
@@ -217,6 +219,18 @@ def test_conversions() -> None:
     assert run(narrow(param("x", "f64")), x=1e300) == math.inf
     assert run(signed_to_f64(param("x", "u64")), x=np.uint64(2**64 - 3)) == -3.0
     assert run(signed_to_f64(param("x", "u64")), x=np.uint64(2**53 + 1)) == 2.0**53
+    assert run(signed_to_f32(param("x", "u32")), x=np.uint32(2**32 - 3)) == -3.0
+    assert run(signed_to_f32(param("x", "u32")), x=np.uint32(2**24 + 1)) == 2.0**24
+
+
+@pytest.mark.parametrize("count", [2, 16, 32, 64])
+def test_a_lookup_takes_its_index_modulo_the_number_of_entries(count: int) -> None:
+    x, entries = param("x", "u32"), [(j * 0x9E3779B9) % 2**32 for j in range(count)]
+    index = np.array([0, 1, count - 1, count, 2**32 - 1, 12345], np.uint32)
+    assert run(lookup(x, entries), x=index).tolist() == [entries[i % count] for i in index.tolist()]
+    assert lookup(const("u32", count + 1), entries) is const("u32", entries[1])
+    with pytest.raises(TypeError, match="lookup does not take"):
+        lookup(x, entries[1:])
 
 
 def test_select_takes_either_side_of_any_type() -> None:

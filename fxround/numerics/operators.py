@@ -29,6 +29,7 @@ from fxround.numerics.beyond import MODES_BEYOND, round_beyond
 from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.quick import Quick
+from fxround.numerics.elementary.single import Single
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 from fxround.numerics.rounding import round_expr, widen_exactly
@@ -71,7 +72,7 @@ class Operator:
     """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
     there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
     elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``) or by a rule
-    that is shown what binary64 loses (``rounded_by``), and the short evaluation for binary32 (``quick``).
+    that is shown what binary64 loses (``rounded_by``), and the short evaluations for binary32 (``quick``, ``single``).
     ``residual``: ``error`` is a fused residual of the first two operands, which can underflow."""
 
     name: str
@@ -82,6 +83,7 @@ class Operator:
     sticky: Callable[..., Expr] | None = None
     rounded_by: Callable[..., Expr] | None = None
     quick: Callable[..., Quick] | None = None
+    single: Callable[..., Single] | None = None
     residual: bool = False
 
 
@@ -163,6 +165,7 @@ def _elementary(name: str) -> Operator:
         sticky=row.build_sticky,
         rounded_by=row.build_rounded_by,
         quick=row.quick,
+        single=row.single,
     )
 
 
@@ -265,9 +268,19 @@ def apply(
         return _convert(round_expr(nearest, rounding, random), out)
     operands = tuple(map(widen_exactly, args))
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
-    if operator.quick and str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
-        short = operator.quick(*operands)
-        return rarely(short.doubtful(), value, narrow(short.value))
+    if str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
+        return _short(operator, args, value)
+    return value
+
+
+def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
+    """``value``, by shorter evaluations where these suffice: binary32 to nearest even, of binary32 operands."""
+    if operator.quick:
+        quick = operator.quick(*map(widen_exactly, args))
+        value = rarely(quick.doubtful(), value, narrow(quick.value))
+    if operator.single:
+        single = operator.single(*args)
+        value = rarely(single.doubtful(), value, single.value)
     return value
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -216,6 +216,16 @@ def signed_to_f64(x: Expr) -> Expr:
     return _apply("signed_to_f64", x)
 
 
+def signed_to_f32(x: Expr) -> Expr:
+    """A u32 read as two's complement, converted to f32 (nearest even)."""
+    return _apply("signed_to_f32", x)
+
+
+def lookup(index: Expr, entries: Sequence[int]) -> Expr:
+    """Entry ``index`` (u32) modulo their number, a power of two of them, each a u32."""
+    return _apply("lookup", index, *(const("u32", e) for e in entries))
+
+
 def fma(a: Expr, b: Expr | float, c: Expr | float) -> Expr:
     """a * b + c rounded once, to nearest even."""
     return _apply("fma", a, _lift(a.type, b), _lift(a.type, c))
@@ -330,6 +340,15 @@ def _view(x: Array) -> Array:
     return np.asarray(x).view(kinds[np.asarray(x).dtype])
 
 
+def _lookup_type(index: Type, *entries: Type) -> Type | None:
+    power_of_two = len(entries) > 1 and not len(entries) & (len(entries) - 1)
+    return "u32" if power_of_two and {index, *entries} == {"u32"} else None
+
+
+def _lookup_numpy(index: Array, *entries: Array) -> Array:
+    return np.asarray(np.stack(entries)[np.asarray(index) & np.uint32(len(entries) - 1)])
+
+
 _INTEGERS: Final[tuple[Type, ...]] = ("u32", "u64")
 _FLOATS: Final[tuple[Type, ...]] = ("f32", "f64")
 _NARROW: Final[dict[Type, Type]] = {"u64": "u32", "f64": "f32"}
@@ -363,6 +382,8 @@ OPS: Final[dict[str, Op]] = {
     "widen": Op(_convert(_WIDEN), lambda x: x),
     "narrow": Op(_convert(_NARROW), lambda x: x),
     "signed_to_f64": Op(_convert({"u64": "f64"}), lambda x: np.asarray(x).view(np.int64)),
+    "signed_to_f32": Op(_convert({"u32": "f32"}), lambda x: np.asarray(x).view(np.int32)),
+    "lookup": Op(_lookup_type, _lookup_numpy),
 }
 
 

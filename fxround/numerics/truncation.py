@@ -33,7 +33,9 @@ _DIRECTIONS: Final[dict[str, Direction]] = {
     "nearest_zero": "zero",
 }
 # The operators of the IR that a rounding direction reaches.
-HARDWARE_ROUNDED: Final = frozenset({"fadd", "fsub", "fmul", "fdiv", "sqrt", "fma", "narrow", "signed_to_f64"})
+HARDWARE_ROUNDED: Final = frozenset(
+    {"fadd", "fsub", "fmul", "fdiv", "sqrt", "fma", "narrow", "signed_to_f64", "signed_to_f32"}
+)
 
 
 def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr) -> tuple[Direction, Expr] | None:

@@ -2,7 +2,7 @@
 
 What is true here. ``ELEMENTARY`` is the one table: a function is a row here and a definition in its family's file.
 A definition returns an ``Approximation``: the value as an unevaluated sum of two binary64 numbers. Only IEEE
-+ - * / sqrt fma, integer operations and selects are used; there is no table look-up and no libm.
++ - * / sqrt fma, integer operations and selects are used, and tables of constants in ``single``; there is no libm.
 
 Why it is safe. ``error_bound`` is in units in the last place of binary64, measured against mpmath and quad precision
 on samples and rounded up; the tests assert it. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from fxround.numerics.elementary import quick
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.error_function import erf, erfc, erfinv
 from fxround.numerics.elementary.exponential import exp, exp2, expm1
@@ -33,6 +33,7 @@ from fxround.numerics.elementary.modulo import fmod, remainder
 from fxround.numerics.elementary.power import power
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.roots import cbrt, hypot, rsqrt
+from fxround.numerics.elementary.single import Single
 from fxround.numerics.elementary.trigonometric import cos, sin, tan
 from fxround.numerics.scalar import Expr, Function, param, widen
 
@@ -43,7 +44,7 @@ class Elementary:
 
     ``error_bound``: of ``build``, in binary64 ulps. ``special``: its values at the edges, in words. ``reference``: the
     same in mpmath's notation. ``source``: where the method comes from. ``quick``: the short evaluation for binary32
-    arguments and results to nearest even, if there is one.
+    arguments and results to nearest even, if there is one. ``single``: the one in binary32 that is tried before it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Elementary:
     reference: str
     source: str
     quick: Callable[..., Quick] | None = None
+    single: Callable[..., Single] | None = None
 
     def build(self, *args: Expr) -> Expr:
         """f64 expressions in, the value in binary64 out, within ``error_bound`` ulps."""
@@ -73,7 +75,10 @@ class Elementary:
         params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
         args = tuple(map(widen, params))
         found = self.quick(*args) if self.quick else None
-        short = (found.value, found.doubtful()) if found else ()
+        short = [found.value, found.doubtful()] if found else []
+        if self.single:
+            first = self.single(*params)
+            short += [first.value, first.doubtful()]
         return Function(self.name, params, (self.build_sticky(*args), *short)).digest
 
     def _checked(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -84,20 +89,48 @@ class Elementary:
 
 
 _ROWS: Final = (
-    Elementary("exp", 1, exp, 0.62, "exp(-inf) = +0", "exp(x)", "Tang 1989", quick.exp),
+    Elementary("exp", 1, exp, 0.62, "exp(-inf) = +0", "exp(x)", "Tang 1989", quick.exp, single.exp),
     Elementary("exp2", 1, exp2, 0.62, "exact at the integers", "2**x", "Tang 1989"),
     Elementary("expm1", 1, expm1, 1.0, "expm1(+-0) = +-0, expm1(-inf) = -1", "expm1(x)", "Tang 1992"),
-    Elementary("log", 1, log, 0.62, "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0", "log(x)", "Tang 1990", quick.log),
+    Elementary(
+        "log",
+        1,
+        log,
+        0.62,
+        "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0",
+        "log(x)",
+        "Tang 1990",
+        quick.log,
+        single.log,
+    ),
     Elementary("log2", 1, log2, 0.7, "as log; exact at powers of 2", "log(x, 2)", "Tang 1990"),
     Elementary("log10", 1, log10, 0.7, "as log; exact at powers of 10", "log10(x)", "Tang 1990"),
     Elementary("log1p", 1, log1p, 0.65, "log1p(+-0) = +-0, log1p(-1) = -inf", "log1p(x)", "Tang 1990"),
-    Elementary("tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1", quick.tanh),
     Elementary(
-        "sigmoid", 1, sigmoid, 0.65, "sigmoid(-inf) = +0, sigmoid(inf) = 1", "1/(1+exp(-x))", "from exp", quick.sigmoid
+        "tanh", 1, tanh, 0.8, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1", quick.tanh, single.tanh
+    ),
+    Elementary(
+        "sigmoid",
+        1,
+        sigmoid,
+        0.65,
+        "sigmoid(-inf) = +0, sigmoid(inf) = 1",
+        "1/(1+exp(-x))",
+        "from exp",
+        quick.sigmoid,
+        single.sigmoid,
     ),
     Elementary("softplus", 1, softplus, 0.7, "softplus(-inf) = +0", "softplus(x)", "from exp and log1p"),
     Elementary(
-        "erf", 1, erf, 1.0, "erf(+-0) = +-0, erf(+-inf) = +-1", "erf(x)", "Shepherd and Laframboise 1981", quick.erf
+        "erf",
+        1,
+        erf,
+        1.0,
+        "erf(+-0) = +-0, erf(+-inf) = +-1",
+        "erf(x)",
+        "Shepherd and Laframboise 1981",
+        quick.erf,
+        single.erf,
     ),
     Elementary("erfc", 1, erfc, 2.0, "erfc(-inf) = 2, erfc(inf) = +0", "erfc(x)", "Shepherd and Laframboise 1981"),
     Elementary(

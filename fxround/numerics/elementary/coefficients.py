@@ -16,18 +16,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A polynomial in (x - centre) of this degree for ``function(mpmath, x)`` on [low, high]."""
+    """A polynomial in (x - centre) of this degree for ``function(mpmath, x)`` on [low, high], to ``bits`` bits."""
 
     function: Callable[[Any, Any], Any]
     low: float
     high: float
     degree: int
     centre: float = 0.0
+    bits: int = 53
+
+
+@dataclass(frozen=True)
+class Table:
+    """``function(mpmath, j)`` for j = 0 ... count - 1, to binary32."""
+
+    function: Callable[[Any, int], Any]
+    count: int
 
 
 def _at_zero(limit: Callable[[Any], Any], function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -83,7 +93,49 @@ FITS: Final[dict[str, Fit]] = {
     "quick_power": Fit(_at_zero(lambda m: 1 / m.log(2), lambda m, f: m.log1p(f) / f / m.log(2)), -0.2929, 0.4143, 19),
     "quick_erf": Fit(_at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, z: _ratio("erf", z, m)), 0.0, 16.0, 20, centre=8.0),
     "quick_sin": Fit(_at_zero(lambda m: -m.mpf(1) / 6, lambda m, z: (_ratio("sin", z, m) - 1) / z), 0.0, 0.61686, 4),
+    # single.py. (exp(r) - 1 - r) / r^2, |r| <= log(2)/64; (log1p(f) - f) / f^2, |f| <= 1/64
+    "single_log": Fit(_at_zero(lambda m: -0.5, lambda m, f: (m.log1p(f) - f) / f**2), -0.01563, 0.01563, 3, bits=24),
+    "single_exp": Fit(_at_zero(lambda m: 0.5, lambda m, r: (m.exp(r) - 1 - r) / r**2), -0.0109, 0.0109, 2, bits=24),
     "quick_cos": Fit(_at_zero(lambda m: -m.mpf(1) / 2, lambda m, z: (m.cos(m.sqrt(z)) - 1) / z), 0.0, 0.61686, 4),
+}
+
+
+def _rounded_power(m: Any, j: int) -> Any:
+    """2^(j/32) in binary32."""
+    return m.mpf(_rounded(m, m.mpf(2) ** (m.mpf(j) / 32), 24))
+
+
+def _inverse(m: Any, j: int) -> Any:
+    """32 / (32 + j) in binary32."""
+    return m.mpf(_rounded(m, m.mpf(32) / (32 + j), 24))
+
+
+def _short_log(m: Any, j: int) -> Any:
+    """-log of that, to the nearest multiple of 2^-16."""
+    return m.nint(-m.log(_inverse(m, j)) * 2**16) / 2**16
+
+
+def _piece(power: int, rest: bool = False) -> Table:
+    """The coefficients of one power over the 32 pieces of erf(a) / a, or what binary32 leaves of them."""
+
+    def value(m: Any, j: int) -> Any:
+        exact = _erf_pieces(m, j)[power]
+        return exact - m.mpf(_rounded(m, exact, 24)) if rest else exact
+
+    return Table(value, 32)
+
+
+TABLES: Final[dict[str, Table]] = {
+    # 2^(j/32), and by how much j log(2)/32 exceeds the logarithm of its binary32 value
+    "exp_power": Table(lambda m, j: m.mpf(2) ** (m.mpf(j) / 32), 32),
+    "exp_excess": Table(lambda m, j: j * m.log(2) / 32 - m.log(_rounded_power(m, j)), 32),
+    # c = 32 / (32 + j), and -log of its binary32 value in two parts, the first a multiple of 2^-16
+    "log_inverse": Table(_inverse, 32),
+    "log_head": Table(_short_log, 32),
+    "log_rest": Table(lambda m, j: -m.log(_inverse(m, j)) - _short_log(m, j), 32),
+    # The coefficients of erf(a) / a around the multiples of 1/8
+    **{f"erf_{power}": _piece(power) for power in range(7)},
+    **{f"erf_rest_{power}": _piece(power, rest=True) for power in (0, 1)},
 }
 
 
@@ -92,18 +144,39 @@ def derive(fit: Fit) -> tuple[float, ...]:
     import mpmath  # type: ignore[import-untyped]
 
     with mpmath.workprec(400):
-        low, high, count = mpmath.mpf(fit.low), mpmath.mpf(fit.high), fit.degree + 1
-        points = [
-            (low + high) / 2 + (high - low) / 2 * mpmath.cos(mpmath.pi * (2 * i + 1) / (2 * count))
-            for i in range(count)
-        ]
-        powers = mpmath.matrix([[(x - fit.centre) ** j for j in range(count)] for x in points])
-        solution = mpmath.lu_solve(powers, mpmath.matrix([fit.function(mpmath, x) for x in points]))
-        return tuple(float(c) for c in solution)
+        return tuple(_rounded(mpmath, c, fit.bits) for c in _interpolant(mpmath, fit))
+
+
+def _interpolant(m: Any, fit: Fit) -> tuple[Any, ...]:
+    low, high, count = m.mpf(fit.low), m.mpf(fit.high), fit.degree + 1
+    points = [(low + high) / 2 + (high - low) / 2 * m.cos(m.pi * (2 * i + 1) / (2 * count)) for i in range(count)]
+    powers = m.matrix([[(x - fit.centre) ** j for j in range(count)] for x in points])
+    return tuple(m.lu_solve(powers, m.matrix([fit.function(m, x) for x in points])))
+
+
+@cache
+def _erf_pieces(m: Any, j: int) -> tuple[Any, ...]:
+    """The coefficients of erf(a) / a in powers of a - j/8, |a - j/8| <= 1/16, unrounded."""
+    ratio = _at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, a: m.erf(a) / a)
+    return _interpolant(m, Fit(lambda m, u: ratio(m, m.mpf(j) / 8 + u), -0.0625, 0.0625, 6))
+
+
+def tabulate(table: Table) -> tuple[float, ...]:
+    """The entries. Needs mpmath."""
+    import mpmath
+
+    with mpmath.workprec(400):
+        return tuple(_rounded(mpmath, table.function(mpmath, j), 24) for j in range(table.count))
+
+
+def _rounded(m: Any, value: Any, bits: int) -> float:
+    """To the nearest number of so many bits; what is left of a zero by elimination is zero."""
+    with m.workprec(bits):
+        return float(+m.mpf(value)) if abs(value) > 2.0**-100 else 0.0
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or FITS:
+    for name in sys.argv[1:] or (*FITS, *TABLES):
         print(f'    "{name}": (')
-        print("\n".join(f"        {c!r}," for c in derive(FITS[name])))
+        print("\n".join(f"        {c!r}," for c in (derive(FITS[name]) if name in FITS else tabulate(TABLES[name]))))
         print("    ),")

@@ -15,7 +15,7 @@ their encoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -25,8 +25,17 @@ TYPES: Final = MappingProxyType(
     {"bool": "bool", "u32": "unsigned int", "u64": "unsigned long long", "f32": "float", "f64": "double"}
 )
 
+
+def _lookup(index: str, *entries: str) -> str:
+    """An entry by the bits of its index, the highest first: no memory, and no divergence."""
+    if len(entries) == 1:
+        return entries[0]
+    half = len(entries) // 2
+    return f"({index} & {half}u ? {_lookup(index, *entries[half:])} : {_lookup(index, *entries[:half])})"
+
+
 # {0}, {1}, {2} are the operands. A row of several spellings is keyed by the type of the first operand.
-TABLE: Final[Mapping[str, str | Mapping[str, str]]] = MappingProxyType(
+TABLE: Final[Mapping[str, str | Mapping[str, str] | Callable[..., str]]] = MappingProxyType(
     {
         "add": "{0} + {1}",
         "sub": "{0} - {1}",
@@ -55,6 +64,8 @@ TABLE: Final[Mapping[str, str | Mapping[str, str]]] = MappingProxyType(
         "widen": {"u32": "(unsigned long long){0}", "f32": "(double){0}"},
         "narrow": {"u64": "(unsigned int){0}", "f64": "__double2float_rn({0})"},
         "signed_to_f64": "__ll2double_rn((long long){0})",
+        "signed_to_f32": "__int2float_rn((int){0})",
+        "lookup": _lookup,
     }
 )
 
@@ -81,6 +92,7 @@ static inline double __ddiv_rn(double a, double b) { return a / b; }
 static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
 static inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 static inline double __ll2double_rn(long long a) { return (double)a; }
+static inline float __int2float_rn(int a) { return (float)a; }
 static inline float __double2float_rn(double a) { return (float)a; }
 template <class To, class From> static inline To as_bits(From a) { To b; std::memcpy(&b, &a, sizeof b); return b; }
 static inline unsigned int __float_as_uint(float a) { return as_bits<unsigned int>(a); }
@@ -110,6 +122,8 @@ def constant(node: Expr) -> str:
 def expression(node: Expr, operands: list[str]) -> str:
     """One operator applied to named operands."""
     row = TABLE[node.op]
+    if callable(row):
+        return row(*operands)
     template = row if isinstance(row, str) else row[node.args[0].type]
     return template.format(*operands)
 

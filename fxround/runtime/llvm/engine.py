@@ -22,12 +22,15 @@ from typing import Any, Final
 import llvmlite
 import llvmlite.binding as llvm
 
+from fxround.runtime.llvm.lookups import definitions
+
 # sse2 has no fused multiply-add: LLVM calls the C library's fma, correctly rounded by its contract.
 _FEATURES: Final[dict[str, tuple[str, str]]] = {
     "avx512": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,-prefer-256-bit"),
     "avx2": ("haswell", "+avx2,+fma"),
     "sse2": ("x86-64", "+sse2"),
 }
+_WIDE_BYTES: Final = 64
 _LOCK = threading.Lock()
 
 
@@ -112,8 +115,11 @@ def _optimize(module: Any, machine: Any) -> None:
     builder.getModulePassManager().run(module, builder)
 
 
-def _optimized(text: str, machine: Any) -> Any:
-    module = llvm.parse_assembly(text)
+def _optimized(text: str, isa: str) -> Any:
+    module, machine = llvm.parse_assembly(text), _compiler(isa)
+    tables = definitions(text, machine_of(isa).vector_bytes == _WIDE_BYTES)
+    if tables:
+        module.link_in(llvm.parse_assembly(tables))
     module.verify()
     _optimize(module, machine)
     return module
@@ -123,7 +129,7 @@ def object_code(text: str, isa: str = "host") -> bytes:
     """The relocatable object file (ELF) of an LLVM module."""
     with _LOCK:
         machine = _compiler(isa)
-        code: bytes = machine.emit_object(_optimized(text, machine))
+        code: bytes = machine.emit_object(_optimized(text, isa))
         return code
 
 
@@ -146,4 +152,4 @@ def assembly(text: str, isa: str = "host") -> str:
     """The optimized machine code of a module, to be read."""
     with _LOCK:
         machine = _compiler(isa)
-        return str(machine.emit_assembly(_optimized(text, machine)))
+        return str(machine.emit_assembly(_optimized(text, isa)))

@@ -41,7 +41,7 @@ from fxround.runtime.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.llvm.render import emit, splat
+from fxround.runtime.llvm.render import emit, needed, splat
 
 # ``inner`` and ``row`` serve results whose innermost dimension is whole blocks: a block's elements are neighbours in
 # the operand, or are one element of it, and neither is fetched.
@@ -70,8 +70,8 @@ def words_function(draw: int) -> Function:
 
 
 def lanes_of(body: Function) -> int:
-    """16 where everything is 32 bits wide, else 8: a vector then fills one AVX-512 register."""
-    return 8 if any(n.type in ("u64", "f64") for n in body.schedule) else 16
+    """16 where all that is not needed rarely is 32 bits wide, else 8: a vector then fills one AVX-512 register."""
+    return 8 if any(n.type in ("u64", "f64") for n in needed(body.results, {})) else 16
 
 
 def build_map(variant: MapVariant) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.numerics.scalar import WIDTH, Expr, Function, Type
+from fxround.runtime.llvm.lookups import lookup
 
 SCALARS: Final = MappingProxyType(
     {
@@ -114,6 +115,8 @@ TABLE: Final[dict[str, Emit]] = {
     "widen": _widen,
     "narrow": _narrow,
     "signed_to_f64": lambda b, a, t: b.sitofp(a[0], t),
+    "signed_to_f32": lambda b, a, t: b.sitofp(a[0], t),
+    "lookup": lambda b, a, t: lookup(b, a[0], a[1:], t),
 }
 
 
@@ -132,7 +135,7 @@ def emit(
 
 
 def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, fuse: Fusion | None) -> None:
-    order = _needed(roots, env)
+    order = needed(roots, env)
     always = set(order)
     for node in order:
         if node in env:
@@ -150,7 +153,7 @@ def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: i
         env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
 
 
-def _needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
+def needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
     """What the roots need in any case, operands first: everything but the rare sides."""
     order: dict[Expr, None] = {}
     stack = [(r, False) for r in reversed(roots)]
@@ -172,7 +175,7 @@ def _branch(
 ) -> Any:
     condition, rare, common = node.args
     # What both sides need must dominate both.
-    _emit([n for n in _needed([rare], env) if n in always], b, env, lanes, fuse)
+    _emit([n for n in needed([rare], env) if n in always], b, env, lanes, fuse)
     wanted = env[condition]
     if lanes > 1:
         whole = ir.IntType(lanes)

@@ -1,0 +1,241 @@
+"""Evaluations in binary32 alone, for binary32 to nearest even: an interval, and whether it rounds to one number.
+
+What is true here. A ``Single`` is an interval [head + low, head + high] that holds the exact value wherever it is
+``trusted``. Where both ends round to one binary32 number so does the exact value, rounding being monotone: that
+number is the result (Ziv 1991). Elsewhere, one lane in a thousand or so, ``quick`` decides in binary64.
+
+Why it is safe. A value is a head and a tail, kept apart by error-free transformations, so that what is lost is a few
+units of 2^-24 of the tail; beside each function stands what adds up to the interval's half width. ``trusted`` keeps
+arguments where no part that counts is subnormal; a NaN equals nothing, so it is never taken for a result. Where this
+argument should fail, the comparison over all binary32 inputs would show it: it runs these very kernels.
+
+    before   8 lanes of binary64 in a register
+    after    rarely(ends differ, binary64, 16 lanes of binary32)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from fxround.numerics.elementary.pairs import Pair, fast_two_sum, two_product, two_sum
+from fxround.numerics.elementary.single_tables import ENTRIES
+from fxround.numerics.elementary.tables import COEFFICIENTS
+from fxround.numerics.scalar import (
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    lookup,
+    negate,
+    select,
+    signed_to_f32,
+)
+
+
+def _nearest(value: float) -> float:
+    """The nearest binary32 number."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def _encodings(values: Iterable[float]) -> list[int]:
+    """The nearest binary32 numbers, as integers."""
+    return [int.from_bytes(struct.pack("<f", v), "little") for v in values]
+
+
+SIGN: Final = 1 << 31
+SHIFTER: Final = 1.5 * 2.0**23
+"""Adding it to |t| < 2^22 leaves t, rounded to an integer, in the low bits."""
+STEPS: Final = _nearest(32 * 1.4426950408889634)
+STEP: Final = (0.021660849452018738, _nearest(-5.952044687368025e-11))
+"""log(2) / 32 in two parts, good to 2^-58."""
+_POWERS: Final = [(e - (j << 18)) & 0xFFFFFFFF for j, e in enumerate(_encodings(ENTRIES["exp_power"]))]
+"""Entry j plus (32 n + j) 2^18 is the encoding of 2^(n + j/32)."""
+_EXCESS: Final = _encodings(ENTRIES["exp_excess"])
+_EXP_BOUND: Final = _nearest(2.2e-11)
+_LOWERED: Final = _encodings(v - _EXP_BOUND for v in ENTRIES["exp_excess"])
+"""_EXCESS, so that what comes out is the interval's lower end."""
+_SIGMOID_BOUND: Final = _nearest(2.8e-11)
+_TANH_BOUND: Final = _nearest(2.5e-11)
+_TANH_REST: Final = 2.625 * 2.0**-24
+
+LN2: Final = (45426 * 2.0**-16, _nearest(0.6931471805599453 - 45426 * 2.0**-16))
+_INVERSES: Final = _encodings(ENTRIES["log_inverse"])
+_LOG_HEADS: Final = _encodings(ENTRIES["log_head"])
+_LOG_RESTS: Final = _encodings(ENTRIES["log_rest"])
+_EXPONENT: Final = 0x1FF << 23
+_LOG_BOUND: Final = 2.0**-35
+_LOG_REST: Final = 3.5 * 2.0**-24
+
+EIGHTHS: Final = 1.5 * 2.0**20
+"""Adding it to |t| < 2^19 leaves 8 t, rounded to an integer, in the low bits."""
+_ERF: Final = [_encodings(ENTRIES[f"erf_{power}"]) for power in range(7)]
+_ERF_RESTS: Final = [_encodings(ENTRIES[f"erf_rest_{power}"]) for power in (0, 1)]
+_ERF_END: Final = _nearest(3.93)
+_ERF_BOUND: Final = 2.0**-38
+_ERF_REST: Final = 5.5 * 2.0**-24
+_SMALL: Final = (127 - 90) << 23
+
+
+@dataclass(frozen=True)
+class Single:
+    """The exact value lies in [head + low, head + high] (f32), where ``trusted`` (bool; None: everywhere) holds.
+
+    ``sign`` (u32): where it is given, that is |value|, and this the sign bit.
+    """
+
+    head: Expr
+    low: Expr
+    high: Expr
+    trusted: Expr | None = None
+    sign: Expr | None = None
+
+    @property
+    def value(self) -> Expr:
+        """The rounded value, f32; of no meaning where it is ``doubtful``."""
+        value = self.head + self.low
+        return value if self.sign is None else from_bits(bits(value) | self.sign)
+
+    def doubtful(self) -> Expr:
+        """bool: the ends round to different numbers, or nothing is known."""
+        same = (self.head + self.low).equals(self.head + self.high)
+        return ~(same if self.trusted is None else same & self.trusted)
+
+
+def _polynomial(x: Expr, name: str) -> Expr:
+    """Horner's rule with fma."""
+    *others, last = COEFFICIENTS[name]
+    value = const("f32", last)
+    for c in reversed(others):
+        value = fma(value, x, c)
+    return value
+
+
+class _Powers(NamedTuple):
+    """exp of the argument = power (1 + r + rest); ``square`` is (r + the argument's low part)^2 < 2^-13."""
+
+    power: Expr
+    r: Expr
+    rest: Expr
+    square: Expr
+
+    def pair(self) -> Pair:
+        """The sum: the tail is below 2^-13 of the head."""
+        head = fma(self.power, self.r, self.power)
+        return Pair(head, fma(self.power, self.rest, fma(self.power, self.r, self.power - head)))
+
+
+def _powers(x: Expr, excess: list[int]) -> _Powers:
+    """x = k log(2)/32 + r, |x| < 87; r is exact, its low part below 2^-22 holds what log(2)/32 lacks.
+
+    The table has binary32 numbers near 2^(j/32), and how much j log(2)/32 exceeds their logarithms, so that ``power``
+    is exact too (after Gal 1986). exp(r) - 1 - r loses 2^-37.5 where its argument is rounded, and less than
+    2^-36.1 in the roundings of a square below 2^-13, half of which counts: 2.0e-11 of the value in all.
+    """
+    shifted = fma(x, STEPS, SHIFTER)
+    k = shifted - SHIFTER
+    r = fma(k, -STEP[0], x)
+    low = fma(k, -STEP[1], from_bits(lookup(bits(shifted), excess)))
+    near = r + low
+    square = near * near
+    rest = fma(square, _polynomial(near, "single_exp"), low)
+    power = from_bits(lookup(bits(shifted), _POWERS) + (bits(shifted) << 18))
+    return _Powers(power, r, rest, square)
+
+
+def exp(x: Expr) -> Single:
+    """exp(x) within 2.0e-11; the table lowers it by 2.2e-11, the upper end is rounded once more (2^-38)."""
+    parts = _powers(x, _LOWERED)
+    head, low = parts.pair()
+    return Single(head, low, fma(parts.power, 2 * _EXP_BOUND, low), absolute(x) < 75.0)
+
+
+def sigmoid(x: Expr) -> Single:
+    """1 / (1 + exp(-x)): exp's bound, the quotient's remainder being exact, and roundings of a tail below 2^-23."""
+    e = fast_two_sum(*_powers(negate(x), _EXCESS).pair())
+    d = two_sum(const("f32", 1.0), e.hi)
+    inverse = 1.0 / d.hi
+    residue = fma(negate(inverse), d.lo + e.lo, fma(negate(inverse), d.hi, 1.0))
+    tail = residue * inverse
+    low, high = (fma(inverse, bound, tail) for bound in (-_SIGMOID_BOUND, _SIGMOID_BOUND))
+    return Single(inverse, low, high, absolute(x) < 75.0)
+
+
+def tanh(x: Expr) -> Single:
+    """(1 - F) / (1 + F), F = exp(-2 |x|); |x| beyond 20 counts as 20, whose result is 1 as well.
+
+    1 - F is as small as x. The roundings of exp's square, five of 2^-24 of a half of it, are therefore stated by
+    themselves (``_TANH_REST``); what else exp loses is in ``_TANH_BOUND``. A subnormal x has no other part that counts.
+    """
+    size = absolute(x)
+    parts = _powers(select(size > 20.0, 20.0, size) * -2.0, _EXCESS)
+    one = const("f32", 1.0) - parts.power
+    lost = (1.0 - one) - parts.power
+    head = fma(negate(parts.power), parts.r, one)
+    tail = fma(negate(parts.power), parts.r, one - head)
+    n = fast_two_sum(head, fma(negate(parts.power), parts.rest, tail + lost))
+    high = 2.0 - n.hi
+    low = ((2.0 - high) - n.hi) - n.lo
+    inverse = 1.0 / high
+    value = n.hi * inverse
+    residue = fma(negate(value), low, fma(negate(value), high, n.hi) + n.lo)
+    tail = residue * inverse
+    width = fma(value, _TANH_BOUND, parts.power * parts.square * _TANH_REST * inverse)
+    return Single(value, tail - width, tail + width, sign=bits(x) & SIGN)
+
+
+def log(x: Expr) -> Single:
+    """k log(2) - log(c) + log1p(f), x = 2^k m, f = m c - 1 < 2^-6, c one of 32 inverses; near 1, k = 0 and c = 1.
+
+    The first two have heads of 16 bits behind the point, which add exactly, and rests that lose 2^-24 of themselves
+    (``_LOG_BOUND``, of the heads' sum); log1p(f) - f loses five roundings of half a square, and f's (``_LOG_REST``).
+    """
+    code = bits(x) - (0x3F800000 - (1 << 17))
+    power = code & _EXPONENT
+    k = signed_to_f32(power)
+    m = from_bits(bits(x) - power)
+    index = code >> 18
+    c = from_bits(lookup(index, _INVERSES))
+    product = two_product(m, c)
+    f = product.hi - 1.0
+    near = f + product.lo
+    square = near * near
+    whole = fma(k, LN2[0] * 2.0**-23, from_bits(lookup(index, _LOG_HEADS)))
+    low = fma(k, LN2[1] * 2.0**-23, from_bits(lookup(index, _LOG_RESTS)))
+    head = fast_two_sum(whole, f)
+    tail = (head.lo + product.lo) + fma(square, _polynomial(near, "single_log"), low)
+    width = fma(absolute(whole), _LOG_BOUND, square * _LOG_REST)
+    return Single(head.hi, tail - width, tail + width, (bits(x) - (1 << 23)) < (0xFE << 23))
+
+
+def erf(x: Expr) -> Single:
+    """a P(a - c), a = |x|, c the nearest multiple of 1/8, |a - c| <= 1/16; a beyond 3.93 counts as 3.93: 1 as well.
+
+    P's first two coefficients have two parts. What follows them, ``rest``, is below 2^-9 of P. It loses at most seven
+    roundings of 2^-24 of itself, its largest coefficient's included; that 5.5 bound their sum is what the comparison
+    over all inputs shows.
+    """
+    size = absolute(x)
+    # Zero, or not so small that a part is subnormal.
+    trusted = (bits(size) - 1) >= _SMALL - 1
+    size = select(size > _ERF_END, _ERF_END, size)
+    shifted = size + EIGHTHS
+    u = size - (shifted - EIGHTHS)
+
+    def entry(table: list[int]) -> Expr:
+        return from_bits(lookup(bits(shifted), table))
+
+    curve = entry(_ERF[6])
+    for table in _ERF[5:1:-1]:
+        curve = fma(curve, u, entry(table))
+    slope = two_product(u, entry(_ERF[1]))
+    total = fast_two_sum(entry(_ERF[0]), slope.hi)
+    rest = fma(u, fma(u, curve, entry(_ERF_RESTS[1])), entry(_ERF_RESTS[0])) + (total.lo + slope.lo)
+    value = two_product(size, total.hi)
+    tail = fma(size, rest, value.lo)
+    width = size * fma(absolute(rest), _ERF_REST, _ERF_BOUND)
+    return Single(value.hi, tail - width, tail + width, trusted, bits(x) & SIGN)
