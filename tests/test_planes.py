@@ -44,7 +44,7 @@ def always_planes(plane_bytes: int = 1 << 19) -> Iterator[list[planes.Planes | N
 
     def planned(kernel: Contract, shape: planes.Shape) -> planes.Planes | None:
         plan = planes._planned.__wrapped__
-        made.append(plan(kernel, planes.current_instruction_set(), torch.get_num_threads(), shape))
+        made.append(plan(kernel, planes.current_set(), torch.get_num_threads(), shape))
         return made[-1]
 
     with (

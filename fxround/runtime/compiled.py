@@ -53,11 +53,6 @@ def current_machine() -> Machine:
     return machine_of(_ISA[0])
 
 
-def current_instruction_set() -> str:
-    """The name of the set that code compiled now is for."""
-    return _ISA[0]
-
-
 def signature(integers: int, pointers: int) -> Any:
     """A void C function of 64-bit integers, then pointers; calling it releases the GIL."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.c_void_p] * pointers)

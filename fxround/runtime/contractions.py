@@ -23,7 +23,7 @@ from torch import Tensor
 from fxround.kernel import Contract
 from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
-from fxround.runtime.compiled import current_instruction_set, native, signature
+from fxround.runtime.compiled import current_set, native, signature
 from fxround.runtime.execute import Draw, array, dtype_of
 from fxround.runtime.llvm import contract, direct
 from fxround.runtime.llvm.contract import build_contract
@@ -196,7 +196,7 @@ class Contraction:
         """left: shape of the first operand, (g, rows, length). groups 0: g == batch; else its matrix is batch mod g."""
         _, rows, length = left
         batch, columns = right.batch, right.n_offsets.numel()
-        isa, sizes = current_instruction_set(), (batch, rows, columns, length, groups)
+        isa, sizes = current_set(), (batch, rows, columns, length, groups)
         if right.k_step is not None and _unpacked(kernel, isa, sizes):
             return Contraction(_direct(kernel, isa, sizes, (*strides, right.step, right.k_step)), ())
         out = right.out or Placing(rows * columns, columns, offsets(columns, 1))

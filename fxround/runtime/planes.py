@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernel import Contract
-from fxround.runtime.compiled import current_instruction_set, native, signature
+from fxround.runtime.compiled import current_set, native, signature
 from fxround.runtime.contractions import Code, Pending, Plan, enough_for, in_lines
 from fxround.runtime.execute import array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
@@ -106,7 +106,7 @@ class Planes:
 
 def planned(kernel: Contract, shape: Shape) -> Planes | None:
     """The plan on this machine; None where packed panels are the better way."""
-    return _planned(kernel, current_instruction_set(), torch.get_num_threads(), shape)
+    return _planned(kernel, current_set(), torch.get_num_threads(), shape)
 
 
 @lru_cache(maxsize=1024)
