@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -86,6 +87,15 @@ def test_callers_do_not_meet(team: str, number: int) -> None:
     assert found == [True] * 200
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell starts what runs in the background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_comes_when_every_piece_has_ended(team: str) -> None:
     done: list[Tensor] = []
     rounds = 100_000

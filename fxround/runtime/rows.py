@@ -98,8 +98,11 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _reduces_rows(node: fx.Node, dims: int) -> bool:
-    reduced, keepdim = node.args[1], len(node.args) > 2 and node.args[2]
-    if not isinstance(reduced, list | tuple) or not keepdim or [d % dims for d in reduced] != [dims - 1]:  # type: ignore[operator]
+    # A maximum of everything has no dimensions among its arguments.
+    _, reduced, keepdim, *_ = (*node.args, None, None)
+    if not dims or not keepdim or not isinstance(reduced, list | tuple):
+        return False
+    if [d % dims for d in reduced] != [dims - 1]:
         return False
     if node.target is _LARGEST:
         return all(user.target in (FUSED, POINTWISE) for user in node.users)
