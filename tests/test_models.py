@@ -14,6 +14,7 @@ from torch import Tensor
 import fxround
 from fxround.backend import rounding_backend
 from fxround.entry import Entry
+from fxround.runtime import buffers
 
 
 class Case:
@@ -74,6 +75,12 @@ def test_a_second_run_and_one_thread_give_the_same_bits(case: Case) -> None:
     assert torch.equal(case.run(case.stochastic.reseed(3)), first)
 
 
+def test_no_kernel_uses_memory_that_is_not_its_own(case: Case) -> None:
+    want = case.run(case.stochastic)
+    with buffers.guarded():
+        assert torch.equal(case.run(case.stochastic), want)
+
+
 def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.name == "vit":  # transformers makes it an attention mask of ones where it is told that it is exported
         monkeypatch.setattr("transformers.masking_utils.is_torchdynamo_exporting", lambda: True)
@@ -100,6 +107,7 @@ def test_nothing_of_a_training_step_is_left_to_a_stock_kernel(name: str) -> None
     """Strict: an operation of the forward or the backward without a kernel would raise."""
     example = build(name)
     compiled = fxround.compile(example.model.train(), "reproducible")
-    example.result(compiled(*example.args, **example.kwargs)).square().sum().backward()
+    with buffers.guarded():
+        example.result(compiled(*example.args, **example.kwargs)).square().sum().backward()
     assert compiled.coverage().unrounded == ()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in example.model.parameters())

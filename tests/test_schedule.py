@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxround
+from fxround.errors import VerificationError
 from fxround.runtime import buffers
+from fxround.runtime.aliasing import is_view_of, may_share
+from fxround.runtime.library import FUSED, KERNELS, POINTWISE
+from fxround.runtime.verify import verify_schedule
 
 # 68 kB in binary32: large enough for a buffer of the pool.
 SIZE = 132
@@ -70,6 +76,36 @@ def test_results_are_the_graphs_own_and_stay_so(seed: int) -> None:
         assert torch.equal(value, copy) and torch.equal(value, want)
 
 
+class Skip(nn.Module):
+    """A concatenation of two kernels' results that a chain reads as one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(3, 32, 3, padding=1)
+        self.c, self.d, self.e = (nn.Conv2d(64, 64, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.c(torch.cat([self.a(x).relu(), self.b(x).relu()], 1)).relu()
+        for _ in range(2):
+            y = y + self.e(self.d(y).relu()).relu()
+        return y
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_two_operands_of_a_concatenation_are_released_once(fuse: bool) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    compiled = fxround.compile(Skip(), "reproducible", fuse=fuse)
+    with torch.no_grad():
+        results = [compiled(x) for _ in range(3)]
+        entry = compiled._latest
+        assert entry is not None
+        want = entry.lowered(*entry._inputs([x]), compiled.rng)[0]
+    assert all(torch.equal(result, want) for result in results)
+    calls = [node for node in entry.running.graph.nodes if node.target is buffers.release]
+    released = [value for call in calls for value in call.args]
+    assert len(released) == len(set(released)) > 0
+
+
 class Deep(nn.Module):
     """Forty sums over the rows, which no fusion joins: forty results of one size, of which two are alive at once."""
 
@@ -115,3 +151,245 @@ def test_a_chain_that_runs_in_whole_kernels_needs_two_buffers() -> None:
         buffers.forget()
         result = compiled(x)
         assert buffers._POOL.peak == 2 * result.nbytes and buffers.kept() == result.nbytes
+
+
+def test_memory_that_is_not_in_use_cannot_be_released() -> None:
+    lent, own = buffers.empty((300, 300), torch.float32), torch.empty(300, 300)
+    buffers.release(lent)
+    for tensor in (lent, lent.t(), own):
+        with pytest.raises(VerificationError, match=r"shape \(300, 300\) was released that is not in use"):
+            buffers.release(tensor)
+    again = buffers.empty((300, 300), torch.float32)
+    assert again.data_ptr() == lent.data_ptr() != buffers.empty((300, 300), torch.float32).data_ptr()
+    buffers.forget()
+
+
+# ---- the verification of a schedule ----
+
+
+class Sketch:
+    """A scheduled graph, written by hand: two inputs and the random state."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.x, self.y, self.rng = (self.graph.placeholder(name) for name in ("x", "y", "rng"))
+        self.modules: dict[str, nn.Module] = {}
+
+    def add(self, *operands: fx.Node) -> fx.Node:
+        arguments = (list(operands), "add(x0, x1)", torch.float32, self.rng, 0)
+        return self.graph.call_function(KERNELS[POINTWISE], arguments)
+
+    def call(self, target: object, *args: object) -> fx.Node:
+        return self.graph.call_function(target, args)  # type: ignore[arg-type]
+
+    def release(self, *values: fx.Node) -> None:
+        self.graph.call_function(buffers.release, values)
+
+    def chain(self, spent: tuple[int, ...], *args: fx.Node) -> fx.Node:
+        inside = Sketch()
+        inside.graph.output([inside.add(inside.x, inside.y)])
+        module = nn.Module()
+        module.spent, module.whole = spent, inside.done()  # type: ignore[assignment]
+        name = f"rows_{len(self.modules)}"
+        self.modules[name] = module
+        return self.call(operator.getitem, self.graph.call_module(name, args), 0)
+
+    def done(self) -> fx.GraphModule:
+        return fx.GraphModule(self.modules, self.graph)
+
+
+def a_release_before_the_last_use(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    g.release(a)
+    return g.add(a, g.x)
+
+
+def a_release_before_the_last_use_of_a_view(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    view = g.call(torch.ops.aten.t.default, a)
+    g.release(a)
+    return g.add(view, g.x)
+
+
+def two_releases(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    b = g.add(a, g.y)
+    g.release(a)
+    g.release(a)
+    return b
+
+
+def a_release_of_two_views_of_one_memory(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    b = g.add(a, g.y)
+    g.release(g.call(torch.ops.aten.t.default, a), a)
+    return b
+
+
+def a_release_of_the_result(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    view = g.call(torch.ops.aten.unsqueeze.default, a, 0)
+    g.release(a)
+    return view
+
+
+def a_release_of_an_input(g: Sketch) -> fx.Node:
+    g.release(g.x)
+    return g.add(g.x, g.y)
+
+
+def a_release_of_a_view_of_an_input(g: Sketch) -> fx.Node:
+    b = g.add(g.x, g.y)
+    g.release(g.call(torch.ops.aten.t.default, g.x))
+    return b
+
+
+def a_release_of_what_stock_made(g: Sketch) -> fx.Node:
+    copy = g.call(torch.ops.aten.cat.default, [g.x, g.y])
+    b = g.add(copy, g.y)
+    g.release(copy)
+    return b
+
+
+def a_release_of_what_an_unknown_operator_read(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    b = g.call(print, a)
+    g.release(a)
+    return b
+
+
+def a_chain_that_releases_one_argument_twice(g: Sketch) -> fx.Node:
+    a, b = g.add(g.x, g.y), g.add(g.y, g.x)
+    return g.chain((0, 0), a, b)
+
+
+def a_chain_that_releases_what_another_argument_shares(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    return g.chain((0,), a, g.call(torch.ops.aten.t.default, a))
+
+
+def a_chain_that_releases_what_is_used_later(g: Sketch) -> fx.Node:
+    a = g.add(g.x, g.y)
+    return g.add(g.chain((1,), g.x, a), a)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        a_release_before_the_last_use,
+        a_release_before_the_last_use_of_a_view,
+        two_releases,
+        a_release_of_two_views_of_one_memory,
+        a_release_of_the_result,
+        a_release_of_an_input,
+        a_release_of_a_view_of_an_input,
+        a_release_of_what_stock_made,
+        a_release_of_what_an_unknown_operator_read,
+        a_chain_that_releases_one_argument_twice,
+        a_chain_that_releases_what_another_argument_shares,
+        a_chain_that_releases_what_is_used_later,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_verification_finds(fault: Callable[[Sketch], fx.Node]) -> None:
+    sketch = Sketch()
+    sketch.graph.output([fault(sketch)])
+    with pytest.raises(VerificationError, match="the schedule"):
+        verify_schedule(sketch.done())
+
+
+def test_verification_accepts_what_is_right() -> None:
+    g = Sketch()
+    a = g.add(g.x, g.y)
+    pair = g.call(KERNELS[FUSED], [a, g.x], "two results", "f32 f32", g.rng, [1, 2])
+    first, second = g.call(operator.getitem, pair, 0), g.call(operator.getitem, pair, 1)
+    g.release(a)
+    joined = g.call(torch.ops.aten.cat.default, [first, second])
+    g.release(first, second)
+    b = g.add(joined, g.y)
+    c = g.chain((0,), g.call(torch.ops.aten.reshape.default, b, [4]), g.x)
+    g.graph.output([c, joined])
+    verify_schedule(g.done())
+
+
+# ---- guarded memory ----
+
+
+def test_a_guard_finds_what_is_written_beside_a_buffer_and_after_its_release() -> None:
+    def beside(tensor: Tensor) -> None:
+        torch.empty(0).set_(tensor.untyped_storage(), tensor.storage_offset() + 3, (1,)).zero_()
+
+    def late(tensor: Tensor) -> None:
+        buffers.release(tensor)
+        tensor.view(-1)[0] = 1
+
+    for fault, message in ((beside, "wrote beside its result of 12 bytes"), (late, "of 12 bytes was written to")):
+        with pytest.raises(VerificationError, match=message), buffers.guarded():
+            fault(buffers.empty((3,), torch.float32))
+
+
+def test_a_guard_finds_a_second_release() -> None:
+    with buffers.guarded():
+        tensor = buffers.empty((3, 1), torch.float64)
+        buffers.release(tensor.t())
+        with pytest.raises(VerificationError, match="not in use"):
+            buffers.release(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_guarded_memory_holds_nans_before_and_after_its_use(dtype: torch.dtype) -> None:
+    with buffers.guarded():
+        tensor = buffers.empty((2, 3), dtype)
+        assert tensor.shape == (2, 3) and bool(tensor.isnan().all())
+        tensor.fill_(1)
+        assert buffers.fills_its_buffer(tensor) and buffers.again(tensor).data_ptr() == tensor.data_ptr()
+        buffers.release(tensor)
+        assert bool(tensor.isnan().all())
+        assert buffers.empty((2, 3), dtype).data_ptr() != tensor.data_ptr()
+
+
+# ---- what may share memory ----
+
+
+def test_operators_share_no_memory_that_the_schedule_does_not_expect() -> None:
+    aten, x = torch.ops.aten, torch.randn(4, 6)
+    cases = [
+        *((aten.view.default, ([6, 4],)), (aten.reshape.default, ([24],)), (aten._unsafe_view.default, ([24],))),
+        *((aten.t.default, ()), (aten.permute.default, ([1, 0],)), (aten.transpose.int, (0, 1))),
+        *((aten.expand.default, ([4, 6],)), (aten.slice.Tensor, (0, 0, 4)), (aten.select.int, (0, 0))),
+        *((aten.unsqueeze.default, (0,)), (aten.squeeze.default, ()), (aten.squeeze.dim, (0,))),
+        *((aten.squeeze.dims, ([0],)), (aten.alias.default, ()), (aten.detach.default, ())),
+        *(
+            (aten.split.Tensor, (4,)),
+            (aten.unbind.int, ()),
+            (aten.diagonal.default, ()),
+            (aten.unfold.default, (0, 4, 1)),
+        ),
+        *(
+            (aten.as_strided.default, ([4, 6], [6, 1])),
+            (aten.contiguous.default, ()),
+            (aten.view.dtype, (torch.float32,)),
+        ),
+        *((aten.clone.default, ()), (aten.repeat.default, ([1, 1],)), (aten.roll.default, ([0],))),
+        *((aten.flip.default, ([],)), (aten.constant_pad_nd.default, ([0, 0],)), (aten.tril.default, (9,))),
+        *((aten.masked_fill.Scalar, (torch.zeros(4, 6, dtype=torch.bool), 1.0)), (aten._to_copy.default, ())),
+        *((aten.upsample_nearest2d.default, ([4, 6],)), (aten.pixel_shuffle.default, (1,))),
+        *(
+            (aten.clamp.default, (-9,)),
+            (aten.relu.default, ()),
+            (aten.nan_to_num.default, ()),
+            (aten.floor.default, ()),
+        ),
+        *((aten.index_select.default, (0, torch.arange(4))), (aten.gather.default, (0, torch.zeros(4, 6).long()))),
+        *((aten.sort.default, ()), (aten.amax.default, ([],)), (aten.cummax.default, (0,)), (aten.copy.default, (x,))),
+    ]
+    for operator_, rest in cases:
+        graph = fx.Graph()
+        node = graph.call_function(operator_, (graph.placeholder("x"), *rest))
+        operand = x[None, None] if "upsample" in str(operator_) or "pixel" in str(operator_) else x
+        results = torch.utils._pytree.tree_leaves(operator_(operand, *rest))
+        shares = any(result.untyped_storage()._cdata == x.untyped_storage()._cdata for result in results)
+        assert may_share(node) or not shares, operator_
+        assert shares or not is_view_of(node, node.args[0]), operator_  # type: ignore[arg-type]
+    joined = aten.cat.default([x, x[:0]])
+    assert joined.untyped_storage()._cdata != x.untyped_storage()._cdata

@@ -272,7 +272,7 @@ class Rows(nn.Module):
         return over
 
     def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
-        over = {i: j for i, j in plan.over.items() if inputs[j].untyped_storage().nbytes() == inputs[j].nbytes}
+        over = {i: j for i, j in plan.over.items() if buffers.fills_its_buffer(inputs[j])}
         results = {
             i: buffers.again(inputs[over[i]])
             if i in over

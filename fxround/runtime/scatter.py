@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernel import Scatter
+from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
 from fxround.runtime.execute import Draw, storage_of
 from fxround.runtime.llvm.scatter import build_scatter, lanes_for
@@ -141,7 +142,7 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
     """x with the contributions added, row-major."""
     storage_of(x, "the destination")
     x = x.detach().contiguous()
-    result = torch.empty_like(x)
+    result = buffers.empty(x.shape, x.dtype)
     if result.numel() == 0:
         return result
     source = contributions.source

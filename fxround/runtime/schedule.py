@@ -1,53 +1,57 @@
-"""Schedule: the graph that runs, with kernels called directly and memory given back as soon as it is dead.
+"""Schedule: the graph that runs. It calls kernels directly and gives memory back as soon as it is dead.
 
-What is true here. ``schedule(graph)`` computes what ``graph`` computes. A kernel of ours is called as the function that
-it is, without PyTorch's dispatcher; a chain over rows runs a few rows at a time (``rows``), a contraction and the map
-behind it as one (``epilogues``); after the last use of a value that such a kernel made, and of everything that may
-share its memory, its buffer is released for the next result of that size.
-
-Why it is safe. Whatever an operator that moves data returns, and whatever a schema says may alias, counts as sharing
-the memory of its operands; an operator that is not in the table of rules keeps its operands for good; so does
-the graph's output. Only memory that a kernel of ours allocated in this call is ever released.
-
-    before   %a = fxround.fused(...); %b = fxround.sum(%a); %c = fxround.fused(...)
-    after    a = fused(...); b = sum_(a); release(a); c = fused(...)              # in the memory of a
+A kernel of ours is called as a Python function, without PyTorch's dispatcher. A chain over rows runs a few rows at a
+time (``rows``), and a contraction runs together with the map that follows it (``epilogues``). After the last use of a
+value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is released for
+the next result of that size. ``verify_schedule`` then proves that no released memory is read, released again or
+returned.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import fx
 
-from fxround.ops import RULES, rule_of
 from fxround.runtime import buffers
+from fxround.runtime.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.epilogues import join_epilogues
 from fxround.runtime.library import KERNELS
 from fxround.runtime.rows import gather_rows
-
-# An operator of these kinds returns memory of its own, if its schema says no more.
-_FRESH: Final = frozenset({"pointwise", "elementary", "contraction", "reduction", "exact", "integer", "opaque"})
+from fxround.runtime.verify import verify_schedule
 
 
 def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
     """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported.
 
     fuse: whether a contraction and the map behind it run as one.
+
+    Raises VerificationError if the schedule would use memory after its release.
     """
     gathered = join_epilogues(gather_rows(graph)) if fuse else gather_rows(graph)
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))
-        read = {value: [i for i, arg in enumerate(node.args) if arg in _sharing(value)] for value in dead.get(node, ())}
-        # Two arguments on one memory: the module would not know when the last of them is read.
-        dead[node] = [value for value, places in read.items() if len(places) != 1]
-        chain.spent = tuple(places[0] for places in read.values() if len(places) == 1)
+        given = {value: place for value in dead.get(node, ()) if (place := _place_of(value, node)) is not None}
+        dead[node] = [value for value in dead.get(node, ()) if value not in given]
+        chain.spent = tuple(given.values())
         inputs = chain.whole.graph.find_nodes(op="placeholder")
         chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
-    return _direct(gathered, dead, begun=False)
+    scheduled = _direct(gathered, dead, begun=False)
+    verify_schedule(scheduled)
+    return scheduled
+
+
+def _place_of(value: fx.Node, call: fx.Node) -> int | None:
+    """The argument of a module's call that is the value or a view of it; None if several may share its memory.
+
+    The module may then release the value by itself, since it knows when that argument is read for the last time.
+    """
+    sharing = _sharing(value)
+    places = [i for i, arg in enumerate(call.args) if arg in sharing]
+    return places[0] if len(places) == 1 and is_view_of(call.args[places[0]], value) else None
 
 
 def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.GraphModule:
@@ -88,48 +92,24 @@ def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[
 
 def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node, float]) -> float:
     """Where a user is done with its operands' memory: at once, or when what it returns is dead, or never."""
-    if user.op == "output":
+    if user.op == "output" or not is_known(user):
         return float("inf")
-    if _reads_alone(user):
-        return float(position[user])
-    if user.target is operator.getitem:
-        return last[user]
-    known = user.op == "call_function" and rule_of(user) is not None and str(user.target) in RULES
-    return last[user] if known else float("inf")
+    return last[user] if may_share(user) else float(position[user])
 
 
 def _sharing(value: fx.Node) -> set[fx.Node]:
     """The value and what may share its memory."""
     found, stack = {value}, [value]
     while stack:
-        users = {user for user in stack.pop().users if not _reads_alone(user)} - found
+        users = {user for user in stack.pop().users if may_share(user)} - found
         found |= users
         stack += users
     return found
-
-
-def _reads_alone(user: fx.Node) -> bool:
-    """Whether a node is done with its operands' memory when it has run."""
-    if user.target in KERNELS or _is_module(user):
-        return True
-    rule = rule_of(user) if user.op == "call_function" else None
-    if rule is None or user.target is operator.getitem or str(user.target) not in RULES:
-        return False
-    return rule.kind in _FRESH and not _may_alias(user.target)
-
-
-def _is_module(node: fx.Node) -> bool:
-    return node.op == "call_module"
-
-
-def _may_alias(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def _owns(node: fx.Node) -> bool:
     """Whether the node is a tensor that a kernel of ours has just made, alone on its memory."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, fx.Node) and (source.target is torch.ops.fxround.fused.default or _is_module(source))
-    return node.target in KERNELS and node.target is not torch.ops.fxround.fused.default
+        return isinstance(source, fx.Node) and is_kernel(source) and returns_list(source)
+    return is_kernel(node) and not returns_list(node)
