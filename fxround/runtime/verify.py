@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import torch
 from torch import fx
 
 from fxround.errors import VerificationError
@@ -34,6 +35,8 @@ class Memory:
 
 
 _CALLER: Final = Memory("the caller", "caller")
+# Sizes: values without memory.
+_NUMBERS: Final = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def verify_schedule(graph: fx.GraphModule, given: Collection[int] = ()) -> None:
@@ -44,9 +47,10 @@ def verify_schedule(graph: fx.GraphModule, given: Collection[int] = ()) -> None:
     ledger = _Ledger(graph)
     inputs = 0
     for node in graph.graph.nodes:
-        if node.op == "placeholder":
+        if isinstance(node.meta.get("val"), _NUMBERS):
+            ledger.reach[node] = frozenset()
+        elif node.op == "placeholder":
             ledger.reach[node] = frozenset({Memory(node.name, "kernel") if inputs in given else _CALLER})
-            inputs += 1
         elif node.op == "get_attr":
             ledger.reach[node] = frozenset({_CALLER})
         elif node.target is buffers.release:
@@ -54,6 +58,7 @@ def verify_schedule(graph: fx.GraphModule, given: Collection[int] = ()) -> None:
                 ledger.release(node, value)
         elif node.target is not buffers.begin:
             ledger.run(node)
+        inputs += node.op == "placeholder"
 
 
 class _Ledger:
