@@ -3,8 +3,8 @@
 What is true here. Every result is new (or the caller's ``out``) and row-major. Operands may have any strides,
 broadcast, or be empty. Layout is the only thing decided here; a kernel's meaning is its own.
 
-Why it is safe. A pointer is taken only from a CPU tensor of a dtype that the kernel was built for,
-and every size that a kernel reads by comes from the shapes checked here.
+Why it is safe. A pointer is taken only from a CPU tensor of a dtype that the kernel was built for, whose memory holds
+its values (no view with the negative bit), and every size that a kernel reads by comes from the shapes checked here.
 
     before   lib.add(a.data_ptr(), b.data_ptr(), n)
     after    run_map(program, (a, b), torch.float32, draw)
@@ -70,8 +70,7 @@ class Draw:
     @staticmethod
     def of(rng: Tensor, node: int) -> Draw:
         """From the run-time tensor (seed, sample), int64 of shape [2]."""
-        if rng.dtype != torch.int64 or rng.shape != (2,):
-            raise ValueError(f"rng is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)")
+        require_state(rng)
         seed, sample = rng.tolist()
         return Draw(seed, sample, node)
 
@@ -85,16 +84,41 @@ class Draw:
         return (ctypes.c_uint32 * len(words))(*words)
 
 
+def require_state(rng: Tensor) -> None:
+    """ValueError for what is no run-time tensor (seed, sample)."""
+    if rng.dtype != torch.int64 or rng.shape != (2,):
+        raise ValueError(
+            f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
+        )
+
+
+def stored_as(dtype: torch.dtype, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
+    """How kernels store a dtype; TypeError for one that they do not."""
+    if dtype not in known:
+        names = ", ".join(str(d).removeprefix("torch.") for d in known)
+        raise TypeError(f"{what}: got dtype {dtype}; expected one of {names}")
+    return known[dtype]
+
+
 def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
     """The storage of a dense CPU tensor of a known dtype, a real floating one; a clear error for anything else."""
     if x.layout != torch.strided or x.is_quantized:
         raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
-    if x.dtype not in known:
-        names = ", ".join(str(d).removeprefix("torch.") for d in known)
-        raise TypeError(f"{what}: got dtype {x.dtype}; expected one of {names}")
+    storage = stored_as(x.dtype, what, known)
     if x.device.type != "cpu":
         raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
-    return known[x.dtype]
+    if x.is_neg():
+        raise ValueError(f"{what}: got a view that stands for its negative; pass x.resolve_neg()")
+    return storage
+
+
+def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that shapes broadcast to; ValueError where they do not."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{what}: shapes {listed} do not broadcast") from None
 
 
 def array(values: Sequence[int]) -> Any:
@@ -150,7 +174,7 @@ def run_map(
 
 def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
     """How a map's operands are stored, masks among them; what cannot be an operand raises."""
-    if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS for x in operands):
+    if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS and not x.is_neg() for x in operands):
         return tuple([LOADS[x.dtype] for x in operands])
     return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
 
@@ -168,7 +192,7 @@ def run_kernel(
     """A kernel over operands that broadcast. outs: row-major tensors to write into, None for a new one."""
     call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
     if call is None:
-        shape = torch.broadcast_shapes(*(x.shape for x in operands))
+        shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
     results = [
         buffers.empty(call.shape, dtype_of(storage)) if out is None else out
@@ -210,17 +234,17 @@ class MapCall:
     @staticmethod
     def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MapCall | None:
         """The code for operands of these shapes and strides; None where they have too many dimensions."""
-        shape = torch.broadcast_shapes(*(shape for shape, _ in layout))
+        shape = broadcast("a pointwise operator", *(shape for shape, _ in layout))
         total = math.prod(shape)
         if total == 0:
-            return MapCall(None, tuple(shape), 0, 0, None, None)
+            return MapCall(None, shape, 0, 0, None, None)
         sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
         if len(sizes) > MAX_DIMS:
             return None
         variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine())
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
-        return MapCall(function, tuple(shape), total, len(sizes), array(sizes), array(steps))
+        return MapCall(function, shape, total, len(sizes), array(sizes), array(steps))
 
     @property
     def stage(self) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ text, the run-time tensor ``rng`` = (seed, sample), and the number of the node. 
 arguments give the same bits. Results are row-major whatever the operands' strides, in the kernels and in
 their fake counterparts alike.
 
-Why it is safe. ``define`` + ``impl`` + a fake kernel pass ``opcheck`` and survive export, deepcopy and pickle;
-no operator has an autograd formula, since graphs are differentiated before they are lowered.
+Why it is safe. Every number that a kernel reads by is checked by functions that its fake counterpart asks too: both
+agree on shapes or both refuse. ``define`` + ``impl`` + a fake kernel pass ``opcheck`` and survive export, deepcopy and
+pickle; no operator has an autograd formula, since graphs are differentiated before they are lowered.
 
     before   torch.mm(a, b)
     after    torch.ops.fxround.matmul(a, b, "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 7)
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fxround.errors import FxroundError
+from fxround.kernel import Map
+from fxround.numerics.storage import Storage
 from fxround.runtime import reductions, texts
-from fxround.runtime.contractions import Pending
+from fxround.runtime.contractions import Pending, contract_of
 from fxround.runtime.convolution import (
-    Geometry,
     begin_convolution,
     begin_input_gradient,
     begin_weight_gradient,
@@ -32,8 +34,20 @@ from fxround.runtime.convolution import (
     input_gradient,
     weight_gradient,
 )
-from fxround.runtime.execute import NO_KEY, Draw, dtype_of, loads_of, result_storage, run_kernel
-from fxround.runtime.products import begin_matmul, matmul
+from fxround.runtime.execute import (
+    LOADS,
+    NO_KEY,
+    Draw,
+    broadcast,
+    dtype_of,
+    loads_of,
+    require_state,
+    result_storage,
+    run_kernel,
+    stored_as,
+)
+from fxround.runtime.geometry import Geometry, require_one_dtype
+from fxround.runtime.products import begin_matmul, check_matmul, matmul
 
 NAMESPACE: Final = "fxround"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
@@ -41,15 +55,14 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
 
 def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
     """A program of rounded pointwise operations over operands that broadcast."""
-    if not xs:
-        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
-    kernel = texts.pointwise(program, loads_of(xs), result_storage(dtype))
+    kernel = texts.pointwise(program, _loads(xs, program), result_storage(dtype))
     return run_kernel(kernel, xs, Draw.of(rng, node).key() if kernel.draws else NO_KEY)[0]
 
 
 def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
-    shape = torch.broadcast_shapes(*(x.shape for x in xs))
-    return xs[0].new_empty(shape, dtype=dtype)
+    texts.pointwise(program, _loads_fake(xs, program), result_storage(dtype))
+    require_state(rng)
+    return xs[0].new_empty(broadcast("pointwise", *(x.shape for x in xs)), dtype=dtype)
 
 
 def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
@@ -57,20 +70,46 @@ def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: 
 
     results: how each result is stored, as in ``f32 bf16``. nodes: the number of each operation that draws, in order.
     """
-    if not xs:
-        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
-    kernel = texts.fused(program, loads_of(xs), results)
-    if len(nodes) < len(kernel.draws):
-        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+    kernel = _fused_kernel(_loads(xs, program), program, results, nodes)
     return run_kernel(kernel, xs, Draw.of(rng, 0).keys(nodes) if kernel.draws else NO_KEY)
 
 
 def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
-    shape = torch.broadcast_shapes(*(x.shape for x in xs))
-    return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in texts.storages(results)]
+    kernel = _fused_kernel(_loads_fake(xs, program), program, results, nodes)
+    require_state(rng)
+    shape = broadcast("fused", *(x.shape for x in xs))
+    return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in kernel.results]
+
+
+def _loads(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
+    if not xs:
+        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
+    return loads_of(xs)
+
+
+def _loads_fake(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
+    if not xs:
+        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
+    return tuple(stored_as(x.dtype, f"operand {i}", LOADS) for i, x in enumerate(xs))
+
+
+def _fused_kernel(loads: tuple[Storage, ...], program: str, results: str, nodes: Sequence[int]) -> Map:
+    kernel = texts.fused(program, loads, results)
+    if len(nodes) < len(kernel.draws):
+        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+    return kernel
+
+
+def _contraction_checked(dtype: torch.dtype, accumulate: str, rounding: str, rng: Tensor) -> None:
+    """What the fake kernels of contractions check besides sizes, which are the geometry's."""
+    storage = stored_as(dtype, "a contraction's operand")
+    contract_of(accumulate, rounding, (storage, storage), storage)
+    require_state(rng)
 
 
 def _matmul_fake(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
+    check_matmul((a.shape, (), a.dtype), (b.shape, (), b.dtype))
+    _contraction_checked(a.dtype, accumulate, rounding, rng)
     return a.new_empty([*a.shape[:-1], b.shape[-1]])
 
 
@@ -88,12 +127,57 @@ def _convolution_fake(
     rng: Tensor,
     node: int,
 ) -> Tensor:
-    geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
-    return x.new_empty(geometry.output_size(x, w))
+    geometry = Geometry.of(stride, padding, dilation, transposed, output_padding, groups)
+    require_one_dtype("convolution", x.dtype, w.dtype)
+    size = geometry.result_size(x.shape, w.shape)
+    _contraction_checked(x.dtype, accumulate, rounding, rng)
+    return x.new_empty(size)
 
 
-def _sized_fake(gradient: Tensor, other: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
-    return gradient.new_empty(size)
+def _input_gradient_fake(
+    grad: Tensor,
+    w: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    accumulate: str,
+    rounding: str,
+    rng: Tensor,
+    node: int,
+) -> Tensor:
+    require_one_dtype("convolution's gradient", grad.dtype, w.dtype)
+    Geometry.of(stride, padding, dilation, transposed, output_padding, groups).require_gradient(
+        grad.shape, size, w.shape
+    )
+    _contraction_checked(grad.dtype, accumulate, rounding, rng)
+    return grad.new_empty(size)
+
+
+def _weight_gradient_fake(
+    grad: Tensor,
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    accumulate: str,
+    rounding: str,
+    rng: Tensor,
+    node: int,
+) -> Tensor:
+    require_one_dtype("convolution's gradient", grad.dtype, x.dtype)
+    Geometry.of(stride, padding, dilation, transposed, output_padding, groups).require_gradient(
+        grad.shape, x.shape, size
+    )
+    _contraction_checked(grad.dtype, accumulate, rounding, rng)
+    return grad.new_empty(size)
 
 
 def _refuse_cuda(*args: Any, **kwargs: Any) -> Tensor:
@@ -120,12 +204,12 @@ _OPERATORS: Final[tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
     (
         f"convolution_input_gradient(Tensor grad, Tensor w, SymInt[] size, {_GEOMETRY}, {_TAIL}",
         input_gradient,
-        _sized_fake,
+        _input_gradient_fake,
     ),
     (
         f"convolution_weight_gradient(Tensor grad, Tensor x, SymInt[] size, {_GEOMETRY}, {_TAIL}",
         weight_gradient,
-        _sized_fake,
+        _weight_gradient_fake,
     ),
     *reductions.OPERATORS,
 )

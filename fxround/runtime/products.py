@@ -22,6 +22,7 @@ from torch import Tensor
 from fxround.runtime.compiled import current_set
 from fxround.runtime.contractions import Contraction, Pending, Right, check_length, contract_of, finished
 from fxround.runtime.execute import STORAGES, Draw, storage_of
+from fxround.runtime.geometry import differ, require_one_dtype
 
 # Rows from which on a column is worth turning.
 _FEW: Final = 8
@@ -41,7 +42,7 @@ class _Bound:
 def begin_matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Pending:
     """(M, K) x (K, N), or the same with a batch in front: k ascending from +0, one rounding a step."""
     for x, what in ((a, "first"), (b, "second")):
-        if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES:
+        if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES or x.is_neg():
             storage_of(x, f"matmul's {what} operand")
     layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
     bound = _bound(*layouts, accumulate, rounding, current_set(), torch.get_num_threads())
@@ -79,12 +80,11 @@ def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_matmul(a: Layout, b: Layout) -> None:
-    """ValueError or TypeError for operands that have no product."""
+    """ValueError or TypeError for operands that have no product; sizes may be symbolic."""
     (left, _, dtype), (right, _, other) = a, b
     if len(left) not in (2, 3) or len(left) != len(right):
         raise ValueError(f"matmul takes two matrices or two batches of them, got {tuple(left)} and {tuple(right)}")
-    if left[-1] != right[-2] or left[:-2] != right[:-2]:
+    if differ((*left[:-2], left[-1]), (*right[:-2], right[-2])):
         raise ValueError(f"matmul of {tuple(left)} with {tuple(right)}: inner sizes or batches differ")
-    if dtype != other:
-        raise TypeError(f"matmul of {dtype} with {other}: expected one dtype (cast one of them first)")
+    require_one_dtype("matmul", dtype, other)
     check_length(left[-1])

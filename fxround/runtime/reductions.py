@@ -3,7 +3,8 @@
 What is true here. Several reduced dimensions are one, in row-major order of their elements. Contributions to
 one destination are added in the order of their source. Results are row-major.
 
-Why it is safe. As ``library`` says: pure, functional, the arithmetic whole in the arguments.
+Why it is safe. As ``library`` says: pure, functional, the arithmetic whole in the arguments; a kernel and its fake
+counterpart ask the same checks.
 
     before   torch.sum(x, [0, 2])
     after    torch.ops.fxround.sum(x, [0, 2], False, "lanes:16", "binary32/stochastic/inf", ..., rng, 4)
@@ -12,17 +13,22 @@ Why it is safe. As ``library`` says: pure, functional, the arithmetic whole in t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 
-from fxround.kernel import Exact, Scan
+from fxround.kernel import Exact, Reduce, Scan, Scatter
+from fxround.numerics.modes import Rounding
+from fxround.numerics.storage import Storage
 from fxround.runtime import texts
 from fxround.runtime.exact import run_exact
-from fxround.runtime.execute import Draw, storage_of
+from fxround.runtime.execute import Draw, require_state, storage_of, stored_as
 from fxround.runtime.reducing import run_reduce, run_scan
-from fxround.runtime.scatter import Contributions, put_rows, run_scatter, scatter_rows
+from fxround.runtime.scatter import check_put, check_scatter, put_rows, run_scatter, scatter_rows
 from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
+
+K = TypeVar("K")
 
 
 def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:
@@ -38,16 +44,38 @@ def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:
     return found
 
 
+def _sum_kernel(dtype: torch.dtype, order: str, accumulate: str, rounding: str) -> Reduce | Exact:
+    storage = stored_as(dtype, "sum's operand")
+    return sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
+
+
+def _line_kernel(
+    make: Callable[[Rounding, Rounding, Storage, Storage], K], what: str, dtype: torch.dtype, texts_: tuple[str, str]
+) -> K:
+    """The kernel of prod or a scan; texts_: how steps and results are rounded."""
+    accumulate, rounding = map(texts.rounding, texts_)
+    storage = stored_as(dtype, f"{what}'s operand")
+    return make(accumulate, rounding, storage, storage)
+
+
 def sum_(
     x: Tensor, dims: Sequence[int], keepdim: bool, order: str, accumulate: str, rounding: str, rng: Tensor, node: int
 ) -> Tensor:
     """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum once."""
     reduced = _dims(x, dims)
-    storage = storage_of(x, "sum's operand")
-    kernel = sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
+    storage_of(x, "sum's operand")
+    kernel = _sum_kernel(x.dtype, order, accumulate, rounding)
     draw = Draw.of(rng, node)
     out = run_exact(kernel, x, draw, reduced) if isinstance(kernel, Exact) else run_reduce(kernel, x, draw, reduced)
     return out.reshape(_reduced_shape(x, reduced, keepdim))
+
+
+def _sum_fake(
+    x: Tensor, dims: Sequence[int], keepdim: bool, order: str, accumulate: str, rounding: str, rng: Tensor, node: int
+) -> Tensor:
+    _sum_kernel(x.dtype, order, accumulate, rounding)
+    require_state(rng)
+    return x.new_empty(_reduced_shape(x, _dims(x, dims), keepdim))
 
 
 def _reduced_shape(x: Tensor, reduced: list[int], keepdim: bool) -> list[Any]:
@@ -61,27 +89,29 @@ def prod(
 ) -> Tensor:
     """The product over ``dims``, k ascending from 1."""
     reduced = _dims(x, dims)
-    storage = storage_of(x, "prod's operand")
-    kernel = prod_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
+    storage_of(x, "prod's operand")
+    kernel = _line_kernel(prod_kernel, "prod", x.dtype, (accumulate, rounding))
     return run_reduce(kernel, x, Draw.of(rng, node), reduced).reshape(_reduced_shape(x, reduced, keepdim))
 
 
-def _reduced_fake(x: Tensor, dims: Sequence[int], keepdim: bool, *rest: Any) -> Tensor:
+def _prod_fake(
+    x: Tensor, dims: Sequence[int], keepdim: bool, accumulate: str, rounding: str, rng: Tensor, node: int
+) -> Tensor:
+    _line_kernel(prod_kernel, "prod", x.dtype, (accumulate, rounding))
+    require_state(rng)
     return x.new_empty(_reduced_shape(x, _dims(x, dims), keepdim))
 
 
 def cumsum(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
     """Every prefix sum along ``dim``, k ascending from +0."""
-    storage = storage_of(x, "cumsum's operand")
-    kernel = cumsum_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    return _scan(kernel, x, dim, Draw.of(rng, node))
+    storage_of(x, "cumsum's operand")
+    return _scan(_line_kernel(cumsum_kernel, "cumsum", x.dtype, (accumulate, rounding)), x, dim, Draw.of(rng, node))
 
 
 def cumprod(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
     """Every prefix product along ``dim``, k ascending from 1."""
-    storage = storage_of(x, "cumprod's operand")
-    kernel = cumprod_kernel(texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
-    return _scan(kernel, x, dim, Draw.of(rng, node))
+    storage_of(x, "cumprod's operand")
+    return _scan(_line_kernel(cumprod_kernel, "cumprod", x.dtype, (accumulate, rounding)), x, dim, Draw.of(rng, node))
 
 
 def _scan(kernel: Scan, x: Tensor, dim: int, draw: Draw) -> Tensor:
@@ -89,34 +119,63 @@ def _scan(kernel: Scan, x: Tensor, dim: int, draw: Draw) -> Tensor:
     return run_scan(kernel, x if x.dim() else x.reshape(1), draw, axis).reshape(x.shape)
 
 
+def _scan_fake(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
+    # A running sum and a running product take the same roundings.
+    _line_kernel(cumsum_kernel, "a scan", x.dtype, (accumulate, rounding))
+    _dims(x, [dim])
+    require_state(rng)
+    return x.new_empty(x.shape)
+
+
 def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor, accumulate: str, rng: Tensor, node: int) -> Tensor:
     """self with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
-    return _scatter(self, scatter_rows(self, dim, index, src), accumulate, rng, node)
+    kernel = _scatter_kernel(self.dtype, accumulate)
+    check_scatter(self, dim, index, src)
+    for x, what in ((self, "scatter_add's destination"), (src, "scatter_add's source")):
+        storage_of(x, what)
+    return run_scatter(kernel, self, scatter_rows(self, dim, index, src), Draw.of(rng, node))
+
+
+def _scatter_add_fake(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, accumulate: str, rng: Tensor, node: int
+) -> Tensor:
+    _scatter_kernel(self.dtype, accumulate)
+    check_scatter(self, dim, index, src)
+    require_state(rng)
+    return self.new_empty(self.shape)
 
 
 def index_put(
     self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: str, rng: Tensor, node: int
 ) -> Tensor:
     """self with values added at the indexed places, in index order of values."""
-    return _scatter(self, put_rows(self, indices, values), accumulate, rng, node)
+    kernel = _scatter_kernel(self.dtype, accumulate)
+    check_put(self, indices, values)
+    for x, what in ((self, "index_put's destination"), (values, "index_put's values")):
+        storage_of(x, what)
+    return run_scatter(kernel, self, put_rows(self, indices, values), Draw.of(rng, node))
 
 
-def _scatter(x: Tensor, contributions: Contributions, accumulate: str, rng: Tensor, node: int) -> Tensor:
-    kernel = scatter_kernel(texts.rounding(accumulate), storage_of(x, "the destination"))
-    return run_scatter(kernel, x, contributions, Draw.of(rng, node))
+def _index_put_fake(
+    self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: str, rng: Tensor, node: int
+) -> Tensor:
+    _scatter_kernel(self.dtype, accumulate)
+    check_put(self, indices, values)
+    require_state(rng)
+    return self.new_empty(self.shape)
 
 
-def _same_fake(x: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _scatter_kernel(dtype: torch.dtype, accumulate: str) -> Scatter:
+    return scatter_kernel(texts.rounding(accumulate), stored_as(dtype, "the destination"))
 
 
 _STEPS: Final = "str accumulate, Tensor rng, int node) -> Tensor"
 _STORED: Final = "str accumulate, str rounding, Tensor rng, int node) -> Tensor"
 OPERATORS: Final[tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...]] = (
-    (f"sum(Tensor x, int[] dims, bool keepdim, str order, {_STORED}", sum_, _reduced_fake),
-    (f"prod(Tensor x, int[] dims, bool keepdim, {_STORED}", prod, _reduced_fake),
-    (f"cumsum(Tensor x, int dim, {_STORED}", cumsum, _same_fake),
-    (f"cumprod(Tensor x, int dim, {_STORED}", cumprod, _same_fake),
-    (f"scatter_add(Tensor self, int dim, Tensor index, Tensor src, {_STEPS}", scatter_add, _same_fake),
-    (f"index_put(Tensor self, Tensor?[] indices, Tensor values, {_STEPS}", index_put, _same_fake),
+    (f"sum(Tensor x, int[] dims, bool keepdim, str order, {_STORED}", sum_, _sum_fake),
+    (f"prod(Tensor x, int[] dims, bool keepdim, {_STORED}", prod, _prod_fake),
+    (f"cumsum(Tensor x, int dim, {_STORED}", cumsum, _scan_fake),
+    (f"cumprod(Tensor x, int dim, {_STORED}", cumprod, _scan_fake),
+    (f"scatter_add(Tensor self, int dim, Tensor index, Tensor src, {_STEPS}", scatter_add, _scatter_add_fake),
+    (f"index_put(Tensor self, Tensor?[] indices, Tensor values, {_STEPS}", index_put, _index_put_fake),
 )

@@ -23,7 +23,8 @@ from torch import Tensor
 from fxround.kernel import Scatter
 from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
-from fxround.runtime.execute import Draw, storage_of
+from fxround.runtime.execute import Draw, broadcast
+from fxround.runtime.geometry import differ, require_one_dtype, surely
 from fxround.runtime.llvm.scatter import build_scatter, lanes_for
 from fxround.runtime.threads import pieces_of, spread
 
@@ -39,10 +40,18 @@ class Contributions:
     source: Tensor
 
 
+_INDICES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _require_index(index: Tensor, what: str) -> None:
+    if index.dtype not in _INDICES or index.layout != torch.strided:
+        raise TypeError(
+            f"{what}: got an index of {index.dtype}, {index.layout}; expected int64 or int32 (or a bool mask)"
+        )
+
+
 def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
     """The index, negative ones counted from the end; IndexError naming the first that is out of range."""
-    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"{what}: got an index of dtype {index.dtype}; expected int64 or int32 (or a bool mask)")
     index = index.detach().long()
     wrong = (index < -size) | (index >= size)
     if wrong.any():
@@ -52,13 +61,10 @@ def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
 
 
 def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contributions:
-    """scatter_add: source[i, j, k] goes to x[index[i, j, k], j, k] for dim 0, and so on."""
+    """scatter_add: source[i, j, k] goes to x[index[i, j, k], j, k] for dim 0, and so on (see ``check_scatter``)."""
     # A 0-d tensor is one of a single element.
     x, index, source = (t.reshape(1) if t.dim() == 0 else t for t in (x, index, source))
-    if not -x.dim() <= dim < x.dim():
-        raise IndexError(f"scatter_add: dim {dim} of a tensor with {x.dim()} dimensions: out of range")
     dim %= x.dim()
-    _check_scatter(x, dim, index, source)
     # Trailing dimensions along which the index is one number repeated move together.
     depth = x.dim()
     while depth > dim + 1 and index.stride(depth - 1) == 0 and index.shape[depth - 1] == x.shape[depth - 1]:
@@ -76,15 +82,41 @@ def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contribu
     return Contributions(rows.reshape(-1), source.contiguous().reshape(rows.numel(), inner))
 
 
-def _check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    shapes = f"self {tuple(x.shape)}, index {tuple(index.shape)}, src {tuple(source.shape)}"
-    if not index.dim() == source.dim() == x.dim():
+def check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    """Raises IndexError, TypeError or ValueError for arguments of scatter_add that do not fit."""
+    dims = max(1, x.dim())
+    if not -dims <= dim < dims:
+        raise IndexError(f"scatter_add: dim {dim} of a tensor with {x.dim()} dimensions: out of range")
+    _require_index(index, "scatter_add")
+    require_one_dtype("scatter_add", x.dtype, source.dtype)
+    own, at, given = (tuple(t.shape) or (1,) for t in (x, index, source))
+    shapes = f"self {own}, index {at}, src {given}"
+    if not len(own) == len(at) == len(given):
         raise ValueError(f"scatter_add: {shapes}: expected as many dimensions in each")
-    if source.dtype != x.dtype:
-        raise TypeError(f"scatter_add of {source.dtype} into {x.dtype}: expected one dtype (cast one of them first)")
-    sizes = zip(index.shape, source.shape, x.shape, strict=True)
-    if any(n > s or (d != dim and n > m) for d, (n, s, m) in enumerate(sizes)):
+    sizes = enumerate(zip(at, given, own, strict=True))
+    if any(surely(n > s) or (d != dim % dims and surely(n > m)) for d, (n, s, m) in sizes):
         raise ValueError(f"scatter_add: {shapes}: the index exceeds src, or self outside of dim {dim}")
+
+
+def check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+    """Raises IndexError, TypeError or ValueError for arguments of index_put that do not fit."""
+    require_one_dtype("index_put", x.dtype, values.dtype)
+    at = 0
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            if not index.dim() or differ(index.shape, x.shape[at : at + index.dim()]):
+                raise IndexError(
+                    f"index_put: a mask of shape {tuple(index.shape)} at dimension {at} of {tuple(x.shape)}"
+                )
+            at += index.dim()
+            continue
+        if index is not None:
+            _require_index(index, "index_put")
+        at += 1
+    if at > x.dim():
+        raise IndexError(f"index_put: {at} indices for a tensor with {x.dim()} dimensions")
+    if all(index is None for index in indices):
+        raise IndexError("index_put: expected at least one index tensor")
 
 
 def _along(size: int, dim: int, dims: int) -> Tensor:
@@ -93,20 +125,22 @@ def _along(size: int, dim: int, dims: int) -> Tensor:
 
 
 def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Contributions:
-    """index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension."""
-    if values.dtype != x.dtype:
-        raise TypeError(f"index_put of {values.dtype} into {x.dtype}: expected one dtype (cast one of them first)")
+    """index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension.
+
+    Checked by ``check_put``; what depends on a mask's elements, here.
+    """
     places = _expanded(x, indices)
     used = [d for d, i in enumerate(places) if i is not None]
-    if not used:
-        raise IndexError("index_put: expected at least one index tensor")
-    shape = torch.broadcast_shapes(*(i.shape for i in places if i is not None))
+    shape = broadcast("index_put", *(i.shape for i in places if i is not None))
     depth, front = used[-1] + 1, len(shape)
     # As in indexing, the indexed dimensions stand where they stood if they are neighbours, else in front.
     whole = [d for d in range(x.dim()) if d not in used]
     position = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     kept = [x.shape[d] for d in whole]
-    full = values.detach().expand([*kept[:position], *shape, *kept[position:]])
+    target = (*kept[:position], *shape, *kept[position:])
+    if broadcast("index_put", values.shape, target) != target:
+        raise ValueError(f"index_put: values of shape {tuple(values.shape)} for places of shape {target}")
+    full = values.detach().expand(target)
     order = [*range(position, position + front), *range(position), *range(position + front, full.dim())]
     before = [d for d in whole if d < depth]
     rows = torch.zeros((), dtype=torch.int64)
@@ -128,19 +162,13 @@ def _expanded(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None
     for index in indices:
         if index is None or index.dtype != torch.bool:
             places.append(index)
-            continue
-        at = len(places)
-        if index.shape != x.shape[at : at + index.dim()]:
-            raise IndexError(f"index_put: a mask of shape {tuple(index.shape)} at dimension {at} of {tuple(x.shape)}")
-        places.extend(index.nonzero(as_tuple=True))
-    if len(places) > x.dim():
-        raise IndexError(f"index_put: {len(places)} indices for a tensor with {x.dim()} dimensions")
+        else:
+            places.extend(index.nonzero(as_tuple=True))
     return places + [None] * (x.dim() - len(places))
 
 
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
     """x with the contributions added, row-major."""
-    storage_of(x, "the destination")
     x = x.detach().contiguous()
     result = buffers.empty(x.shape, x.dtype)
     if result.numel() == 0:
