@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from fxround import inspection
 from fxround.differentiation import Step, differentiable_later, step_of
-from fxround.entry import Entry, Function, owner_of
+from fxround.entry import Entry, Function, owner_of, resolved
 from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
@@ -177,7 +177,7 @@ class RoundedModule(nn.Module):
             return joint.step, [places.index((port.name, port.index)) for port in joint.captured.entering]
 
         results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
-        later = differentiable_later(results, step, list(sources.values()), self.rng)
+        later = differentiable_later(results, step, resolved(sources.values()), self.rng)
         return pytree.tree_unflatten(later, spec)
 
     def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:

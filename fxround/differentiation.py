@@ -141,7 +141,7 @@ def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any
     """The gradients of the step's inputs, by position; none for what only unused results depend on."""
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
-    tangents = [torch.zeros(shape, dtype=dtype) if t is None else t for t, (shape, dtype) in pairs]
+    tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
     with torch.no_grad():
         gradients = step.backward(*saved, *tangents, rng)
     used = {i for i, tangent in enumerate(found) if tangent is not None}

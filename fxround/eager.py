@@ -12,12 +12,14 @@ Why it is safe. It is the program ``t0 = identity(x0) @ R`` of the compiled grap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
@@ -62,13 +64,15 @@ def round(
     x: a torch tensor (float32, float64, float16, bfloat16) or NumPy array (the first three) of any shape
     and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``. seed, sample:
     what the random bits of the stochastic modes are a function of, beside the element's row-major index.
-    out: written to and returned, of x's shape and dtype. gradient: what happens to the gradient of a tensor:
+    out: written to and returned, of x's shape and dtype; x itself, or memory apart from x's.
+    gradient: what happens to the gradient of a tensor:
     ``straight_through``; ``zero_clamped``, zero where the rounding clamped; a rounding, by which it is rounded, with
     random bits of its own; or the last two, as in ``"zero_clamped e5m2/stochastic"``.
 
     Returns a row-major result of x's shape and dtype.
     Raises ValueError for an unknown format or mode (with the nearest names), a precision or range that the
-    dtype's carrier cannot hold, zeros where nothing is clamped; TypeError for another kind of operand.
+    dtype's carrier cannot hold, zeros where nothing is clamped, an ``out`` whose elements share memory with each other
+    or with other elements of x; TypeError for another kind of operand.
     """
     parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
     if how.zero_clamped and not clamps(parsed):
@@ -104,20 +108,66 @@ def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
     if out is None:
         return
     if kind is Tensor and isinstance(out, Tensor):
-        storage_of(out, "out")
+        storage_of(out.resolve_neg(), "out")
     if not isinstance(out, kind) or out.shape != x.shape or out.dtype != x.dtype:
         got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {tuple(getattr(out, 'shape', ()))}"
         raise ValueError(f"out is a {got}; expected {kind.__name__} {x.dtype} {tuple(x.shape)}, as x")
+    strides = out.stride() if isinstance(out, Tensor) else [step // out.itemsize for step in out.strides]
+    if _repeats(out.shape, strides):
+        raise ValueError(f"out has elements that share memory (strides {tuple(strides)}); pass a tensor without them")
+    if isinstance(out, Tensor):
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out= cannot be differentiated; pass a tensor that requires no gradient")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out is an inference tensor, which is written in inference mode alone; pass a clone")
 
 
 def _round_tensor(
     x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None = None, stream: int = 0
 ) -> Tensor:
+    x = x.resolve_neg()
     storage_of(x, "x")
     program, draw = rounding_program(rounding), Draw(seed, sample, stream)
-    if out is None or out.is_contiguous():
-        return run_map(program, (x,), x.dtype, draw, out)
-    return out.copy_(run_map(program, (x,), x.dtype, draw))
+    if out is None:
+        return run_map(program, (x,), x.dtype, draw)
+    shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
+    if shared and all(map(is_non_overlapping_and_dense_or_false, (x, out))):
+        raise ValueError("out shares some of x's memory, so that x would change while it is read; pass x.clone()")
+    with torch.no_grad():
+        if shared or not out.is_contiguous() or out.is_neg():
+            return out.copy_(run_map(program, (x,), x.dtype, draw))
+    run_map(program, (x,), x.dtype, draw, out)
+    # What is saved for a backward is noticed to have changed.
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory of two tensors meets, gaps between elements included."""
+
+    def end(x: Tensor) -> int:
+        span = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+        return x.data_ptr() + span * x.itemsize
+
+    return a.numel() > 0 and a.data_ptr() < end(b) and b.data_ptr() < end(a)
+
+
+def _repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements share memory."""
+    span = 0
+    walked = sorted((abs(step), n) for n, step in zip(shape, strides, strict=True) if n > 1)
+    if 0 in shape:
+        return False
+    for step, n in walked:
+        if step <= span:
+            break
+        span += step * (n - 1)
+    else:
+        return False
+    places = np.zeros(1, np.int64)
+    for step, n in walked:
+        places = (places[:, None] + step * np.arange(n)).reshape(-1)
+    return len(np.unique(places)) < len(places)
 
 
 class _Round(torch.autograd.Function):

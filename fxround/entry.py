@@ -12,7 +12,7 @@ another input would show the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,7 +83,7 @@ class Entry:
         pairs = zip(self.captured.entering, self.owners, strict=True)
         inputs = [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
         self._refuse_shared_memory(inputs)
-        return inputs
+        return resolved(inputs)
 
     @cached_property
     def _changed(self) -> frozenset[int]:
@@ -135,6 +135,11 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 def _described(port: Port) -> str:
     return f"{port.kind} {port.name or port.index}"
+
+
+def resolved(values: Iterable[Any]) -> list[Any]:
+    """The values, tensors with their signs in memory: kernels read the memory of a view with the negative bit."""
+    return [value.resolve_neg() if isinstance(value, Tensor) else value for value in values]
 
 
 def owner_of(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:

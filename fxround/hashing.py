@@ -26,9 +26,14 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
                 continue
             digest.update(f"{name}={hash(tensor)};".encode())
     elif isinstance(x, Tensor | np.ndarray):
-        tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach().cpu()
+        tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else _plain(x)
         digest.update(f"{str(tensor.dtype).removeprefix('torch.')}{list(x.shape)}:".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     else:
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor, a NumPy array or a torch.nn.Module")
     return f"sha256:{digest.hexdigest()}"
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The values in the memory of the CPU; a view may stand for what is conjugate or negative."""
+    return x.detach().cpu().resolve_conj().resolve_neg()

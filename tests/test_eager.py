@@ -12,6 +12,7 @@ import torch
 import fxround
 from fxround.numerics.exact import round_float
 from fxround.numerics.modes import Rounding
+from fxround.training import compile_optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -148,3 +149,100 @@ def test_the_callers_floating_point_state_changes_nothing() -> None:
         torch.set_flush_denormal(False)
     assert flushed == 0, "the state was set, and reached torch's own kernel"
     assert torch.equal(got.view(torch.int32), want.view(torch.int32)) and want[0].item() == 2.0**-140
+
+
+def test_views_with_the_negative_bit_keep_their_sign() -> None:
+    """An imaginary part of a conjugate is a view that stands for the negative of its memory."""
+    view = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert view.is_neg() and fxround.round(view, "bfloat16").tolist() == [-2.0, 4.0]
+    assert fxround.hash(view) == fxround.hash(torch.tensor([-2.0, 4.0])) != fxround.hash(view.neg())
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert fxround.hash(conjugate) == fxround.hash(conjugate.resolve_conj()) != fxround.hash(conjugate.conj())
+    out = torch.zeros(2, dtype=torch.complex64).conj().imag
+    fxround.round(torch.tensor([-2.0, 4.0]), "bfloat16", out=out)
+    assert out.is_neg() and out.tolist() == [-2.0, 4.0]
+
+
+def test_compiled_modules_resolve_the_negative_bit_of_all_that_enters() -> None:
+    """Arguments, parameters, buffers, incoming gradients, an optimizer's gradients: exact products, so that equal."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]).conj().imag)
+            self.register_buffer("b", torch.tensor([5 + 6j, 7 - 8j]).conj().imag)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w + self.b
+
+    model = Scaled()
+    compiled = fxround.compile(model, "reproducible")
+    assert model.w.is_neg() and model.b.is_neg()
+    found = []
+    for module in (model, compiled, compiled.eval()):
+        for _ in range(2):
+            x = torch.tensor([1 + 8j, 1 - 4j]).conj().imag.detach().requires_grad_()
+            y = module(x)
+            found.append((y.detach(), *torch.autograd.grad(torch.complex(y, y).conj().imag.sum(), (x, model.w))))
+    assert all(torch.equal(*pair) for other in found for pair in zip(found[0], other, strict=True))
+    assert dict(compiled.observe(x))["output"].tolist() == found[0][0].tolist()
+
+    model.w.grad = torch.tensor([1 + 2j, 1 - 4j]).conj().imag
+    want = (model.w.detach() - model.w.grad).clone()
+    compile_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), "reproducible").step()
+    assert torch.equal(model.w, want)
+
+
+def overlapping() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """x and out that share memory, by what is wrong with them."""
+    a, b, c = torch.arange(12.0), torch.arange(9.0).reshape(3, 3), torch.zeros(1)
+    return {
+        "shifted": (a[:-1], a[1:]),
+        "turned": (b, b.t()),
+        "repeated": (torch.arange(5.0), c.expand(5)),
+        "overlapping itself": (b.clone(), torch.zeros(10).as_strided((3, 3), (1, 2))),
+    }
+
+
+@pytest.mark.parametrize("kind", overlapping())
+def test_an_out_on_shared_memory_is_refused(kind: str) -> None:
+    x, out = overlapping()[kind]
+    with pytest.raises(ValueError, match="share"):
+        fxround.round(x, "bfloat16", out=out)
+
+
+def test_an_array_that_overlaps_itself_is_refused() -> None:
+    out = np.lib.stride_tricks.as_strided(np.zeros(10, np.float32), (3, 3), (4, 8))
+    with pytest.raises(ValueError, match="share"):
+        fxround.round(np.zeros((3, 3), np.float32), "bfloat16", out=out)
+
+
+def test_an_out_between_the_elements_of_x_is_written() -> None:
+    a = torch.arange(12.0) + 2.0**-9
+    want = fxround.round(a[0:10:2].clone(), "bfloat16")
+    fxround.round(a[0:10:2], "bfloat16", out=a[2:12:2])
+    assert torch.equal(a[2:12:2], want)
+
+
+def test_what_out_overwrites_is_noticed_by_autograd() -> None:
+    p = torch.ones(3, requires_grad=True)
+    saved = torch.ones(3)
+    loss = (p * saved).sum()
+    fxround.round(torch.zeros(3), "bfloat16", out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(ValueError, match="requires no gradient"):
+        fxround.round(torch.zeros(3), "bfloat16", out=p)
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+        assert fxround.round(torch.ones(3), "bfloat16", out=inference) is inference
+    with pytest.raises(ValueError, match="inference"):
+        fxround.round(torch.zeros(3), "bfloat16", out=inference)
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    for empty in (x, torch._efficientzerotensor((3,))):  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="has no memory"):
+            fxround.round(empty, "bfloat16")

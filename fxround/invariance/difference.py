@@ -119,4 +119,4 @@ def largest(a: Outcome, b: Outcome) -> tuple[float, float]:
 
 def _words(x: Tensor) -> Tensor:
     """The bytes of every element, in a last dimension of their own."""
-    return x.reshape(-1, 1).view(torch.uint8)
+    return x.resolve_neg().reshape(-1, 1).view(torch.uint8)

@@ -24,7 +24,7 @@ from fxround.kernel import Contract
 from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import current_set, native, signature
-from fxround.runtime.execute import Draw, array, dtype_of
+from fxround.runtime.execute import Draw, addresses, array, dtype_of
 from fxround.runtime.llvm import contract, direct
 from fxround.runtime.llvm.contract import build_contract
 from fxround.runtime.llvm.direct import DirectVariant, build_direct, direct_for
@@ -206,7 +206,7 @@ class Contraction:
     def of_operands(self, shape: Sequence[int], dtype: torch.dtype, a: Tensor, b: Tensor, key: Any) -> Pending:
         """With its operands; shape, dtype: of the result."""
         held = (a, b, *self.tables)
-        return Pending(shape, dtype, self.plan, tuple([t.data_ptr() for t in held]), held, key)
+        return Pending(shape, dtype, self.plan, addresses(held), held, key)
 
 
 def _unpacked(kernel: Contract, isa: str, sizes: tuple[int, ...]) -> bool:

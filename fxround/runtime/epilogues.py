@@ -31,7 +31,7 @@ from fxround.runtime import buffers
 from fxround.runtime.compiled import current_set
 from fxround.runtime.contractions import Pending
 from fxround.runtime.contractions import Plan as Contraction
-from fxround.runtime.execute import LOADS, MapCall, array, dtype_of
+from fxround.runtime.execute import LOADS, MapCall, addresses, array, dtype_of
 from fxround.runtime.groups import grouped, key_of, map_of, subgraph
 from fxround.runtime.library import CONTRACTIONS, FUSED, POINTWISE
 from fxround.units import Unit
@@ -186,8 +186,8 @@ class Epilogue(nn.Module):
         pending: Pending = self.begin(*inputs)
         results = [buffers.empty(plan.call.shape, dtype) for dtype in plan.dtypes]
         made = buffers.empty(pending.shape, pending.dtype) if plan.place is None else results[plan.place]
-        sources = array([made.data_ptr() if i is None else inputs[i].data_ptr() for i in self.operands])
-        targets, key = array([result.data_ptr() for result in results]), key_of(self.map, inputs[self.rng])
+        sources = array(addresses([made if i is None else inputs[i] for i in self.operands]))
+        targets, key = array(addresses(results)), key_of(self.map, inputs[self.rng])
         for items, blocks in plan.steps:
             pending.run(made.data_ptr(), items)
             plan.call.over(blocks, sources, targets, key)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxround.kernel import Exact
 from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
-from fxround.runtime.execute import Draw, dtype_of
+from fxround.runtime.execute import Draw, addresses, dtype_of
 from fxround.runtime.llvm.exact import build_exact, lines_across
 from fxround.runtime.reducing import described
 from fxround.runtime.threads import pieces_of, spread
@@ -43,6 +43,6 @@ def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) 
     dense = lines.dense and not lanes
     run = native(f"{kernel.digest}:{lanes}:{dense}", build_exact, (kernel, lanes, dense), "exact", _EXACT)
     told, key = lines.array(), draw.key()
-    arguments = (ctypes.addressof(told), x.data_ptr(), result.data_ptr(), ctypes.addressof(key))
+    arguments = (ctypes.addressof(told), *addresses((x, result)), ctypes.addressof(key))
     spread(run, range(items), pieces_of(items, _ENOUGH // (max(1, lanes) * (lines.length + _RESULT))), arguments)
     return result

@@ -121,6 +121,16 @@ def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"{what}: shapes {listed} do not broadcast") from None
 
 
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where elements 0 lie. ValueError for a tensor whose memory was taken away (a freed storage, a symbolic zero)."""
+    found = tuple([x.data_ptr() for x in tensors])
+    if 0 in found:
+        for x, address in zip(tensors, found, strict=True):
+            if not address and x.numel():
+                raise ValueError(f"a {x.dtype} tensor of shape {tuple(x.shape)} has no memory: its storage was freed")
+    return found
+
+
 def array(values: Sequence[int]) -> Any:
     """int64 numbers as a C array, of one element at least."""
     return (ctypes.c_int64 * max(1, len(values)))(*values)
@@ -195,14 +205,22 @@ def run_kernel(
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
     results = [
-        buffers.empty(call.shape, dtype_of(storage)) if out is None else out
+        buffers.empty(call.shape, dtype_of(storage)) if out is None else _writable(out, call.shape, storage)
         for storage, out in zip(kernel.results, outs or (None,) * len(kernel.results), strict=True)
     ]
     if call.total == 0:
         return results
-    sources, targets = array([x.data_ptr() for x in operands]), array([r.data_ptr() for r in results])
+    sources, targets = array(addresses(operands)), array(addresses(results))
     call.over(range(call.blocks), sources, targets, key)
     return results
+
+
+def _writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
+    """A caller's tensor, if a kernel may write results of this shape into it; else ValueError."""
+    if out.shape != shape or out.dtype != dtype_of(storage) or not out.is_contiguous() or out.is_neg():
+        wanted = f"row-major {dtype_of(storage)} {shape}"
+        raise ValueError(f"a kernel writes {wanted}; got {out.dtype} {tuple(out.shape)} of strides {out.stride()}")
+    return out
 
 
 @lru_cache(maxsize=4096)

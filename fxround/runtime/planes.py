@@ -26,7 +26,7 @@ from torch import Tensor
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_set, native, signature
 from fxround.runtime.contractions import Code, Pending, Plan, enough_for, in_lines
-from fxround.runtime.execute import array, dtype_of
+from fxround.runtime.execute import addresses, array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.llvm.render import bytes_of
@@ -206,4 +206,4 @@ def _places(shape: Shape, cut: int) -> Tensor:
 def begin_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any, size: Sequence[int]) -> Pending:
     """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps); size: of the result."""
     held = (x.contiguous(), w.contiguous(), found.taps, found.places)
-    return Pending(size, dtype_of(kernel.result), found.plan, tuple([t.data_ptr() for t in held]), held, key)
+    return Pending(size, dtype_of(kernel.result), found.plan, addresses(held), held, key)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fxround.kernel import Reduce, Scan
 from fxround.runtime import buffers
 from fxround.runtime.compiled import current_machine, current_set, native, signature
-from fxround.runtime.execute import Draw, dtype_of
+from fxround.runtime.execute import Draw, addresses, dtype_of
 from fxround.runtime.lines import Lines
 from fxround.runtime.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
 from fxround.runtime.llvm.rows import build_rows
@@ -56,7 +56,7 @@ class Reduction:
 
     def run(self, x: Tensor, result: Tensor, key: Any) -> None:
         """Every item, split over threads."""
-        arguments = (ctypes.addressof(self.lines), x.data_ptr(), result.data_ptr(), ctypes.addressof(key))
+        arguments = (ctypes.addressof(self.lines), *addresses((x, result)), ctypes.addressof(key))
         spread(self.function, range(self.items), pieces_of(self.items, self.enough), arguments)
 
 

@@ -33,7 +33,7 @@ from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, texts
 from fxround.runtime.compiled import address_of, current_set, native, signature
-from fxround.runtime.execute import STORAGES, MapCall, array, dtype_of
+from fxround.runtime.execute import STORAGES, MapCall, addresses, array, dtype_of
 from fxround.runtime.groups import grouped, is_operand, key_of, map_of, subgraph
 from fxround.runtime.library import FUSED, POINTWISE
 from fxround.runtime.lines import Lines
@@ -279,7 +279,8 @@ class Rows(nn.Module):
             else buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i])
             for i in self.stored
         }
-        outside = {i: x.data_ptr() for i, x in (*enumerate(inputs), *results.items())}
+        places = (*range(len(inputs)), *results)
+        outside = dict(zip(places, addresses((*inputs, *results.values())), strict=True))
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
         rng = inputs[self.rng]
         keys = [key_of(stage.node, rng, draws) for stage, draws in zip(self.stages, plan.draws, strict=True)]

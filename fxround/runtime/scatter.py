@@ -23,7 +23,7 @@ from torch import Tensor
 from fxround.kernel import Scatter
 from fxround.runtime import buffers
 from fxround.runtime.compiled import native, signature
-from fxround.runtime.execute import Draw, broadcast
+from fxround.runtime.execute import Draw, addresses, broadcast
 from fxround.runtime.geometry import differ, require_one_dtype, surely
 from fxround.runtime.llvm.scatter import build_scatter, lanes_for
 from fxround.runtime.threads import pieces_of, spread
@@ -183,6 +183,6 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
     run = native(f"{kernel.digest}:{lanes}", build_scatter, (kernel, lanes), "scatter", _SCATTER)
     tensors = (starts, order, x, source, result)
     items, key = rows * -(-inner // lanes), draw.key()
-    arguments = (inner, *(t.data_ptr() for t in tensors), ctypes.addressof(key))
+    arguments = (inner, *addresses(tensors), ctypes.addressof(key))
     spread(run, range(items), pieces_of(items, _ENOUGH // lanes), arguments)
     return result

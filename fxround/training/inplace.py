@@ -38,7 +38,9 @@ class InPlace:
         takes more than the kernel: an input that is not row-major, or a result of another dtype."""
         operands = [inputs[i] for i in self.operands]
         shape = old[0].shape
-        if not all(x.is_cpu and x.is_contiguous() and x.shape in (shape, ()) for x in (*operands, *old)):
+        if not all(x.is_cpu and x.is_contiguous() and not x.is_neg() for x in (*operands, *old)):
+            return False
+        if any(x.shape not in (shape, ()) for x in operands) or any(x.shape != shape for x in old):
             return False
         kernel = map_of(self.node, operands)
         if len(kernel.results) != len(old):

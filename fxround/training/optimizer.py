@@ -191,10 +191,16 @@ class RoundedOptimizer(torch.optim.Optimizer):
         grad = p.grad
         assert grad is not None
         states = [state[name] for name in update.states]
+        for name, kept in zip(update.states, states, strict=True):
+            if kept.shape != p.shape or kept.dtype != p.dtype:
+                raise ValueError(
+                    f"the optimizer's state {name!r} is {kept.dtype} {tuple(kept.shape)}; expected {p.dtype} "
+                    f"{tuple(p.shape)}, as its parameter"
+                )
         old, rng, given = [p, *states], random_state(seed, done), [numbers[name] for name in compiled.numbers]
         if compiled.kernel is not None and compiled.kernel.run([p, grad, *states, *given], old, rng):
             return
-        flat = [t.detach().reshape(-1) for t in (p, grad, *states)]
+        flat = [t.detach().resolve_neg().reshape(-1) for t in (p, grad, *states)]
         for before, value in zip(old, compiled.running(*flat, *given, rng), strict=True):
             before.copy_(value.reshape(before.shape))
 

@@ -1,0 +1,123 @@
+"""Memory between pages that may not be touched, and children that die where a kernel leaves its operands.
+
+``guarded`` copies a tensor, its strides included, so that its first or its last byte lies at such a page: one element
+beyond is a crash. ``everywhere`` puts results, tables and scratch there too. ``survive`` runs numbered cases in a child
+process; a child that dies names its case, and another one goes on behind it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fxround.runtime import buffers, contractions, convolution, planes, scatter
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LINE: Final = 64
+
+
+class Memory:
+    """Pages of bytes with a forbidden page before and behind them; kept until the process ends."""
+
+    kept: Final[list[Any]] = []
+
+    @classmethod
+    def of(cls, size: int, at_end: bool) -> int:
+        """The address of ``size`` bytes that begin behind the first forbidden page, or end before the last one."""
+        page = mmap.PAGESIZE
+        inner = max(page, -(-size // page) * page)
+        area = mmap.mmap(-1, inner + 2 * page)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        cls.kept.append(area)
+        for guard in (start, start + page + inner):
+            if _LIBC.mprotect(guard, page, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        return start + page + (inner - size if at_end else 0)
+
+
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, at_end: bool) -> Tensor:
+    """An uninitialised tensor of these strides at a guard."""
+    if 0 in shape:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    size = extent * dtype.itemsize
+    flat: Any = (ctypes.c_char * size).from_address(Memory.of(size, at_end))
+    return torch.frombuffer(flat, dtype=dtype).as_strided(tuple(shape), tuple(strides))
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy of x at a guard."""
+    made = empty(x.shape, x.stride(), x.dtype, at_end)
+    # Repeated elements are written once.
+    once = tuple(slice(None) if step else slice(0, 1) for step in x.stride())
+    made[once].copy_(x[once])
+    return made
+
+
+@contextmanager
+def everywhere(at_end: bool) -> Iterator[None]:
+    """What kernels write, their tables of offsets and their scratch lie at guards."""
+
+    def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return empty(shape, torch.empty(tuple(shape), device="meta").stride(), dtype, at_end)
+
+    def table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: guarded(make(*args), at_end)
+
+    def scratch(size: int, shared: bool) -> tuple[int, int]:
+        whole = -(-size // _LINE) * _LINE
+        return Memory.of(whole * torch.get_num_threads(), at_end), whole
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(buffers, "empty", result))
+        stack.enter_context(patch.object(scatter.torch, "empty_like", lambda x: result(x.shape, x.dtype)))
+        stack.enter_context(patch.object(contractions, "scratch", scratch))
+        for module, name in (
+            (contractions, "offsets"),
+            (convolution, "offsets"),
+            (convolution, "_sums"),
+            (planes, "_taps"),
+            (planes, "_places"),
+        ):
+            stack.enter_context(patch.object(module, name, table(getattr(module, name))))
+        for cached in (contractions._packed, convolution.windows_of, convolution._placed, planes._planned):
+            cached.cache_clear()
+        yield
+
+
+def survive(script: str, arguments: Sequence[str], cases: int) -> list[str]:
+    """Run ``script --from i --cases n`` until every case was tried; what failed, a line each."""
+    found: list[str] = []
+    begin = 0
+    while begin < cases:
+        command = [sys.executable, str(Path(__file__).parent / script), *arguments]
+        child = subprocess.run(
+            [*command, "--from", str(begin), "--cases", str(cases)], capture_output=True, text=True, timeout=3600
+        )
+        lines = child.stdout.splitlines()
+        found += [line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL ")]
+        if child.returncode == 0:
+            return found
+        last = next((line for line in reversed(lines) if line.startswith("CASE ")), None)
+        if last is None:
+            return [*found, f"the child ended before its first case: {child.stderr[-2000:]}"]
+        number = int(last.split()[1])
+        found.append(f"{last.removeprefix('CASE ')}: died with status {child.returncode} {child.stderr[-500:]}")
+        begin = number + 1
+    return found
+
+
+def announce(number: int, said: str) -> None:
+    """Say which case comes, before it can end the process."""
+    print(f"CASE {number} {said}", flush=True)
