@@ -7,6 +7,14 @@ names the node, its module path and its source line.
 from __future__ import annotations
 
 
+def shown(value: object, most: int = 120) -> str:
+    """``repr(value)`` for a message, its middle left out where it is long."""
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    return f"{text[: 2 * most // 3]}...{text[-most // 4 :]} ({len(text)} characters)"
+
+
 class FxroundError(Exception):
     """The root of fxround's own errors."""
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from fxround.errors import PolicyError
+from fxround.errors import PolicyError, shown
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, OTHER_NAMES, Format
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
@@ -107,6 +107,10 @@ class Rule:
     gradient: str | None = None
 
     def __post_init__(self) -> None:
+        for field, kind in (("match", str), ("operator", str), ("optional", bool)):
+            value = getattr(self, field)
+            if not isinstance(value, kind) and (field, value) != ("operator", None):
+                raise PolicyError(f"a rule: {field} is {shown(value)}, expected {kind.__name__}")
         for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE)):
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
@@ -114,7 +118,8 @@ class Rule:
         object.__setattr__(self, "gradient", self._full_gradient())
         for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
             if said is not None and said not in known:
-                raise PolicyError(f"no {what} is named {said!r}{_nearest(str(said), known)} Known: {', '.join(known)}")
+                near = f"{_nearest(str(said), known)} Known: {', '.join(known)}"
+                raise PolicyError(f"no {what} is named {shown(said)}{near}")
         if self.role is not None and not self.directions:
             raise PolicyError(
                 f"the rule {self} can match nothing: {self.role} has no direction {self.direction!r}. What enters a "
@@ -179,10 +184,10 @@ class Policy:
         object.__setattr__(self, "rules", tuple(self.rules))
         if self.definitions not in DEFINITIONS:
             near = f"{_nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
-            raise PolicyError(f"policy {self.name!r}: no definitions are named {self.definitions!r}{near}")
+            raise PolicyError(f"policy {self.name!r}: no definitions are named {shown(self.definitions)}{near}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
-                raise PolicyError(f"policy {self.name!r}: a rule is a Rule, got {type(rule).__name__} {rule!r}")
+                raise PolicyError(f"policy {self.name!r}: a rule is a Rule, got {type(rule).__name__} {shown(rule)}")
 
     def __str__(self) -> str:
         return "\n".join([f"policy {self.name}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)])
@@ -262,11 +267,11 @@ class Policy:
             return _in_format(name, Rounding.parse(name))
         except ValueError as error:
             if any(mark in name for mark in "/(:"):
-                raise PolicyError(f"policy {name!r}: {error}") from error
+                raise PolicyError(f"policy {shown(name)}: {error}") from error
             known = list(dict.fromkeys([*PRESETS, *FORMATS]))
             other = OTHER_NAMES.get(name.lower())
             near = f"; did you mean {' or '.join(map(repr, other))}?" if other else _nearest(name, known)
-            raise PolicyError(f"no policy is named {name!r}{near} Known: {', '.join(known)}") from error
+            raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
 
     @staticmethod
     def parse(source: str | Path | Mapping[str, Any] | Rounding | Policy) -> Policy:
@@ -296,7 +301,7 @@ class Policy:
         rows = data.get("rules", [])
         for row in rows:
             if not isinstance(row, Mapping):
-                raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {row!r}")
+                raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {shown(row)}")
             _check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
         rules = tuple(Rule(**row) for row in rows)
         return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
@@ -316,6 +321,8 @@ class Policy:
             return Policy.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise PolicyError(f"this is no TOML document: {error}") from error
+        except RecursionError:
+            raise PolicyError("this is no policy: its tables are nested too deeply") from None
 
 
 def _in_format(name: str, rounding: Rounding) -> Policy:
@@ -364,7 +371,7 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     if text is None or text == kept:
         return text if text is None else kept
     if not isinstance(text, str | Rounding | Accumulation):
-        raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {text!r}")
+        raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
     if field == "rounding":
         full: str = _parsed(_full_rounding, str(text), field)
         return full
@@ -385,7 +392,7 @@ def _parsed(parse: Any, text: str, field: str) -> Any:
     try:
         return parse(text)
     except (ValueError, TypeError, AttributeError) as error:
-        raise PolicyError(f"{field} = {text!r}: {error}") from error
+        raise PolicyError(f"{field} = {shown(text)}: {error}") from error
 
 
 def _short(operator: str) -> tuple[str, ...]:
@@ -396,24 +403,28 @@ def _short(operator: str) -> tuple[str, ...]:
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: a question if some known word is like it."""
-    near = get_close_matches(word, list(known), n=2, cutoff=0.5)
+    near = get_close_matches(word[:80], list(known), n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
 
 
 def _check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
     for key, value in data.items():
         if key not in allowed:
-            raise PolicyError(f"{what} has no key {key!r}{_nearest(str(key), allowed)} Allowed: {', '.join(allowed)}")
+            near = f"{_nearest(str(key), allowed)} Allowed: {', '.join(allowed)}"
+            raise PolicyError(f"{what} has no key {shown(key)}{near}")
         if not isinstance(value, allowed[key]) and not (allowed[key] is list and isinstance(value, tuple)):
             expected = allowed[key].__name__
-            raise PolicyError(f"{what}: {key!r} is {value!r} ({type(value).__name__}), expected {expected}")
+            raise PolicyError(f"{what}: {key!r} is {shown(value)} ({type(value).__name__}), expected {expected}")
 
 
 def _read(path: Path) -> Policy:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise PolicyError(f"the policy file {str(path)!r} cannot be read: {error.strerror}") from error
+        raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        # A name with a zero byte, or bytes that are no UTF-8.
+        raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error}") from error
     try:
         return Policy.from_toml(text)
     except PolicyError as error:

@@ -15,9 +15,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fxround.errors import shown
+from fxround.numerics.formats import number
 from fxround.numerics.modes import Rounding
 
 EXACT = "exact"
+# Of a statement: no operator has operands enough for more.
+_LONGEST = 2000
+_STATEMENT = re.compile(r"\s*(t[0-9]+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,21 +50,22 @@ class Statement:
     @staticmethod
     def parse(text: str) -> Statement:
         """Raises ValueError showing the statement and the form that was expected."""
-        found = re.fullmatch(r"\s*(t\d+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*", text)
+        found = _STATEMENT.fullmatch(text) if len(text) <= _LONGEST else None
         if not found:
-            raise ValueError(f"{text!r} is no statement; expected: t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf")
+            expected = "t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf"
+            raise ValueError(f"{shown(text)} is no statement; expected: {expected}")
         target, operator, operands, rounding = found.groups()
         values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
         return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
 
 
 def _operand(text: str) -> str | float:
-    if re.fullmatch(r"[xt]\d+", text):
+    if re.fullmatch(r"[xt][0-9]{1,9}", text):
         return text
     try:
-        return float.fromhex(text) if "x" in text.lower() else float(text)
+        return number(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no operand: expected x0, t0 or a number") from None
+        raise ValueError(f"{shown(text)} is no operand: expected x0, t0 or a number") from None
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Program:
     @staticmethod
     def parse(text: str) -> Program:
         """Raises ValueError for a malformed statement, or a name used before it is defined."""
+        if not isinstance(text, str):
+            raise TypeError(f"a program is a text like 't0 = add(x0, x1) @ binary32', got {type(text).__name__}")
         parts = [part.strip() for part in text.split(";") if part.strip()]
         returned = parts.pop().removeprefix("return ") if parts and parts[-1].startswith("return ") else ""
         statements = tuple(map(Statement.parse, parts))
@@ -90,12 +98,14 @@ class Program:
         for s in statements:
             for o in s.operands:
                 if isinstance(o, str) and o.startswith("t") and o not in defined:
-                    raise ValueError(f"{s}: {o} is used before it is defined")
+                    raise ValueError(f"{shown(str(s))}: {o} is used before it is defined")
             defined.add(s.target)
         names = tuple(name.strip() for name in returned.split(",") if name.strip())
         for name in names:
             if name not in defined:
-                raise ValueError(f"return {returned}: {name} is not defined; defined: {', '.join(sorted(defined))}")
+                raise ValueError(
+                    f"return {shown(returned)}: {shown(name)} is not defined; defined: {shown(sorted(defined))}"
+                )
         return Program(statements, names)
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from fxround.errors import shown
 from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter, Word
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
@@ -61,13 +62,14 @@ def _draws(statement: Statement) -> bool:
 def _map_kernel(
     program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
 ) -> Map:
+    said = shown(str(program))
     if program.arity > len(loads):
-        raise ValueError(f"{program} uses {program.arity} operands, got {len(loads)}")
+        raise ValueError(f"{said} uses {program.arity} operands, got {len(loads)}")
     if len(program.results) != len(results):
-        raise ValueError(f"{program} has {len(program.results)} results, got {len(results)} dtypes for them")
+        raise ValueError(f"{said} has {len(program.results)} results, got {len(results)} dtypes for them")
     carriers = {CARRIER_OF[s] for s in results}
     if len(carriers) > 1:
-        raise ValueError(f"{program}: results stored as {', '.join(results)} need two carriers; expected one")
+        raise ValueError(f"{said}: results stored as {', '.join(results)} need two carriers; expected one")
     (carrier,) = carriers
     elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
@@ -84,7 +86,7 @@ def _map_kernel(
     for name, result in zip(program.results, results, strict=True):
         if not grids[name].within(FORMAT_OF[result]):
             raise ValueError(
-                f"{program}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
+                f"{said}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
                 "use a wider dtype"
             )
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from fxround.errors import shown
 from fxround.numerics.modes import Rounding
 
 _OPTIONS: Final = ("product", "chunk", "combine")
@@ -56,15 +57,17 @@ class Accumulation:
         if isinstance(text, Rounding):
             return Accumulation(text)
         if not isinstance(text, str) or not text.split():
-            raise ValueError(f"{text!r} is no accumulation; expected: bfloat16 chunk=128 combine=binary32")
+            raise ValueError(f"{shown(text)} is no accumulation; expected: bfloat16 chunk=128 combine=binary32")
         step, *rest = text.split()
         options = dict(word.partition("=")[::2] for word in rest)
         unknown = [name for name in options if name not in _OPTIONS]
         if unknown or len(options) != len(rest):
-            raise ValueError(f"{text!r}: options are {', '.join(f'{o}=' for o in _OPTIONS)}, each once; got {rest}")
+            raise ValueError(
+                f"{shown(text)}: options are {', '.join(f'{o}=' for o in _OPTIONS)}, each once; got {shown(rest)}"
+            )
         chunk = options.get("chunk")
-        if chunk is not None and not chunk.isdecimal():
-            raise ValueError(f"{text!r}: chunk={chunk} is no number of products")
+        if chunk is not None and (not chunk.isdecimal() or len(chunk) > 9):
+            raise ValueError(f"{shown(text)}: chunk={shown(chunk)} is no number of products")
         return Accumulation(
             Rounding.parse(step),
             Rounding.parse(options["product"]) if "product" in options else None,

@@ -22,10 +22,23 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final, Literal
 
+from fxround.errors import shown
+
 Overflow = Literal["inf", "saturate", "nan"]
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
 
 FLUSH: Final = "-flush"
+
+
+def number(text: str) -> float:
+    """A float, in hexadecimal (0x1.8p+0) or decimal spelling. ValueError for what is none, or beyond binary64."""
+    try:
+        value = float.fromhex(text) if "x" in text.lower() else float(text)
+    except OverflowError:
+        raise ValueError(f"{shown(text)} lies outside binary64") from None
+    except ValueError:
+        raise ValueError(f"{shown(text)} is no number") from None
+    return value
 
 
 @dataclass(frozen=True)
@@ -52,12 +65,12 @@ class Format:
     subnormals: bool = True
 
     def __post_init__(self) -> None:
+        if not -1074 <= self.emin <= 1023:
+            raise ValueError(f"{self.name}: 2^{self.emin} lies outside binary64, the widest carrier")
         if self.precision < 1 or self.precision > 53:
             raise ValueError(f"{self.name}: precision {self.precision} is not in 1..53 (binary64 has 53)")
         if not math.isfinite(self.maximum) or self.maximum < math.ldexp(1.0, self.emin):
             raise ValueError(f"{self.name}: the maximum {self.maximum} must be finite and at least 2^{self.emin}")
-        if math.ldexp(1.0, self.emin) == 0.0:
-            raise ValueError(f"{self.name}: 2^{self.emin} lies outside binary64, the widest carrier")
         significand = math.ldexp(self.maximum, self.precision - 1 - self.emax)
         if significand != int(significand):
             raise ValueError(f"{self.name}: the maximum {self.maximum} does not fit {self.precision} bits")
@@ -177,30 +190,36 @@ class Format:
 
         Raises ValueError with the nearest known names.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"a format is a text like 'e4m3fn', got {type(text).__name__}")
         base = text.strip()
-        if base.endswith(FLUSH):
-            return Format.parse(base.removesuffix(FLUSH)).without_subnormals()
+        row = base.removesuffix(FLUSH)
+        return Format._row(row, text) if row == base else Format._row(row, text).without_subnormals()
+
+    @staticmethod
+    def _row(base: str, text: str) -> Format:
+        """The format of a name without ``-flush``; text: what a message shows."""
         if base in FORMATS:
             return FORMATS[base]
-        ieee = re.fullmatch(r"ieee\((\d+),\s*(\d+)\)", base)
+        ieee = re.fullmatch(r"ieee\(([0-9]{1,4}),\s*([0-9]{1,4})\)", base)
         if ieee:
             return Format.ieee(exponent_bits=int(ieee[1]), precision=int(ieee[2]))
-        custom = re.fullmatch(r"custom\((\d+),(-?\d+),([^,]+),([a-z+]*)\)", base)
+        custom = re.fullmatch(r"custom\(([0-9]{1,4}),(-?[0-9]{1,5}),([^,]{1,40}),([a-z+]*)\)", base)
         if custom:
             flags = set(custom[4].split("+"))
             return Format.custom(
                 precision=int(custom[1]),
                 emin=int(custom[2]),
-                maximum=float.fromhex(custom[3]) if "x" in custom[3] else float(custom[3]),
+                maximum=number(custom[3]),
                 signed="signed" in flags,
                 inf="inf" in flags,
                 nan="nan" in flags,
                 zero="zero" in flags,
             )
-        near = OTHER_NAMES.get(base.lower()) or get_close_matches(base, FORMATS, n=2, cutoff=0.4)
+        near = OTHER_NAMES.get(base.lower()) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
-            f"no format is named {text!r}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
+            f"no format is named {shown(text)}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
         )
 
 

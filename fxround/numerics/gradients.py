@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Final
 
+from fxround.errors import shown
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 
@@ -49,10 +50,12 @@ class Gradient:
             return Gradient()
         zeroed, rest = words[:1] == [ZEROED], words[words[:1] == [ZEROED] :]
         if not words or len(rest) > 1:
-            raise ValueError(f"{text!r} is no gradient; expected {STRAIGHT}, {ZEROED}, a rounding, or the last two")
-        near = get_close_matches(rest[0], (STRAIGHT, ZEROED), n=1) if rest else []
+            raise ValueError(
+                f"{shown(text)} is no gradient; expected {STRAIGHT}, {ZEROED}, a rounding, or the last two"
+            )
+        near = get_close_matches(rest[0][:40], (STRAIGHT, ZEROED), n=1) if rest else []
         if near:
-            raise ValueError(f"no gradient is named {rest[0]!r}; did you mean {near[0]!r}?")
+            raise ValueError(f"no gradient is named {shown(rest[0])}; did you mean {near[0]!r}?")
         return Gradient(zeroed, Rounding.parse(rest[0]) if rest else None)
 
 

@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
+from fxround.errors import shown
 from fxround.numerics.formats import Format, Overflow
 
 B = TypeVar("B")
@@ -74,14 +75,16 @@ class Mode:
         """A mode's name; ``stochastic:n`` draws n of 1 to 32 random bits."""
         name, colon, count = text.strip().partition(":")
         if name not in MODES:
-            near = get_close_matches(name, MODES, n=2, cutoff=0.4)
+            near = get_close_matches(name[:40], MODES, n=2, cutoff=0.4)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"no rounding mode is named {name!r}{hint} Known: {', '.join(MODES)}")
+            raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(MODES)}")
         mode = MODES[name]
         if not colon:
             return mode
-        if name != "stochastic" or not count.isdecimal() or not 1 <= int(count) <= 32:
-            raise ValueError(f"{text!r}: only stochastic takes a number of random bits, stochastic:1 to stochastic:32")
+        if name != "stochastic" or not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= 32:
+            raise ValueError(
+                f"{shown(text)}: only stochastic takes a number of random bits, stochastic:1 to stochastic:32"
+            )
         return replace(mode, random_bits=int(count))
 
 
@@ -123,7 +126,7 @@ class Rounding:
     def __post_init__(self) -> None:
         if self.overflow not in self.format.overflows:
             possible = ", ".join(self.format.overflows)
-            raise ValueError(f"{self.format} cannot overflow to {self.overflow!r}; it can: {possible}")
+            raise ValueError(f"{self.format} cannot overflow to {shown(self.overflow)}; it can: {possible}")
 
     def __str__(self) -> str:
         return f"{self.format}/{self.mode}/{self.overflow}"
@@ -143,7 +146,7 @@ class Rounding:
             raise TypeError(f"a rounding is a text like 'e4m3fn/stochastic/saturate', got {type(text).__name__}")
         parts = [p.strip() for p in text.split("/")]
         if len(parts) > 3:
-            raise ValueError(f"{text!r} has {len(parts)} parts; expected format[/mode[/overflow]]")
+            raise ValueError(f"{shown(text)} has {len(parts)} parts; expected format[/mode[/overflow]]")
         fmt = Format.parse(parts[0])
         mode = Mode.parse(parts[1]) if len(parts) > 1 else MODES["nearest_even"]
         overflow: Any = parts[2] if len(parts) > 2 else fmt.default_overflow

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from fxround.errors import shown
 from fxround.numerics.beyond import MODES_BEYOND, round_beyond
 from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
@@ -244,7 +245,7 @@ def apply(
     """
     operator = OPERATORS.get(name) or _STEPS.get(name)
     if operator is None:
-        raise ValueError(f"no pointwise operator is named {name!r}; known: {', '.join(OPERATORS)}")
+        raise ValueError(f"no pointwise operator is named {shown(name)}; known: {', '.join(OPERATORS)}")
     if len(args) != operator.arity:
         raise ValueError(f"{name} takes {operator.arity} operands, got {len(args)}")
     carriers = tuple(a.type for a in args)

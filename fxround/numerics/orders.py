@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from fxround.errors import shown
+
 
 @dataclass(frozen=True)
 class Order:
@@ -43,13 +45,15 @@ class Order:
         """``sequential``, ``lanes`` (16 chains), ``lanes:n`` or ``exact``."""
         if isinstance(text, Order):
             return text
+        if not isinstance(text, str):
+            raise TypeError(f"a reduction order is a text like 'lanes:16', got {type(text).__name__}")
         kind, _, chains = text.partition(":")
         if text in ("sequential", "exact"):
             return SEQUENTIAL if kind == "sequential" else EXACT
-        if kind == "lanes" and (chains.isdecimal() or not chains):
+        if kind == "lanes" and (not chains or (chains.isdecimal() and len(chains) <= 4)):
             return Order("lanes", int(chains)) if chains else LANES
         raise ValueError(
-            f"no reduction order is named {text!r}; known: sequential, lanes:n (n a power of two, 2 to 64), exact"
+            f"no reduction order is named {shown(text)}; known: sequential, lanes:n (n a power of two, 2 to 64), exact"
         )
 
 

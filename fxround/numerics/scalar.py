@@ -162,8 +162,12 @@ def const(type: Type, value: int | float | bool) -> Expr:
     """A constant; a float is kept by its encoding, so that NaN and minus zero are themselves."""
     if type in BITS_OF:
         code = "<f" if type == "f32" else "<d"
-        packed = struct.pack(code, float(value))
-        if type == "f32" and struct.unpack(code, packed)[0] != value and value == value:
+        try:
+            packed = struct.pack(code, float(value))
+            held = type == "f64" or struct.unpack(code, packed)[0] == value or value != value
+        except OverflowError:
+            held = False
+        if not held:
             raise ValueError(f"{value!r} is no binary32 value: round it where its error is accounted for")
         return _make("const", type, (), int.from_bytes(packed, "little"))
     return _make("const", type, (), int(value) & ((1 << WIDTH[type]) - 1))

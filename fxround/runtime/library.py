@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.errors import FxroundError
+from fxround.errors import FxroundError, shown
 from fxround.kernel import Map
 from fxround.numerics.storage import Storage
 from fxround.runtime import reductions, texts
@@ -83,20 +83,20 @@ def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, n
 
 def _loads(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
     if not xs:
-        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
+        raise ValueError(f"{shown(program)}: a pointwise operator needs at least one tensor operand")
     return loads_of(xs)
 
 
 def _loads_fake(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
     if not xs:
-        raise ValueError(f"{program}: a pointwise operator needs at least one tensor operand")
+        raise ValueError(f"{shown(program)}: a pointwise operator needs at least one tensor operand")
     return tuple(stored_as(x.dtype, f"operand {i}", LOADS) for i, x in enumerate(xs))
 
 
 def _fused_kernel(loads: tuple[Storage, ...], program: str, results: str, nodes: Sequence[int]) -> Map:
     kernel = texts.fused(program, loads, results)
     if len(nodes) < len(kernel.draws):
-        raise ValueError(f"{program} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+        raise ValueError(f"{shown(program)} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
     return kernel
 
 

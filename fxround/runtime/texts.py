@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, cast, get_args
 
+from fxround.errors import shown
 from fxround.kernel import Map
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
@@ -33,7 +34,7 @@ def storages(text: str) -> tuple[Storage, ...]:
     names = get_args(Storage)
     for name in text.split():
         if name not in names:
-            raise ValueError(f"{name!r} is no storage; expected some of {', '.join(names)}")
+            raise ValueError(f"{shown(name)} is no storage; expected some of {', '.join(names)}")
     return cast(tuple[Storage, ...], tuple(text.split()))
 
 
