@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxround.runtime import buffers, contractions, convolution, planes, scatter
+from fxround.runtime import buffers, contractions, convolution, planes
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -81,7 +81,6 @@ def everywhere(at_end: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(buffers, "empty", result))
-        stack.enter_context(patch.object(scatter.torch, "empty_like", lambda x: result(x.shape, x.dtype)))
         stack.enter_context(patch.object(contractions, "scratch", scratch))
         for module, name in (
             (contractions, "offsets"),

@@ -16,6 +16,7 @@ rounded to nearest even, one per node: no target may contract, reassociate or ap
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import struct
@@ -162,13 +163,9 @@ def const(type: Type, value: int | float | bool) -> Expr:
     """A constant; a float is kept by its encoding, so that NaN and minus zero are themselves."""
     if type in BITS_OF:
         code = "<f" if type == "f32" else "<d"
-        try:
-            packed = struct.pack(code, float(value))
-            held = type == "f64" or struct.unpack(code, packed)[0] == value or value != value
-        except OverflowError:
-            held = False
-        if not held:
+        if type == "f32" and ctypes.c_float(value).value != value and value == value:
             raise ValueError(f"{value!r} is no binary32 value: round it where its error is accounted for")
+        packed = struct.pack(code, float(value))
         return _make("const", type, (), int.from_bytes(packed, "little"))
     return _make("const", type, (), int(value) & ((1 << WIDTH[type]) - 1))
 
