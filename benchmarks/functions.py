@@ -1,29 +1,44 @@
-"""How long elementary functions take on 1e6 binary32 numbers, one thread, as a multiple of PyTorch's in the same run.
+"""How long elementary functions take, and how large their errors in binary64 are.
 
-    python -m benchmarks.functions
+    python -m benchmarks.functions                                  # time, as a multiple of PyTorch's in the same run
+    python -m benchmarks.functions bounds --output docs/bounds.json # errors: some minutes; fails beyond a stated bound
+    python -m benchmarks.functions contracts                        # the table of docs/functions.md
 
-The clock is the thread's own processor time, which a busy machine stretches less than the wall's; medians of
-interleaved calls. Each result is correctly rounded to nearest even or upwards, or stochastically rounded.
+Time is of 1e6 binary32 numbers on one thread, by the thread's own processor time, which a busy machine stretches less
+than the wall's; medians of interleaved calls. Each result is correctly rounded to nearest even or upwards, or
+stochastically rounded. Errors are the worst of ``adversary``'s samples against MPFR.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import fxround  # noqa: F401  (registers the operator)
-from benchmarks.harness import header, medians, table
+from benchmarks import adversary
+from benchmarks.harness import header, machine, medians, table
+from fxround.analysis.progress import tracked
+from fxround.numerics.elementary import ELEMENTARY, Elementary
 
 COUNT = 10**6
 # Goals of the nearest-even column: 1.5 times PyTorch's time for the first five, 2.5 times for the others.
 FUNCTIONS = ("exp", "log", "tanh", "erf", "sigmoid", "sin", "cos", "pow")
 MODES = ("nearest_even", "toward_positive", "stochastic")
 RNG = torch.zeros(2, dtype=torch.int64)
+BOUNDS: Final = Path(__file__).parents[1] / "docs" / "bounds.json"
+CARRIERS: Final = {"float64": np.float64, "float32": np.float32}
 
 
 def operands(name: str) -> tuple[Tensor, ...]:
@@ -46,9 +61,8 @@ def calls(name: str) -> dict[str, Callable[[], object]]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    torch.set_num_threads(1)
+def times() -> None:
+    """Print the table of times."""
     print(header(("fxround", "torch")))
     rows = []
     for name in FUNCTIONS:
@@ -58,5 +72,77 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(["1e6 binary32 numbers", "torch, ns each", *(f"{m} / torch" for m in MODES)], rows))
 
 
+# ---- errors ----
+
+
+def bounds(names: list[str], count: int, seed: int, output: Path | None) -> int:
+    """Search every function; 1 if a bound that the registry states does not hold. The file is written at the end."""
+    found: dict[str, Any] = {}
+    broken = 0
+    for name in tracked(names, len(names), "bounds"):
+        row = ELEMENTARY[name]
+        found[name] = {}
+        for carrier, dtype in CARRIERS.items():
+            result = adversary.search(name, count if carrier == "float64" else count // 4, seed, dtype)
+            worst = result.worst
+            assert worst is not None
+            broken += worst.error > row.error_bound
+            found[name][carrier] = {
+                "samples": result.samples,
+                "ulps": worst.error,
+                "at": [a.hex() for a in worst.args],
+                "beyond_half": result.beyond if row.near_zeros else 0.0,
+            }
+            print(f"{name} {carrier}: {found[name][carrier]}, stated {row.error_bound}", flush=True)
+    if output:
+        told = {"processor": machine(), "date": datetime.date.today().isoformat(), "seed": seed}
+        before = json.loads(output.read_text())["functions"] if output.exists() else {}
+        output.write_text(json.dumps(told | {"functions": before | found}, indent=1) + "\n")
+    return int(broken > 0)
+
+
+def stated(row: Elementary) -> str:
+    """The bound in words."""
+    zeros = f" + 2^{int(math.log2(row.near_zeros))} where x < 0" if row.near_zeros else ""
+    return f"{row.error_bound}{zeros}"
+
+
+def contract_row(row: Elementary, found: dict[str, Any]) -> str:
+    """A line of the table: what is promised, what a search has found, where it comes from."""
+    special, where = row.special.replace("|", r"\|"), row.define.__module__.rpartition(".")[2]
+    # Rounded up: the worst that was found is not more than what is printed.
+    worst = " | ".join(f"{math.ceil(found[c]['ulps'] * 1000) / 1000:.3f}" for c in CARRIERS)
+    short = "yes" if row.quick else ""
+    return f"| `{row.name}` | {special} | {stated(row)} | {worst} | {row.source} | `{where}.py` | {short} |"
+
+
+def contracts() -> Iterator[str]:
+    """The table of docs/functions.md."""
+    found = json.loads(BOUNDS.read_text())["functions"]
+    yield "| function | special values | binary64 ulps | worst, float64 | float32 | source of the method | file | short |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in ELEMENTARY.values():
+        yield contract_row(row, found[row.name])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The time table, or what the first argument names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("times", "bounds", "contracts"), default="times")
+    parser.add_argument("names", nargs="*", choices=(*ELEMENTARY, []), help="bounds: of these functions alone")
+    parser.add_argument("--count", type=lambda v: int(float(v)), default=10**6, help="samples of each (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON, merged into what is there")
+    options = parser.parse_args(arguments or [])
+    torch.set_num_threads(1)
+    if options.what == "bounds":
+        return bounds(options.names or list(ELEMENTARY), options.count, options.seed, options.output)
+    if options.what == "contracts":
+        print("\n".join(contracts()))
+    else:
+        times()
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.elementary.pairs import f64
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, select
+from fxround.numerics.elementary.pairs import f64, two_sum
+from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, rarely, select
 
 SIGN: Final = 1 << 63
 SHIFTER: Final = 6755399441055744.0
@@ -53,15 +53,38 @@ class Approximation:
     noise: float = 0.0
 
     def nearest(self) -> Expr:
-        """The value rounded to binary64, to nearest even."""
-        return _override(_scale(self.hi + self.lo, self.exponent), self.cases)
+        """The value rounded to binary64, to nearest even: once, where the result is subnormal too."""
+        value = self.hi + self.lo
+        if self.exponent is not None:
+            scaled = _scale(value, self.exponent)
+            value = rarely(absolute(scaled) <= 2.0**-1022, self._subnormal(self.exponent), scaled)
+        return _override(value, self.cases)
 
-    def rounded_by(self, rule: Callable[[Expr, Expr], Expr]) -> Expr:
-        """The value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
+    def _subnormal(self, exponent: Expr) -> Expr:
+        """The value rounded to a multiple of 2^-1074, to nearest even, where it is at most 2^-1022.
+
+        In units of 2^-1074 the sum is an integer next to 2^52 and a rest, which is rounded to odd before it is added.
+        Bits of numbers above 2^52 count these units, as bits of subnormal numbers do.
+        """
+        total, error = self._parts()
+        sign = bits(total) & SIGN
+        a, b = (from_bits(bits(_scale(part, exponent + 1074)) ^ sign) for part in (total, error))
+        whole = a + 2.0**52
+        rest = two_sum(a - (whole - 2.0**52), b)
+        code = bits(whole + _to_odd(rest.hi, rest.lo, ~rest.lo.equals(0.0))) - (0x433 << 52)
+        return from_bits(code | sign)
+
+    def _parts(self) -> tuple[Expr, Expr]:
+        """The sum's nearest number and what that lost, which is nothing where it is noise."""
         total = self.hi + self.lo
         error = self.lo - (total - self.hi)
         if self.noise:
             error = select(absolute(error) > absolute(total) * self.noise, error, 0.0)
+        return total, error
+
+    def rounded_by(self, rule: Callable[[Expr, Expr], Expr]) -> Expr:
+        """The value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
+        total, error = self._parts()
         if self.exact is not None:
             error = select(self.exact, 0.0, error)
         return _override(_scale(rule(total, error), self.exponent), self.cases)
@@ -87,9 +110,13 @@ def _odd_sum(hi: Expr, lo: Expr, noise: float) -> Expr:
     """hi + lo rounded to odd, for |hi| >= |lo|: an inexact even sum steps towards its error."""
     total = hi + lo
     error = lo - (total - hi)
+    return _to_odd(total, error, absolute(error) > (absolute(total) * noise if noise else f64(0.0)))
+
+
+def _to_odd(total: Expr, error: Expr, inexact: Expr) -> Expr:
+    """The next number in the error's direction where the total is even and ``inexact``."""
     code = bits(total)
     step = select((error < 0.0) ^ (total < 0.0), const("u64", -1), const("u64", 1))
-    inexact = absolute(error) > (absolute(total) * noise if noise else f64(0.0))
     return from_bits(select((code & 1).equals(0) & inexact, code + step, code))
 
 
@@ -112,6 +139,14 @@ def _scale(value: Expr, exponent: Expr | None) -> Expr:
 def power_of_two(exponent: Expr) -> Expr:
     """2^exponent as f64, for a u64 in two's complement between -1022 and 1023."""
     return from_bits((exponent + 1023) << 52)
+
+
+def significand(size: Expr) -> tuple[Expr, Expr]:
+    """m in [1, 2) and e + 2048 (u64) with size = m 2^e, for positive finite sizes."""
+    tiny = size < 2.0**-1022
+    code = bits(select(tiny, size * 2.0**54, size))
+    exponent = (code >> 52) + select(tiny, const("u64", 2048 - 1023 - 54), const("u64", 2048 - 1023))
+    return from_bits((code & ((1 << 52) - 1)) | (1023 << 52)), exponent
 
 
 def round_to_integer(x: Expr, factor: float = 1.0) -> tuple[Expr, Expr]:

@@ -139,9 +139,46 @@ TABLES: Final[dict[str, Table]] = {
 }
 
 
+@dataclass(frozen=True)
+class Expansion:
+    """Taylor's series of a function at a zero, from the first power on; each number is a sum of binary64 ones."""
+
+    zero: Callable[[Any], Any]
+    coefficient: Callable[[Any, int], Any]
+    terms: int = 11
+
+
+def _digamma_zero(m: Any) -> Any:
+    return m.findroot(m.digamma, m.mpf("1.4616321449683623"))
+
+
+EXPANSIONS: Final[dict[str, Expansion]] = {
+    "lgamma_one": Expansion(lambda m: m.mpf(1), lambda m, k: -m.euler if k == 1 else (-1) ** k * m.zeta(k) / k),
+    "lgamma_two": Expansion(
+        lambda m: m.mpf(2), lambda m, k: 1 - m.euler if k == 1 else (-1) ** k * (m.zeta(k) - 1) / k
+    ),
+    "digamma": Expansion(_digamma_zero, lambda m, k: m.psi(k, _digamma_zero(m)) / m.factorial(k)),
+}
+
+
+def expand(expansion: Expansion) -> tuple[tuple[float, ...], ...]:
+    """The zero in three numbers, then the coefficients in two each. Needs mpmath."""
+    import mpmath  # type: ignore[import-untyped]
+
+    with mpmath.workprec(400):
+        rest = [_parts(mpmath, expansion.coefficient(mpmath, k), 2) for k in range(1, expansion.terms + 1)]
+        return _parts(mpmath, expansion.zero(mpmath), 3), *rest
+
+
+def _parts(m: Any, value: Any, count: int) -> tuple[float, ...]:
+    """A sum of so many binary64 numbers."""
+    head = float(value)
+    return (head,) if count == 1 else (head, *_parts(m, value - head, count - 1))
+
+
 def derive(fit: Fit) -> tuple[float, ...]:
     """The coefficients, lowest power first. Needs mpmath."""
-    import mpmath  # type: ignore[import-untyped]
+    import mpmath
 
     with mpmath.workprec(400):
         return tuple(_rounded(mpmath, c, fit.bits) for c in _interpolant(mpmath, fit))
@@ -176,7 +213,9 @@ def _rounded(m: Any, value: Any, bits: int) -> float:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or (*FITS, *TABLES):
-        print(f'    "{name}": (')
-        print("\n".join(f"        {c!r}," for c in (derive(FITS[name]) if name in FITS else tabulate(TABLES[name]))))
-        print("    ),")
+    known: tuple[tuple[Any, Any], ...] = ((FITS, derive), (TABLES, tabulate), (EXPANSIONS, expand))
+    for name, function, row in [(name, function, rows[name]) for rows, function in known for name in rows]:
+        if name in (sys.argv[1:] or (name,)):
+            print(f'    "{name}": (')
+            print("\n".join(f"        {c!r}," for c in function(row)))
+            print("    ),")

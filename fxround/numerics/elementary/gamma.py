@@ -10,7 +10,8 @@ w = p + 14 if p < 14 and p beyond, P = p (p + 1) ... (p + 13) or 1, and q = sin(
 
 Why it is safe. The zeros of lgamma (1, 2, and two between negative integers) and of digamma are where terms of up to
 2^6 cancel. Next to one, neighbouring binary32 numbers have values 2^-22 or more apart, so that half of the 88 bits are
-left even at the nearest of them; of binary64, numbers come 2^-53 close, and there a value is good to 2^-88 only.
+left even at the nearest of them; of binary64, numbers come 2^-53 close. The positive zeros (1, 2 and digamma's at 1.46)
+have series of their own there; next to a negative one a binary64 argument's value is good to 2^-88 only.
 p - round(p) is exact, so sin(pi p) and cos(pi p) need no reduction.
 
     before   lgamma(-2.4570247) by the reflection in binary64: two digits
@@ -38,6 +39,7 @@ from fxround.numerics.elementary.pairs import (
 )
 from fxround.numerics.elementary.precise import pair_constant, pair_series, precise_log
 from fxround.numerics.elementary.reduction import TWO_OVER_PI
+from fxround.numerics.elementary.tables import EXPANDED
 from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 SHIFT: Final = 14
@@ -90,6 +92,15 @@ def _fraction(size: Expr) -> Expr:
     return select(size < 2.0**52, size - whole, 0.0)
 
 
+def _expanded(name: str, x: Expr) -> tuple[Expr, Pair]:
+    """Whether x is within 2^-8 of a zero of the function, and the value there by Taylor's series, to 2^-70 of it."""
+    zero, *coefficients = EXPANDED[name]
+    hi, lo = two_sum(x - zero[0], f64(-zero[1]))
+    distance = Pair(hi, lo - zero[2])
+    series = pair_series(distance, [sum(map(Fraction, parts), Fraction()) for parts in coefficients], 5)
+    return absolute(hi) < 2.0**-8, multiply(distance, series)
+
+
 def lgamma(x: Expr) -> Approximation:
     """log|Gamma(x)|; +inf at the poles."""
     size, negative = absolute(x), x < 0.0
@@ -108,6 +119,9 @@ def lgamma(x: Expr) -> Approximation:
     total, exponent = _stirling_sum(w, x.op != "widen")
     total = add(choose(tiny, pair_constant((0.0, 0.0)), total), negated(precise_log(argument)))
     total = choose(negative & ~tiny, negated(total), total)
+    if x.op != "widen":
+        for name in ("lgamma_one", "lgamma_two"):
+            total = choose(*_expanded(name, x), total)
     pole = (negative & g.equals(0.0)) | size.equals(0.0)
     zero = x.equals(1.0) | x.equals(2.0)
     endless = pole | size.equals(math.inf)
@@ -154,6 +168,8 @@ def digamma(x: Expr) -> Approximation:
     turn = divide(_cosine(inside), _sine(inside))
     total = add(total, negated(first))
     total = choose(negative, add(turn, total), total)
+    if x.op != "widen":
+        total = choose(*_expanded("digamma", x), total)
     edge = select(size.equals(0.0), negate(1.0 / x), f64(math.nan))
     pole = (negative & g.equals(0.0)) | size.equals(0.0) | ~x.equals(x)
     subnormal = size < 2.0**-1022

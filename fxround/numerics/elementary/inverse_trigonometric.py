@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.approximation import Approximation, power_of_two, significand
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.pairs import (
     Pair,
@@ -36,7 +36,7 @@ from fxround.numerics.elementary.pairs import (
 )
 from fxround.numerics.elementary.reduction import HALF_PI
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, select
+from fxround.numerics.scalar import Expr, absolute, bits, const, fma, maximum, minimum, select
 
 QUARTER_PI: Final = (0.7853981633974483, 3.061616997868383e-17)
 TAN_PI_8: Final = 0.41421356237309503
@@ -97,23 +97,34 @@ def atan(x: Expr) -> Approximation:
     return Approximation(*with_sign_of(x, _angle(clipped, f64(1.0), const("bool", 0))))
 
 
-def _comparable(y: Expr, x: Expr) -> tuple[Expr, Expr]:
-    """Sizes with the same quotient, neither infinite, not both zero, far from the ends of the range."""
+def _comparable(y: Expr, x: Expr) -> tuple[Expr, Expr, Expr | None]:
+    """Sizes a and b, neither infinite, not both zero, and an exponent: |y / x| = a / b 2^exponent.
+
+    Of binary64 numbers the larger becomes one in [1, 2), and the other at least 2^-100: the exponent is not zero only
+    where y is smaller, and then what an arc tangent differs from its argument by is below 2^-200 of it.
+    """
     a, b = absolute(y), absolute(x)
     endless = is_infinite(y) | is_infinite(x)
     a = select(endless, select(is_infinite(y), f64(1.0), f64(0.0)), a)
     b = select(endless, select(is_infinite(x), f64(1.0), f64(0.0)), b)
     b = select(a.equals(0.0) & b.equals(0.0), 1.0, b)
     if x.op == "widen" and y.op == "widen":
-        return a, b
-    large, tiny = (a > 2.0**500) | (b > 2.0**500), (a < 2.0**-500) & (b < 2.0**-500)
-    factor = select(large, f64(2.0**-600), select(tiny, f64(2.0**600), f64(1.0)))
-    return a * factor, b * factor
+        return a, b, None
+    (m, e), (n, f) = significand(a), significand(b)
+    lowest = maximum(e, f) - 100
+    small, large = (
+        select(size.equals(0.0), 0.0, part * power_of_two(maximum(k, lowest) - lowest - 100))
+        for size, part, k in ((a, m, e), (b, n, f))
+    )
+    return small, large, minimum(e, lowest) - lowest
 
 
 def atan2(y: Expr, x: Expr) -> Approximation:
     """The angle of the point (x, y), in [-pi, pi]."""
     left = ~(bits(x) >> 63).equals(0)
-    value = with_sign_of(y, _angle(*_comparable(y, x), left))
+    a, b, exponent = _comparable(y, x)
+    value = with_sign_of(y, _angle(a, b, left))
+    if exponent is not None:
+        exponent = select(left, const("u64", 0), exponent)
     unknown = ~y.equals(y) | ~x.equals(x)
-    return Approximation(*value, cases=((unknown, math.nan),))
+    return Approximation(*value, exponent, cases=((unknown, math.nan),))

@@ -16,20 +16,19 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from fxround.numerics.elementary.approximation import SIGN, Approximation, Case, power_of_two, round_to_integer
+from fxround.numerics.elementary.approximation import (
+    SIGN,
+    Approximation,
+    Case,
+    power_of_two,
+    round_to_integer,
+    significand,
+)
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, with_sign_of
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, maximum, minimum, negate, select
+from fxround.numerics.scalar import Expr, absolute, bits, const, fma, maximum, minimum, negate, select
 
 STEP_BITS: Final = 48
-
-
-def _normalized(size: Expr) -> tuple[Expr, Expr]:
-    """m in [1, 2) and e + 2048 (u64) with size = m 2^e, for positive finite sizes."""
-    tiny = size < 2.0**-1022
-    code = bits(select(tiny, size * 2.0**54, size))
-    exponent = (code >> 52) + select(tiny, const("u64", 2048 - 1023 - 54), const("u64", 2048 - 1023))
-    return from_bits((code & ((1 << 52) - 1)) | (1023 << 52)), exponent
 
 
 def _steps(x: Expr, y: Expr) -> int:
@@ -40,7 +39,7 @@ def _steps(x: Expr, y: Expr) -> int:
 
 def _remainder(x: Expr, y: Expr) -> tuple[Expr, Expr, Expr]:
     """r, n and f (u64 in two's complement): |x| mod |y| = r 2^f, 0 <= r < n, where |x| >= |y|."""
-    (m, e), (n, f) = _normalized(absolute(x)), _normalized(absolute(y))
+    (m, e), (n, f) = significand(absolute(x)), significand(absolute(y))
     distance = maximum(e, f) - f
     inverse = 1.0 / n
     r = m

@@ -35,8 +35,8 @@ _ONE_THIRD_2_33: Final = 0xAAAAAAAB
 def cbrt(x: Expr) -> Approximation:
     """The cube root: x^(-1/3) by two steps of order four, then one exact residual."""
     size = absolute(x)
-    tiny = size < 2.0**-900
-    a = size if x.op == "widen" else select(tiny, size * 2.0**180, size)
+    tiny, huge = size < 2.0**-900, size > 2.0**900
+    a = size if x.op == "widen" else size * select(tiny, f64(2.0**180), select(huge, f64(2.0**-180), f64(1.0)))
     third = ((bits(a) >> 32) * _ONE_THIRD_2_33) >> 33
     z = from_bits((const("u64", _THIRD_OF_EXPONENT) - third) << 32)
     for _ in range(2):
@@ -48,7 +48,7 @@ def cbrt(x: Expr) -> Approximation:
     residual = (a - cube.hi) - fma(square.lo, y, cube.lo)
     value = fast_two_sum(y, residual * (z * z * (1.0 / 3.0)))
     if x.op != "widen":
-        value = scaled(value, select(tiny, f64(2.0**-60), f64(1.0)))
+        value = scaled(value, select(tiny, f64(2.0**-60), select(huge, f64(2.0**60), f64(1.0))))
     cases = ((x.equals(0.0) | ~(size < math.inf), x),)
     return Approximation(*with_sign_of(x, value), cases=cases, noise=2.0**-70)
 
