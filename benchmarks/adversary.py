@@ -27,6 +27,7 @@ from fxround.numerics.scalar import Function, param
 BITS: Final = 256
 BATCH: Final = 4096
 KEPT: Final = 48
+NEAREST: Final = "binary64/nearest_even/inf"
 LARGEST: Final = float(np.finfo(np.float64).max)
 RNG: Final = torch.zeros(2, dtype=torch.int64)
 
@@ -85,10 +86,10 @@ class Found:
         self.beyond = max(self.beyond, *(p.beyond for p in points))
 
 
-def run(name: str, *args: Any) -> F64:
-    """The compiled kernel's binary64 results."""
+def run(name: str, args: list[Any], rounding: str) -> F64:
+    """The compiled kernel's results, in binary64."""
     names = ", ".join(f"x{i}" for i in range(len(args)))
-    program = f"t0 = {name}({names}) @ binary64/nearest_even/inf"
+    program = f"t0 = {name}({names}) @ {rounding}"
     tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in args]
     return np.asarray(torch.ops.fxround.pointwise(tensors, program, torch.float64, RNG, 0).numpy())
 
@@ -131,21 +132,21 @@ def reference(name: str) -> Callable[..., Any]:
 def distance(got: float, want: Any) -> tuple[float, int]:
     """|got - want| in ulps of binary64 at ``want``, and the ulp's exponent.
 
-    An infinity counts as 2^1024; signs of zeros and NaN must agree.
+    An infinity counts as 2^1024, and so does what MPFR cannot hold; signs of zeros and NaN must agree.
     """
     if math.isnan(got) or gmpy2.is_nan(want):
         return 0.0 if math.isnan(got) and gmpy2.is_nan(want) else math.inf, 0
-    if gmpy2.is_signed(want) != (math.copysign(1.0, got) < 0) or (want == 0 != got):
+    if gmpy2.is_signed(want) != (math.copysign(1.0, got) < 0):
         return math.inf, 0
     limit = gmpy2.mpfr(2) ** 1024
     value, exact = min(limit, abs(gmpy2.mpfr(got))), min(limit, abs(want))
-    exponent = min(1024, max(gmpy2.frexp(exact)[0], -1021)) - 53
+    exponent = min(1024, max(gmpy2.frexp(exact)[0] if exact else -1021, -1021)) - 53
     return float(gmpy2.mul_2exp(abs(value - exact), 1100) / gmpy2.mpfr(2) ** (exponent + 1100)), exponent
 
 
-def judge(name: str, args: list[Any]) -> list[Point]:
+def judge(name: str, args: list[Any], rounding: str = NEAREST) -> list[Point]:
     """Every point's error."""
-    function, got, allowed = reference(name), run(name, *args).tolist(), ELEMENTARY[name].near_zeros
+    function, got, allowed = reference(name), run(name, args, rounding).tolist(), ELEMENTARY[name].near_zeros
     points = []
     with gmpy2.context(precision=BITS):
         for y, xs in zip(got, zip(*(a.tolist() for a in args), strict=True), strict=True):
@@ -187,14 +188,15 @@ def lattice(rng: np.random.Generator, count: int) -> F64:
 
 def draw(name: str, rng: np.random.Generator, count: int) -> F64:
     """Arguments of a function of one."""
-    ranges = np.array((*RANGES[""], *RANGES.get(name, ()), *RANGES.get(name, ())))
+    ranges = np.array((*RANGES[""], *3 * RANGES.get(name, ())))
     low, high = ranges[rng.integers(0, len(ranges), count)].T
     anchors = np.array([*constants(name), *ANCHORS.get(name, ()), 1.0, LARGEST, 2.0**-1022])
     codes = rng.integers(0, 0x7FF << 52, count).view(np.float64)
-    subnormal = rng.integers(1, 1 << rng.integers(1, 53, count)).view(np.float64)
+    # Half of them have all of the 52 bits, where a second rounding shows.
+    subnormal = rng.integers(1, 1 << rng.choice([*range(1, 52), *[52] * 51], count)).view(np.float64)
     close = [near(rng, v) for v in (rng.choice(anchors, count), lattice(rng, count))]
     kinds = [codes, subnormal, rng.uniform(low, high), *close]
-    x = np.choose(rng.choice(5, count, p=(0.1, 0.05, 0.4, 0.25, 0.2)), kinds)
+    x = np.choose(rng.choice(5, count, p=(0.1, 0.1, 0.4, 0.2, 0.2)), kinds)
     return np.where(np.isfinite(x), x * rng.choice([-1, 1], count), 1.0)
 
 
@@ -225,11 +227,16 @@ def batch(name: str, rng: np.random.Generator, count: int, points: list[Point]) 
     return fresh
 
 
-def search(name: str, count: int, seed: int = 0, dtype: Any = np.float64, size: int = BATCH) -> Found:
-    """The worst of so many samples, the same for the same seed; of binary32 arguments, if dtype is float32."""
+def search(
+    name: str, count: int, seed: int = 0, dtype: Any = np.float64, size: int = BATCH, rounding: str = NEAREST
+) -> Found:
+    """The worst of so many samples, the same for the same seed; of binary32 arguments, if dtype is float32.
+
+    ``size``: how many are drawn before the worst are looked at. ``rounding``: of the results.
+    """
     rng, found = np.random.default_rng(seed), Found()
     while found.samples < count:
         with np.errstate(all="ignore"):
             args = [a.astype(dtype) for a in batch(name, rng, min(size, count - found.samples), found.near)]
-        found.add(judge(name, [np.where(np.isfinite(a), a, dtype(1)) for a in args]))
+        found.add(judge(name, [np.where(np.isfinite(a), a, dtype(1)) for a in args], rounding))
     return found

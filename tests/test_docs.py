@@ -12,7 +12,6 @@ import pytest
 from fxround import cli
 from fxround.analysis.metrics import METRICS
 from fxround.formulas import FORMULAS, TABLES
-from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
 from fxround.ops import Kind
@@ -62,15 +61,9 @@ def format_row(f: Format) -> str:
     return f"| `{f.name}` | {sizes} | {has} | {f.default_overflow} |"
 
 
-def elementary_row(e: Elementary) -> str:
-    special = e.special.replace("|", r"\|")
-    return f"| `{e.name}` | {e.error_bound} | {special} |"
-
-
 ROWS = {
     ("numerics.md", "formats"): [format_row(f) for f in FORMATS.values()],
     ("numerics.md", "modes"): [f"| `{name}` |" for name in MODES],
-    ("numerics.md", "elementary"): [elementary_row(e) for e in ELEMENTARY.values()],
     ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
     ("reproducibility.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in TABLES["repdl"].values()}),
     ("variability.md", "metrics"): [f"| `{m.name}` | {m.meaning} |" for m in METRICS.values()],

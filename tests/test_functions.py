@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from benchmarks.exhaustive import MODES, RNG, UNITS, Check, Results, State, cells, digest, exhaust
+from benchmarks.functions import BOUNDS, contracts
 from benchmarks.reference import FUNCTIONS, Settled, distance, round_to, same, settle
-from fxround.numerics.elementary import ELEMENTARY, Elementary
+from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Rounding
@@ -108,15 +109,15 @@ def test_documented_results_are_the_stored_ones(name: str) -> None:
     assert results_row(name) in (ROOT / "docs" / "functions.md").read_text(encoding="utf-8")
 
 
-def contract_row(row: Elementary) -> str:
-    special, where = row.special.replace("|", r"\|"), row.define.__module__.rpartition(".")[2]
-    short = "yes" if row.quick else ""
-    return f"| `{row.name}` | {special} | {row.error_bound} | {row.source} | `{where}.py` | {short} |"
+def test_the_documented_contracts_are_the_registry_s() -> None:
+    assert "\n".join(contracts()) in (ROOT / "docs" / "functions.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ELEMENTARY)
-def test_the_documented_contract_is_the_registry_s(name: str) -> None:
-    assert contract_row(ELEMENTARY[name]) in (ROOT / "docs" / "functions.md").read_text(encoding="utf-8")
+def test_the_stored_search_is_within_the_stated_bound(name: str) -> None:
+    for found in json.loads(BOUNDS.read_text())["functions"][name].values():
+        assert found["ulps"] <= ELEMENTARY[name].error_bound and found["samples"] >= 10**4
+        assert found["beyond_half"] <= ELEMENTARY[name].near_zeros
 
 
 # ---- the comparison itself ----

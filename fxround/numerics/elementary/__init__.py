@@ -4,8 +4,8 @@ What is true here. ``ELEMENTARY`` is the one table: a function is a row here and
 A definition returns an ``Approximation``: the value as an unevaluated sum of two binary64 numbers. Only IEEE
 + - * / sqrt fma, integer operations and selects are used, and tables of constants in ``single``; there is no libm.
 
-Why it is safe. ``error_bound`` is more than the worst of a search against MPFR (``benchmarks.adversary``), a short one of
-which is a test. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
+Why it is safe. ``error_bound`` is more than the worst of a search against MPFR (``benchmarks.adversary``), a short one
+of which is a test. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
 For binary32 arguments every unary function, through ``build_sticky``, is correctly rounded to binary32 and to
 every narrower format in every deterministic mode: ``benchmarks.exhaustive`` tries all inputs (docs/functions.md).
 

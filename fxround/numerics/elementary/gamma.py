@@ -40,7 +40,7 @@ from fxround.numerics.elementary.pairs import (
 from fxround.numerics.elementary.precise import pair_constant, pair_series, precise_log
 from fxround.numerics.elementary.reduction import TWO_OVER_PI
 from fxround.numerics.elementary.tables import EXPANDED
-from fxround.numerics.scalar import Expr, absolute, const, negate, select
+from fxround.numerics.scalar import Expr, absolute, const, negate, rarely, select
 
 SHIFT: Final = 14
 PI: Final = Fraction(2 << 1280, TWO_OVER_PI)
@@ -92,13 +92,14 @@ def _fraction(size: Expr) -> Expr:
     return select(size < 2.0**52, size - whole, 0.0)
 
 
-def _expanded(name: str, x: Expr) -> tuple[Expr, Pair]:
-    """Whether x is within 2^-8 of a zero of the function, and the value there by Taylor's series, to 2^-70 of it."""
+def _expanded(name: str, x: Expr, total: Pair) -> Pair:
+    """The value, where x is within 2^-8 of a zero of the function by Taylor's series, to 2^-70 of it."""
     zero, *coefficients = EXPANDED[name]
     hi, lo = two_sum(x - zero[0], f64(-zero[1]))
     distance = Pair(hi, lo - zero[2])
     series = pair_series(distance, [sum(map(Fraction, parts), Fraction()) for parts in coefficients], 5)
-    return absolute(hi) < 2.0**-8, multiply(distance, series)
+    near, value = absolute(hi) < 2.0**-8, multiply(distance, series)
+    return Pair(rarely(near, value.hi, total.hi), rarely(near, value.lo, total.lo))
 
 
 def lgamma(x: Expr) -> Approximation:
@@ -121,7 +122,7 @@ def lgamma(x: Expr) -> Approximation:
     total = choose(negative & ~tiny, negated(total), total)
     if x.op != "widen":
         for name in ("lgamma_one", "lgamma_two"):
-            total = choose(*_expanded(name, x), total)
+            total = _expanded(name, x, total)
     pole = (negative & g.equals(0.0)) | size.equals(0.0)
     zero = x.equals(1.0) | x.equals(2.0)
     endless = pole | size.equals(math.inf)
@@ -169,7 +170,7 @@ def digamma(x: Expr) -> Approximation:
     total = add(total, negated(first))
     total = choose(negative, add(turn, total), total)
     if x.op != "widen":
-        total = choose(*_expanded("digamma", x), total)
+        total = _expanded("digamma", x, total)
     edge = select(size.equals(0.0), negate(1.0 / x), f64(math.nan))
     pole = (negative & g.equals(0.0)) | size.equals(0.0) | ~x.equals(x)
     subnormal = size < 2.0**-1022
