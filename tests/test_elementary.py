@@ -144,7 +144,7 @@ def test_errors_are_within_the_stated_bound(name: str) -> None:
 
 # Where a bound was once exceeded: a quotient, a cube, a result below the normal numbers, next to 1 and to zeros.
 ONCE_WRONG = {
-    "atan2": [("0x1.26b9ae1b3da52p-500", "0x1.1f3d4a2f8a04bp+500"), ("0x1p-500", "0x1.00002e1662eacp+500")],
+    "atan2": [("0x1.b9a115c9afa62p-500", "0x1.06457849b4266p+500"), ("0x1p-500", "0x1.00002e1662eacp+500")],
     "cbrt": [("0x1.fffffffffffffp+1023",), ("-0x1.fffffffffffffp+1023",)],
     "exp": [("-0x1.624fa5c730641p+9",)], "exp2": [("-0x1.ff75d2f48a996p+9",)], "sigmoid": [("-0x1.62533c0ec91cfp+9",)],
     "softplus": [("-0x1.62508a8c4cc5fp+9",)], "pow": [("0x1.99fa53ce9d6a2p+7", "-0x1.0a2c9c4dce588p+7")],

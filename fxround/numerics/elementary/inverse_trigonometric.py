@@ -6,8 +6,8 @@ pi/2 - 2 asin(sqrt(z)) (fdlibm). atan2: the smaller over the larger of |x| and |
 is a multiple of pi/4, kept as a pair. The tails are below 0.06 of the value, so that the error is little more
 than the last rounding's.
 
-Why it is safe. Both arguments of atan2 infinite count as both 1, one as 1 and 0; sizes of binary64 at the ends of its
-range are scaled before the division.
+Why it is safe. Both arguments of atan2 infinite count as both 1, one as 1 and 0; of binary64 sizes the significands are
+divided, and the exponents kept apart, so that the quotient neither over- nor underflows.
 
     before   atan(y / x)                          # wrong half plane; y / x over- or underflows
     after    atan2(y, x)
