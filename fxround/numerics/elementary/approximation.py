@@ -7,8 +7,8 @@ inexact result never looks exact to the rounding that follows (Boldo and Melquio
 exp(2^-90) lies above 1 and becomes 1 + 2^-23 in binary32, toward_positive.
 
 Why it is safe. Scaling by 2^exponent goes in two factors, each a normal number, so that only the last product
-rounds (gradual underflow) or overflows; where it would round, ``nearest`` rounds the unevaluated sum instead. Sticky overflow stays at the largest finite number and
-sticky underflow at the smallest: the next rounding decides.
+rounds (gradual underflow) or overflows; where it would round, ``nearest`` rounds the unevaluated sum instead. Sticky
+overflow stays at the largest finite number and sticky underflow at the smallest: the next rounding decides.
 
     before   return hi + lo
     after    return Approximation(hi, lo).nearest()
