@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.arithmetic import require_ieee_arithmetic
 from fxround.differentiation import step_of
 from fxround.entry import Entry
 from fxround.errors import FxroundError, PolicyError
@@ -66,6 +67,7 @@ def rounding_backend(
 
 
 def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -> Callable[..., Any]:
+    require_ieee_arithmetic()
     formulas, marked = decompositions(options.policy.definitions), options.policy.treats_gradients
     captured, owners, model = received(graph, inputs, formulas, marked)
     lowered = lower(captured.graph, Plan(options.policy, options.strict))
@@ -75,6 +77,7 @@ def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -
     trains = _training(model)
 
     def run(*args: Any) -> Any:
+        require_ieee_arithmetic()
         result = entry.run(args, options.rng)
         if entry.step and trains():
             options.rng.copy_(random_state(*following(*options.rng.tolist())))

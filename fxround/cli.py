@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.admission import REFUSED
 from fxround.analysis.localize_cli import add_localize
 from fxround.errors import FxroundError
 from fxround.invariance.invariance_cli import add_invariance
@@ -40,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (FxroundError, ValueError, TypeError, ImportError, OSError) as error:
         print(f"fxround: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if REFUSED not in getattr(error, "__notes__", ()):
+            raise
+        print(f"fxround: the model refuses these inputs: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return status
 
@@ -265,4 +271,7 @@ def _example(shape: str) -> Any:
         sizes = [int(size) for size in shape.split(",")]
     except ValueError:
         raise ValueError(f"--shape {shape!r}: expected sizes like 1,3,224,224") from None
-    return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
+    try:
+        return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
+    except (RuntimeError, TypeError) as error:  # negative, beyond 64 bits, or more than there is memory for
+        raise ValueError(f"--shape {shape!r}: {str(error).partition(chr(10))[0]}") from None

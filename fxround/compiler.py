@@ -13,12 +13,11 @@ Why it is safe. A graph is used only for arguments that it admits; anything else
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import networkx as nx
 import torch
@@ -26,15 +25,20 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround import inspection
+from fxround.admission import arguments, asked, baked, class_of, is_opaque, kind, require_arguments, require_dtypes
+from fxround.arithmetic import require_ieee_arithmetic
 from fxround.differentiation import Step, differentiable_later, step_of
-from fxround.entry import Entry, Function, owner_of, resolved
+from fxround.dynamo import aside, capturing
+from fxround.entry import Entry, Function, Owner, owner_of, resolved
 from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
+from fxround.handover import received
 from fxround.loading import RNG_BUFFER, LoadedModule, following, random_state
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
-from fxround.refusals import refuse_unsupported_tensors
+from fxround.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.replay import Replay
 from fxround.runtime import library
 from fxround.runtime.schedule import schedule
 
@@ -73,24 +77,9 @@ def compile(
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
     if example_inputs is not None:
-        args, kwargs = _arguments(example_inputs)
+        args, kwargs = arguments(example_inputs)
         compiled.prepare(*args, **kwargs)
     return compiled
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple) and tuple(map(type, example)) == (tuple, dict):
-        return example[0], example[1]
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    if isinstance(example, Tensor):
-        return (example,), {}
-    raise TypeError(
-        f"example_inputs is a {type(example).__name__}; expected a tensor, a tuple of arguments, a dict of "
-        "keywords, or a tuple and a dict"
-    )
 
 
 class RoundedModule(nn.Module):
@@ -100,6 +89,11 @@ class RoundedModule(nn.Module):
     graph that is rounded as the forward one is.
     """
 
+    def __new__(cls, model: nn.Module, *rest: Any, **named: Any) -> RoundedModule:
+        """An instance of a class whose ``forward`` has the model's signature."""
+        made: RoundedModule = super().__new__(class_of(model, cls) if cls is RoundedModule else cls)
+        return made
+
     def __init__(
         self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
     ) -> None:
@@ -108,7 +102,7 @@ class RoundedModule(nn.Module):
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
         self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse)
-        self.__dict__.update(_entries={}, _latest=None, _rank=0, _processes=1)
+        self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _processes=1)
         self.__dict__["_differentiated"] = set()
 
     source: nn.Module
@@ -119,6 +113,8 @@ class RoundedModule(nn.Module):
     _rank: int
     _processes: int
     _entries: dict[Any, list[Entry]]
+    _left: dict[Any, LeftToPython]
+    _replay: Replay | None
     _latest: Entry | None
     _differentiated: set[int]
 
@@ -141,18 +137,38 @@ class RoundedModule(nn.Module):
                 "a compiled module is run again inside of a backward (torch.utils.checkpoint around it), where its "
                 "sample has moved on: checkpoint inside of the model, or not at all."
             )
-        with torch.set_grad_enabled(wanted and self.training):
-            entry = self._entry(args, kwargs)
-        if wanted and not self.training:
-            return self._differentiable_in_eval(entry, args, kwargs)
-        if not entry.step or not self.training:
+        with aside():
+            try:
+                with torch.set_grad_enabled(wanted and self.training):
+                    entry = self._entry(args, kwargs, replays=True)
+            except LeftToPython:
+                return self._replayed().call(args, kwargs)
+            if wanted and not self.training:
+                return self._differentiable_in_eval(entry, args, kwargs)
             with torch.set_grad_enabled(wanted):
-                return entry.run(leaves, self.rng)
+                return self.run(entry, leaves)
+
+    def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
+        """The results of a captured graph for flat arguments; one that trains leaves the next sample behind."""
+        if not entry.step or not self.training:
+            return entry.run(leaves, self.rng)
         seed, sample = self.rng.tolist()
-        with torch.set_grad_enabled(wanted):
-            result = entry.run(leaves, random_state(seed, sample + self._rank))
+        result = entry.run(leaves, random_state(seed, sample + self._rank))
         self.reseed(*following(seed, sample, self._processes))
         return result
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+        """The lowered graph of a graph that Dynamo hands over."""
+        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
+        captured, owners, _ = received(graph, inputs, formulas, marked)
+        self._latest = self._lowered(captured, owners)
+        return self._latest
+
+    def _replayed(self) -> Replay:
+        if self._replay is None:
+            with capturing():
+                self._replay = self._replay or Replay(self)
+        return self._replay
 
     def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """Results alone, until their gradients are asked for; from then on what the backward needs is kept."""
@@ -192,7 +208,10 @@ class RoundedModule(nn.Module):
         In training mode the graph has gradients, unless they are off (``torch.no_grad``).
         """
         with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
-            self._entry(args, kwargs)
+            try:
+                self._entry(args, kwargs, replays=True)
+            except LeftToPython:
+                self._replayed().prepare(args, kwargs)
         return self
 
     @torch.no_grad()
@@ -334,7 +353,7 @@ class RoundedModule(nn.Module):
 
         example_inputs: as in ``compile``; the batch stays free. The seed and sample are a buffer of the program.
         """
-        args, kwargs = _arguments(example_inputs)
+        args, kwargs = arguments(example_inputs)
         with torch.no_grad():
             entry = self._entry(args, kwargs)
             args, kwargs = trace_example(args, kwargs)
@@ -348,42 +367,71 @@ class RoundedModule(nn.Module):
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return spec, tuple(_kind(leaf) for leaf in leaves), self._state_key()
+        return spec, tuple(kind(leaf) for leaf in leaves), self._state_key()
 
-    def _entry(self, args: Any, kwargs: Any) -> Entry:
-        """The graph for these arguments: with gradients if they are enabled."""
+    def _entry(self, args: Any, kwargs: Any, replays: bool = False) -> Entry:
+        """The graph for these arguments: with gradients if they are enabled.
+
+        replays: whether the caller replays what a graph cannot hold; LeftToPython says so.
+        """
+        require_ieee_arithmetic()
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
             refuse_unsupported_tensors(self.source, args, kwargs)
+        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
+        if opaque:
+            raise LeftToPython(self.source, opaque, reads=True)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (*self._key(args, kwargs), torch.is_grad_enabled())
-        entries = self._entries.setdefault(key, [])
-        for entry in entries:
-            if entry.captured.sizes.admit(shapes):
-                break
-        else:
-            entry = self._compile(args, kwargs)
-            entries.append(entry)
+        entry = self._admitting(key, shapes, replays)
+        if entry is None:
+            with capturing():
+                # Another thread may have captured it meanwhile.
+                entry = self._admitting(key, shapes, replays)
+                if entry is None:
+                    entry = self._compile(args, kwargs, key)
+                    self._entries.setdefault(key, []).append(entry)
         self._latest = entry
         return entry
 
-    def _compile(self, args: Any, kwargs: Any) -> Entry:
-        _require_arguments(self.source, args, kwargs)
-        _require_dtypes(self.source, args, kwargs)
+    def _admitting(self, key: Any, shapes: Sequence[Any], replays: bool) -> Entry | None:
+        """A captured graph that may be used for these arguments."""
+        left = self._left.get(key)
+        if left is not None and (replays or not left.reads):
+            raise left.with_traceback(None)
+        for entry in self._entries.get(key, ()):
+            if not entry.captured.sizes.admit(shapes):
+                continue
+            changed = [read for read in entry.captured.reads if not read.is_current()]
+            if not changed:
+                return entry
+            if replays:
+                found = [(read.source, type(read.tensor).__name__, "") for read in changed]
+                self._left[key] = LeftToPython(self.source, found, reads=True)
+                raise self._left[key]
+        return None
+
+    def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
+        require_arguments(self.source, args, kwargs)
+        require_dtypes(self.source, args, kwargs)
         formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
         try:
             captured = capture(self.source, args, kwargs, formulas, marked)
+        except LeftToPython as error:
+            self._left[key] = error
+            raise
         except CaptureError as error:
             refusal = error
         else:
             return self._lowered(captured)
-        _asked(self.source, args, kwargs)
+        asked(self.source, args, kwargs)
         raise refusal
 
-    def _lowered(self, captured: Captured) -> Entry:
+    def _lowered(self, captured: Captured, owners: tuple[Owner, ...] | None = None) -> Entry:
         strict = self.policy.strict if self.strict is None else self.strict
         lowered = lower(captured.graph, Plan(self.policy, strict))
-        owners = tuple(owner_of(self.source, port) for port in captured.entering)
+        if owners is None:
+            owners = tuple(owner_of(self.source, port) for port in captured.entering)
         step = step_of(captured, lowered, self.fuse)
         fused = optimize(lowered) if self.fuse and not step else lowered
         return Entry(captured, lowered, fused, fused if step else schedule(fused, self.fuse), owners, step)
@@ -393,7 +441,7 @@ class RoundedModule(nn.Module):
         state's dtypes and shapes, and autocast. What a model reads from elsewhere (a global, a nested object) is not
         seen."""
         # The modules themselves, not their ids: the key keeps them, so that no other can take their place in memory.
-        modules = tuple((m, _baked(m)) for m in self.source.modules())
+        modules = tuple((m, baked(m)) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
         state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -402,73 +450,6 @@ class RoundedModule(nn.Module):
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.source.parameters(), *tensors))
-
-
-def _require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
-
-
-def _require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise what the model itself raises for arguments of another floating dtype than its state.
-
-    Tracing promotes where a kernel would refuse; so where the dtypes differ, a copy of the model is asked.
-    """
-    state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
-    given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
-    if state and given - state and not _asked(model, args, kwargs):
-        raise CaptureError(
-            f"{type(model).__name__} has state of {_listed(state)} and is given {_listed(given)}: whether it takes "
-            "that only a call of a copy can tell, and it cannot be copied. Convert the arguments, or the model."
-        )
-
-
-def _listed(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype) for dtype in dtypes))
-
-
-def _asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Raise what the model itself raises for these arguments: a wrong size is told in its own words, at its own line.
-
-    A copy is asked, as a call may change buffers and arguments. False: the model cannot be copied.
-    """
-    try:
-        copied = copy.deepcopy(model)
-    except Exception:  # whatever a model's own __deepcopy__ raises: the caller decides without an answer
-        return False
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-    with torch.random.fork_rng():
-        copied(*args, **kwargs)
-    return True
-
-
-def _baked(module: nn.Module) -> Any:
-    """What tracing turns into constants of the graph: numbers, texts and lists of them, and the module's hooks."""
-    plain = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, _PLAIN) and not k.startswith("__"))
-    # A hook's number is given once in a process.
-    return plain, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-
-
-_PLAIN: Final = (bool, int, float, str, bytes, torch.dtype, list, tuple)
-
-
-def _kind(leaf: Any) -> Any:
-    """What a leaf bakes into the graph: a tensor's dtype and rank, anything else itself.
-
-    A number is its digits: 0.0 == -0.0, and no NaN equals itself.
-    """
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
-    if isinstance(leaf, float):
-        return type(leaf), leaf.hex()
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), id(leaf)
-    return type(leaf), leaf
 
 
 class _Exportable(nn.Module):

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
+from fxround.arithmetic import require_ieee_arithmetic
 from fxround.errors import FxroundError
 from fxround.graph import Captured, Port
 from fxround.passes import optimize
@@ -142,6 +143,7 @@ def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
     tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
+    require_ieee_arithmetic()
     with torch.no_grad():
         gradients = step.backward(*saved, *tangents, rng)
     used = {i for i, tangent in enumerate(found) if tangent is not None}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
+from fxround.dynamo import aside
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.program import Program, Statement
@@ -74,6 +75,11 @@ def round(
     dtype's carrier cannot hold, zeros where nothing is clamped, an ``out`` whose elements share memory with each other
     or with other elements of x; TypeError for another kind of operand.
     """
+    with aside():
+        return _rounded(x, rounding, seed, sample, out, gradient)
+
+
+def _rounded(x: Any, rounding: str | Rounding, seed: int, sample: int, out: Any, gradient: str | Gradient) -> Any:
     parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
     if how.zero_clamped and not clamps(parsed):
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +23,10 @@ from torch import Tensor, fx, nn
 from fxround.differentiation import Step, differentiable
 from fxround.errors import FxroundError
 from fxround.graph import Captured, Port
+from fxround.numerics.lazy import cached_property
+
+# The module and the name that hold an input; None for what a call passes.
+Owner = tuple[nn.Module, str] | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Entry:
     lowered: fx.GraphModule
     fused: fx.GraphModule
     running: fx.GraphModule
-    owners: tuple[tuple[nn.Module, str] | None, ...]
+    owners: tuple[Owner, ...]
     step: Step | None = None
 
     def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
@@ -142,7 +145,7 @@ def resolved(values: Iterable[Any]) -> list[Any]:
     return [value.resolve_neg() if isinstance(value, Tensor) else value for value in values]
 
 
-def owner_of(model: nn.Module, port: Port) -> tuple[nn.Module, str] | None:
+def owner_of(model: nn.Module, port: Port) -> Owner:
     """The module and the name that hold a parameter or buffer; None for an argument."""
     if port.kind == "argument":
         return None

@@ -29,10 +29,12 @@ from torch import fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fxround.dynamo import Read, alone, dynamo_graph
 from fxround.errors import CaptureError
 from fxround.marks import mark_values
 from fxround.refusals import (
     EXPECTED,
+    LeftToPython,
     explained,
     refuse_unsupported_tensors,
     refused_kind,
@@ -105,6 +107,7 @@ class Captured:
     outputs: tuple[Port, ...]
     out_spec: pytree.TreeSpec
     sizes: Sizes
+    reads: tuple[Read, ...] = ()
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -123,6 +126,7 @@ class _Traced:
 
     joint: Any
     leaves: list[Any] = field(repr=False)
+    reads: tuple[Read, ...]
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -134,7 +138,6 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
-@uncollected()
 def capture(
     model: torch.nn.Module,
     args: Sequence[Any],
@@ -147,20 +150,30 @@ def capture(
     marked: whether a graph with gradients says which are whose (``fxround.marks``).
 
     Tensors of size 1 in dimension 0 are duplicated for the trace when all have it, so that the batch stays
-    symbolic. Raises CaptureError with the line of the model and what to change.
+    symbolic. One thread of the process captures at a time; the model is not touched. Raises CaptureError with
+    the line of the model and what to change, LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
     require_tested_torch()
     refuse_unsupported_tensors(model, args, kwargs)
+    with alone(type(model).__name__), uncollected():
+        return _captured(model, args, kwargs, decompositions, marked)
+
+
+def _captured(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions, marked: bool
+) -> Captured:
     error: CaptureError | None = None
     for example, doubled in _examples((tuple(args), dict(kwargs))):
         try:
             traced = _trace(model, example, decompositions, doubled, marked)
+        except LeftToPython:
+            raise
         except CaptureError as e:
             error = error or e
             continue
         if traced is None:
             continue
-        captured = describe(traced.joint, len(traced.leaves))
+        captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             return captured
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
@@ -285,15 +298,13 @@ def _trace(
     model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool, marked: bool
 ) -> _Traced | None:
     """The joint graph; None if the example's batch was doubled and the model treats a batch of one apart."""
-    # Imported at the first capture: they cost as much time as the rest of torch.
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-
     args, kwargs = example
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
         try:
-            graph = redefine(dynamo_graph_capture_for_export(model)(*args, **kwargs), decompositions)
+            graph, reads = dynamo_graph(model, args, kwargs)
+            redefine(graph, decompositions)
             if doubled and _excludes_one(graph):
                 return None
             if torch.is_grad_enabled():
@@ -302,10 +313,12 @@ def _trace(
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
             joint = joint_of(stack, graph, args, kwargs, decompositions)
+        except LeftToPython:
+            raise
         except Exception as e:  # whatever a model's own code raises, told with its line
             raise explained(model, e) from e
     refuse_unsupported_nodes(joint.graph_module)
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)))
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads)
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxround.entry import owner_of
+from fxround.dynamo import alone
+from fxround.entry import Owner, owner_of
 from fxround.errors import CaptureError
 from fxround.graph import (
     PORT,
@@ -39,10 +40,7 @@ from fxround.marks import mark_values
 from fxround.refusals import explained, refuse_unsupported_tensors, require_tested_torch
 from fxround.tracing import copy_results, joint_of, quickened, redefine, traced_frame, tracing_switches, uncollected
 
-Owner = tuple[nn.Module, str] | None
 
-
-@uncollected()
 def received(
     graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Decompositions, marked: bool = False
 ) -> tuple[Captured, tuple[Owner, ...], nn.Module | None]:
@@ -55,7 +53,21 @@ def received(
     name, model = traced_frame()
     _refuse_parts(graph, name)
     refuse_unsupported_tensors(nn.Module(), inputs, {})
-    names = [_port_of(node, i) for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))]
+    with alone(name), uncollected():
+        captured = _captured(graph, inputs, decompositions, marked, model)
+    if model is None:
+        return captured, (None,) * len(captured.entering), None
+    captured = _in_order(captured, model, inputs)
+    owners = tuple(owner_of(model, port) if port.index < 0 else None for port in captured.entering)
+    return captured, owners, model
+
+
+def _captured(
+    graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Decompositions, marked: bool, model: nn.Module | None
+) -> Captured:
+    placeholders = enumerate(graph.graph.find_nodes(op="placeholder"))
+    state = {} if model is None else _state(model)
+    names = [replace(state.get(id(inputs[i])) or _port_of(node, i), index=i) for i, node in placeholders]
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
@@ -69,12 +81,7 @@ def received(
         except Exception as e:  # as in graph.capture
             raise explained(model or graph, e) from e
     refuse_unsupported_nodes(joint.graph_module)
-    captured = _named(describe(joint, len(inputs)), names)
-    if model is None:
-        return captured, (None,) * len(captured.entering), None
-    captured = _in_order(captured, model, inputs)
-    owners = tuple(owner_of(model, port) if port.index < 0 else None for port in captured.entering)
-    return captured, owners, model
+    return _named(describe(joint, len(inputs)), names)
 
 
 def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
@@ -92,6 +99,12 @@ def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
         raise CaptureError(
             f"{function.removeprefix('torch_dynamo_resume_in_')}: a graph break came before.\n  {advice}"
         )
+
+
+def _state(model: nn.Module) -> dict[int, Port]:
+    """Parameters and buffers by identity: a model that also sets attributes reads them by other paths."""
+    buffers = {id(tensor): Port("buffer", name) for name, tensor in model.named_buffers()}
+    return buffers | {id(tensor): Port("parameter", name) for name, tensor in model.named_parameters()}
 
 
 def _port_of(placeholder: fx.Node, index: int) -> Port:

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 
+from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
 from fxround.numerics.scalar import Function, Type
 from fxround.numerics.storage import Storage

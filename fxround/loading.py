@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fxround.arithmetic import require_ieee_arithmetic
+from fxround.dynamo import aside
 from fxround.runtime.execute import Draw
 
 RNG_BUFFER: Final = "fxround_rng"
@@ -49,7 +51,8 @@ class LoadedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the exported module computed, bit for bit."""
-        with torch.no_grad():
+        require_ieee_arithmetic()
+        with aside(), torch.no_grad():
             return self.program(*args, **kwargs)
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:

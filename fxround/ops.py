@@ -147,6 +147,7 @@ _EXACT: Final = """
     cummax cummin floor ceil round trunc frac sign sgn copysign.Tensor copysign.Scalar nan_to_num heaviside hardshrink
     max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
     fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d histc
+    _unique2 unique_consecutive unique_dim
 """
 
 _MOVEMENT: Final = """
@@ -177,7 +178,7 @@ _INTEGER: Final = """
     bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims
     argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
     bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
-    randint randint.low randint_like multinomial is_nonzero equal unique_consecutive _unique2 unique_dim
+    randint randint.low randint_like multinomial is_nonzero equal
     sym_size.int sym_numel sym_stride.int
     sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
     sym_constrain_range_for_size _linalg_check_errors
@@ -238,19 +239,32 @@ def _scatter_reduce(node: fx.Node) -> OpRule:
     return OpRule("exact") if chooses else RULES["aten.scatter_reduce.two"]
 
 
+def _integer_or_random(node: fx.Node) -> OpRule:
+    """Drawn integers, which may be stored as floating point."""
+    return RULES["aten.rand.default"] if _yields_floats(node) else INTEGER
+
+
+def _bincount(node: fx.Node) -> OpRule:
+    """A count, or a sum of weights in the order of a stock kernel."""
+    unordered = "its accumulation order is not defined by a formula yet"
+    return OpRule("opaque", reason=unordered) if _yields_floats(node) else INTEGER
+
+
+def _yields_floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _integer_or_opaque(node: fx.Node) -> OpRule:
     """Operators that are exact on integers and hide several roundings on floating point."""
-    value = node.meta.get("val")
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return OpRule("opaque", reason="several roundings in one operator, without a formula yet") if floating else INTEGER
+    several = OpRule("opaque", reason="several roundings in one operator, without a formula yet")
+    return several if _yields_floats(node) else INTEGER
 
 
 def _product(node: fx.Node) -> OpRule:
     """Exact on integers, a chain of rounded products on floating point."""
-    value = node.meta.get("val")
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     name = "cumprod" if "cumprod" in str(node.target) else "prod"
-    return OpRule("reduction", lower=name) if floating else INTEGER
+    return OpRule("reduction", lower=name) if _yields_floats(node) else INTEGER
 
 
 def _convolution_backward(node: fx.Node) -> OpRule:
@@ -277,6 +291,9 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     "aten.scatter_reduce.two": _scatter_reduce,
     "aten._to_copy.default": _cast,
     "aten.convolution_backward.default": _convolution_backward,
+    "aten.bincount.default": _bincount,
+    **{f"aten.{name}.default": _integer_or_random for name in ("randperm", "randint", "randint_like")},
+    "aten.randint.low": _integer_or_random,
     **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _integer_or_opaque),
     **dict.fromkeys(("aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"), _product),
 }

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 
 from fxround.errors import CaptureError
 
-_TORCH: Final = str(PurePath(torch.__file__).parent)
+TORCH: Final = str(PurePath(torch.__file__).parent)
 TESTED_TORCH: Final = ("2.13",)
 
 
@@ -74,6 +74,30 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
 
 
+class LeftToPython(CaptureError):
+    """What a graph cannot hold: a change of Python state, or a tensor that is found through a Python object.
+
+    A call of a compiled module does it all the same, in the way of ``torch.compile``; everything else raises this.
+    """
+
+    def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
+        self.reads = reads
+        verb = "reads a tensor of" if reads else "changes"
+        lines = [f"  {verb} {source} ({kind}){f' at {line}' if line else ''}" for source, kind, line in found[:8]]
+        more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
+        super().__init__(
+            "\n".join(
+                [
+                    f"{type(model).__name__} uses Python objects that a graph cannot hold:",
+                    *lines,
+                    *more,
+                    "  A call of the compiled module does this in the way of torch.compile. To observe, evaluate or "
+                    "export the model, return what it changes, register it as a buffer, or pass it as a tensor.",
+                ]
+            )
+        )
+
+
 def source_line(stack_trace: str) -> tuple[str, str]:
     """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
     frame = innermost(stack_trace)
@@ -105,7 +129,7 @@ def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     frames = list(getattr(error, "real_stack", None) or ())
-    outside = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    outside = [frame for frame in frames if not frame.filename.startswith(TORCH)]
     where = ": ".join(source_line(text))
     if frames:
         frame = (outside or frames)[-1]

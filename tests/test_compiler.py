@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -417,3 +418,37 @@ def test_autocast_is_part_of_what_a_graph_is_for() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert compiled(x).dtype == torch.bfloat16
     assert compiled(x).dtype == torch.float32
+
+
+def test_the_signature_is_the_models() -> None:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        return input_ids * scale
+
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    compiled = fxround.compile(model, "reproducible")
+    for one in (compiled, copy.deepcopy(compiled), compiled.with_policy("identity")):
+        assert type(one) is type(compiled) and isinstance(one, fxround.RoundedModule)
+        assert inspect.signature(one.forward) == inspect.signature(model.forward)
+        assert inspect.signature(type(one).forward) == inspect.signature(forward)
+    assert list(inspect.signature(fxround.compile(lambda a, b=1: a, "identity").forward).parameters) == ["a", "b"]
+
+
+def test_plain_state_of_every_kind_is_part_of_what_a_graph_is_for() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: dict[str, float] = {}
+            self.scale: float | None = None
+            self.kinds: set[str] = set()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale if self.scale is not None else x
+            return x + self.table.get("offset", 0.0) + len(self.kinds)
+
+    model, x = Choosing(), torch.rand(3, 2)
+    compiled = fxround.compile(model, "reproducible")
+    for name, value in (("table", {"offset": 1.0}), ("table", {"offset": 2.0}), ("kinds", {"a"}), ("scale", 3.0)):
+        setattr(model, name, value)
+        assert torch.equal(compiled(x), model(x))
+    model.table["offset"] = 5.0
+    assert torch.equal(compiled(x), model(x))

@@ -154,3 +154,31 @@ def test_every_float_operation_of_a_layer_is_rounded(name: str) -> None:
         # A tolerance: the stock kernels add in another order and evaluate elementary functions less exactly.
         tolerance = COARSE.get(name, 2e-5)
         torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_an_operator_that_yields_floats_is_never_left_to_the_policy_without_a_reason() -> None:
+    """What yields integers as a rule: on floating point it chooses, or it is named under strict."""
+    x, i = torch.tensor([2.0, 1.0, 2.0]), torch.tensor([0, 1, 1])
+    chosen = fxround.compile(lambda x: torch.unique(x, return_inverse=True)[1] + x, "reproducible")
+    chosen(x)
+    assert not chosen.coverage().unrounded
+    named = {
+        "accumulation order": lambda x: torch.bincount(i, weights=x, minlength=4) + 1,
+        "global generator": lambda x: x + torch.randint(0, 3, (3,), dtype=x.dtype),
+    }
+    for said, function in named.items():
+        with pytest.raises(fxround.UnsupportedOperator, match=said):
+            fxround.compile(function, "reproducible")(x)
+
+
+def test_a_float_result_that_a_rule_of_integers_does_not_speak_of_is_named() -> None:
+    from fxround.passes.classify import _status
+
+    integers = [name for name, rule in RULES.items() if rule.kind == "integer"]
+    graph = fx.Graph()
+    for name in integers:
+        packet, overload = name.removeprefix("aten.").rsplit(".", 1)
+        node = graph.call_function(getattr(getattr(torch.ops.aten, packet), overload), ())
+        node.meta["val"] = torch.zeros(2)
+        status, reason = _status(node, "integer", "")
+        assert status == "native" and packet in reason

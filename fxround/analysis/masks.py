@@ -20,7 +20,6 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final
 
@@ -34,6 +33,7 @@ from fxround.analysis.inputs import Call, calls
 from fxround.compiler import PolicyLike, compile
 from fxround.graph import PORT, Captured, Port, Site, located, operator_name
 from fxround.hashing import hash
+from fxround.numerics.lazy import cached_property
 from fxround.ops import rule_of
 from fxround.policy import Assignment, Policy
 

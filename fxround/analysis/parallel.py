@@ -35,7 +35,6 @@ from fxround.significance import require
 
 # One model a thread of a worker process: running one sets its sample.
 _KEPT: Final = threading.local()
-_CAPTURE: Final = threading.Lock()
 _PARENT: Final = os.getpid()
 
 
@@ -74,8 +73,7 @@ def _work(model: NDArray[np.uint8], key: str, batch: NDArray[np.uint8], at: str,
     _leave_interrupts_to_the_parent()
     compiled = _kept("model", key, model, lambda parts: compiled_for(parts[0], parts[1], parts[2], parts[3]))
     call, watch = _kept("batch", at, batch, lambda parts: parts)
-    with _CAPTURE:
-        compiled.prepare(*call.args, **call.kwargs)
+    compiled.prepare(*call.args, **call.kwargs)
     return [(name, _owned(value)) for name, value in sample_stream(compiled, call, number, watch)]
 
 

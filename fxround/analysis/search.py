@@ -13,7 +13,6 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
-from functools import cached_property
 from itertools import pairwise
 from typing import Final, Literal
 
@@ -26,6 +25,7 @@ from fxround.analysis.culprits import Blame, Culprits, Level, LocalizeReport
 from fxround.analysis.remedy import remaining, remedy
 from fxround.analysis.verdicts import Ranges, Verdicts
 from fxround.graph import located
+from fxround.numerics.lazy import cached_property
 from fxround.policy import Policy
 from fxround.refusals import innermost
 

@@ -23,12 +23,13 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import Any, Final, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
+
+from fxround.numerics.lazy import cached_property
 
 Type = Literal["bool", "u32", "u64", "f32", "f64"]
 Array = npt.NDArray[Any]

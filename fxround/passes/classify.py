@@ -200,6 +200,9 @@ def _status(node: fx.Node, kind: str, reason: str) -> tuple[Status, str]:
         return "movement", ""
     if kind == "movement" or kind == "exact":
         return kind, ""  # type: ignore[return-value]
+    if kind == "integer":
+        # A result that the rule does not speak of: never passed over as a choice of the policy's.
+        return "native", f"fxround has no rule for a floating-point result of {operator_of(node)}"
     return "native", reason
 
 

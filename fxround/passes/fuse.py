@@ -19,13 +19,14 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import fx
 
 from fxround.graph import META, float_value, site
+from fxround.numerics.lazy import cached_property
 from fxround.numerics.storage import CARRIER_OF
 from fxround.ops import argument, rule_of
 from fxround.passes.pointwise import literal

@@ -4,7 +4,8 @@ What is true here. A key names everything that the code depends on (the kernel's
 in memory, the instruction set), so that looking one up can never return the code of another. On disk the key names
 the processor, the compiler and fxround's source besides; code that is found there is neither built nor compiled.
 
-Why it is safe. Two threads that ask for one kernel at once compile it once: the lock is held while compiling.
+Why it is safe. Two threads that ask for one kernel at once compile it once: the lock is held while compiling. A signal
+handler that asks in the middle of it compiles the kernel itself, and a fork waits until it is there.
 
     before   compile, load and hope that the file name was unique
     after    native(variant.digest, build_map, variant, "map", signature)
@@ -13,15 +14,15 @@ Why it is safe. Two threads that ask for one kernel at once compile it once: the
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
+from fxround.locks import waited_for
 from fxround.runtime import cache
 from fxround.runtime.llvm.engine import Machine, identity, instruction_sets, link, machine_of, object_code
 
-_LOCK = threading.RLock()
+_LOCK: Final = waited_for()
 _CODE: dict[tuple[str, str], Any] = {}
 _ISA = ["host"]
 _ORIGINS = {"compiled": 0, "stored": 0}

@@ -18,11 +18,11 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from fxround.numerics.lazy import cached_property
 from fxround.runtime.llvm.lines import MAX_DIMS
 
 

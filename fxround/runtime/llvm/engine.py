@@ -14,7 +14,6 @@ processor has none) and is bound to it where it is loaded. All code is linked th
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -22,6 +21,7 @@ from typing import Any, Final
 import llvmlite
 import llvmlite.binding as llvm
 
+from fxround.locks import waited_for
 from fxround.runtime.llvm.lookups import definitions
 
 # sse2 has no fused multiply-add: LLVM calls the C library's fma, correctly rounded by its contract.
@@ -31,7 +31,10 @@ _FEATURES: Final[dict[str, tuple[str, str]]] = {
     "sse2": ("x86-64", "+sse2"),
 }
 _WIDE_BYTES: Final = 64
-_LOCK = threading.Lock()
+# llvmlite's own lock, which every call into LLVM takes: a child must not find it held by a thread that it has not.
+_CALLS: Final = waited_for(llvm.ffi.lib._lock._lock)
+_LOCK: Final = waited_for()
+_DEPTH: Final = [0]
 
 
 @cache
@@ -101,8 +104,9 @@ def _compiler(isa: str) -> Any:
 
 
 @cache
-def _linker(isa: str) -> Any:
-    # The execution engine owns its target machine.
+def _linker(isa: str, depth: int) -> Any:
+    # The execution engine owns its target machine. A signal handler that links in the middle of a link has an engine of
+    # its own: in one, the names of the two objects would be each other's.
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(isa))
 
 
@@ -136,11 +140,15 @@ def object_code(text: str, isa: str = "host") -> bytes:
 def link(code: bytes, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
     """Load object code for good: the addresses of its functions of these names."""
     with _LOCK:
-        linker = _linker(isa)
-        linker.add_object_file(llvm.ObjectFileRef.from_data(code))
-        linker.finalize_object()
-        # A later object may define the same names: these are the addresses of this one.
-        return {name: linker.get_function_address(name) for name in names}
+        _DEPTH[0] += 1
+        try:
+            linker = _linker(isa, _DEPTH[0])
+            linker.add_object_file(llvm.ObjectFileRef.from_data(code))
+            linker.finalize_object()
+            # A later object may define the same names: these are the addresses of this one.
+            return {name: linker.get_function_address(name) for name in names}
+        finally:
+            _DEPTH[0] -= 1
 
 
 def compile_module(text: str, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:

@@ -1,0 +1,32 @@
+"""The thread's floating-point state: stock operators compute by IEEE 754 only where the processor is told to.
+
+``torch.set_flush_denormal(True)``, and libraries linked with ``-ffast-math``, make the processor take subnormal numbers
+for zero; a C library can change how it rounds. fxround's kernels set their own state. PyTorch's operators (relu, amax,
+casts) and the constants of a capture do not, so that a call asks first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fxround.errors import FxroundError
+
+# Names, not literals: Python folds constants when it compiles, with the state of another moment.
+_HALF: Final = float("0.5")
+_ONE: Final = float("1")
+_LEAST: Final = float.fromhex("0x1p-1022")
+_BIT: Final = float.fromhex("0x1p-60")
+
+
+def require_ieee_arithmetic() -> None:
+    """Raise FxroundError where this thread flushes subnormal numbers to zero, or rounds other than to nearest."""
+    if not _LEAST * _HALF:
+        raise FxroundError(
+            "this thread takes subnormal numbers for zero (torch.set_flush_denormal(True), or a library built with "
+            "-ffast-math): results would differ from those of the policy. Call torch.set_flush_denormal(False) first."
+        )
+    if _ONE + _BIT != _ONE or _ONE - _BIT != _ONE:
+        raise FxroundError(
+            "this thread rounds other than to the nearest number (a library called fesetround): results would differ "
+            "from those of the policy. Set the processor's rounding back to FE_TONEAREST first."
+        )

@@ -1,0 +1,200 @@
+"""What a model's code changes in Python is changed, with the rounded values, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.errors import CaptureError
+
+ROUNDED = "bfloat16"  # far from what stock kernels give: a value of another graph would be seen
+TABLE = torch.ones(3)
+
+
+class Stateful(nn.Module):
+    """A layer, and Python state of every common kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(3))
+        self.n = 0
+        self.state = torch.ones(3)
+        self.memory: list[Tensor] = []
+        self.first: Tensor | None = None
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor], trace: list[Tensor]) -> Tensor:
+        y = self.fc(x) + self.state
+        cache["k"] = torch.cat([cache["k"], y])
+        trace.append(y)
+        self.n += 1
+        self.state = torch.tanh(y).sum(0)
+        self.memory.append(y.sum())
+        if self.first is None:
+            self.first = y.amax(0)
+        self.seen.add_(1)
+        return y * self.n + self.first
+
+
+def reference(model: Stateful, x: Tensor, cache: dict[str, Tensor], trace: list[Tensor]) -> Tensor:
+    """The same call, by a compiled function of tensors alone, and Python's own statements."""
+    key = (model.n, model.first is None)
+    if key not in FUNCTIONS:
+        n = model.n + 1
+
+        def pure(x: Tensor, w: Tensor, b: Tensor, state: Tensor, k: Tensor, first: Tensor | None) -> Any:
+            y = torch.nn.functional.linear(x, w, b) + state
+            if first is None:
+                first = y.amax(0)
+            return y, torch.cat([k, y]), torch.tanh(y).sum(0), y.sum(), first, y * n + first
+
+        FUNCTIONS[key] = fxround.compile(pure, ROUNDED)
+    arguments = (x, model.fc.weight, model.fc.bias, model.state, cache["k"], model.first)
+    y, cache["k"], model.state, total, model.first, result = FUNCTIONS[key](*arguments)
+    trace.append(y)
+    model.memory.append(total)
+    model.n += 1
+    model.seen.add_(1)
+    return result
+
+
+FUNCTIONS: dict[Any, Any] = {}
+
+
+def compared(left: Any, right: Any) -> None:
+    """Equal, bit for bit, whatever the structure."""
+    assert type(left) is type(right)
+    if isinstance(left, Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            compared(a, b)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        compared(list(left.values()), list(right.values()))
+    else:
+        assert left == right
+
+
+def test_everything_that_a_call_changes_is_changed_with_the_rounded_values() -> None:
+    torch.manual_seed(0)
+    model = Stateful().eval()
+    twin = copy.deepcopy(model)
+    compiled = fxround.compile(model, ROUNDED)
+    held = dict(model.named_parameters())
+    ours, theirs = ({"k": torch.zeros(1, 3)}, []), ({"k": torch.zeros(1, 3)}, [])
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.rand(4, 3)
+            compared(compiled(x, *ours), reference(twin, x, *theirs))
+            compared(list(ours), list(theirs))
+            for name in ("n", "state", "memory", "first", "seen"):
+                compared(getattr(model, name), getattr(twin, name))
+        model.n = twin.n = 0  # what the model reads from Python is asked again
+        compared(compiled(x, *ours), reference(twin, x, *theirs))
+    assert all(held[name] is tensor for name, tensor in model.named_parameters())
+    assert not compiled.coverage().unrounded
+
+
+def test_what_cannot_be_replayed_is_refused_with_name_and_line() -> None:
+    model = Stateful().eval()
+    compiled = fxround.compile(model, ROUNDED)
+    arguments: Any = (torch.rand(4, 3), {"k": torch.zeros(1, 3)}, [])
+    compiled.prepare(*arguments)
+    assert (model.n, arguments[2], arguments[1]["k"].shape) == (0, [], (1, 3))
+    assert "tanh" in str(compiled.summary())
+    for refused in (lambda: list(compiled.observe(*arguments)), lambda: compiled.evaluate(*arguments)):
+        with pytest.raises(CaptureError) as told:
+            refused()
+        for said in (
+            "changes cache (dict)",
+            'cache["k"] = torch.cat',
+            "changes trace (list)",
+            "test_replay.py:",
+            "self",
+        ):
+            assert said in str(told.value)
+
+
+class Reader(nn.Module):
+    """Reads tensors that are neither state nor arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + self.offset + TABLE
+
+
+def test_a_tensor_that_is_no_buffer_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reader()
+    compiled = fxround.compile(model, "reproducible")
+    x = torch.rand(4, 3)
+    assert torch.equal(compiled(x), x * 2 + 1 + 1)
+    model.offset.add_(1)
+    assert torch.equal(compiled(x), x * 2 + 2 + 1)
+    model.offset = torch.full((3,), 5.0)
+    assert torch.equal(compiled(x), x * 2 + 5 + 1)
+    monkeypatch.setitem(globals(), "TABLE", torch.zeros(3))
+    assert torch.equal(compiled(x), x * 2 + 5)
+    assert torch.equal(list(compiled.observe(x))[-1][1], x * 2 + 5)
+
+
+class Settings:
+    """An argument that no key can name."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+        self.bias = torch.ones(3)
+
+
+def test_objects_and_arrays_among_the_arguments_are_read_anew() -> None:
+    compiled = fxround.compile(lambda x, s, a: x * s.scale + s.bias + torch.from_numpy(a), "reproducible")
+    x, settings, array = torch.rand(4, 3), Settings(), np.ones(3, np.float32)
+    assert torch.equal(compiled(x, settings, array), x * 2 + 1 + 1)
+    settings.scale, settings.bias = 4.0, torch.zeros(3)
+    array[:] = 0.5
+    assert torch.equal(compiled(x, settings, array), x * 4 + 0 + 0.5)
+
+
+class Counting(nn.Module):
+    """Counts its calls while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor, keep: bool = True) -> Tensor:
+        y = self.fc(x)
+        if keep:
+            self.calls.append(len(self.calls))
+        return y
+
+
+def test_training_a_model_that_counts_has_the_bits_of_one_that_does_not() -> None:
+    torch.manual_seed(0)
+    counting = fxround.compile(Counting(), "stochastic", seed=3)
+    plain = fxround.compile(copy.deepcopy(counting.source), "stochastic", seed=3)
+    x = torch.rand(4, 3)
+    for _ in range(2):
+        for module, arguments in ((counting, {}), (plain, {"keep": False})):
+            module.zero_grad()
+            module(x, **arguments).square().sum().backward()
+        assert torch.equal(counting.fc.weight.grad, plain.fc.weight.grad)
+        assert torch.equal(counting.rng, plain.rng)
+    assert (counting.source.calls, plain.source.calls) == ([0, 1], [])
+
+
+def test_a_replay_that_is_switched_off_is_an_error() -> None:
+    compiled = fxround.compile(Counting().eval(), "reproducible")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match="switched off"):
+        compiled(torch.rand(4, 3))
