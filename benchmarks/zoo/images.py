@@ -1,0 +1,67 @@
+"""timm: of every file of models the smallest member, on small images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+
+from benchmarks.zoo.subjects import Example, Subject, Unbuildable
+from benchmarks.zoo.subjects import images as pictures
+
+# Smaller images are tried first; a model that takes none but its own size gets that.
+SIZES = (64, 96, 128, 224)
+
+
+def _built(name: str) -> Callable[[], Example]:
+    def make() -> Example:
+        import timm
+
+        first: Exception | None = None
+        for size in SIZES:
+            for options in ({"img_size": size}, {}):
+                try:
+                    model = timm.create_model(name, num_classes=10, **options).eval()
+                    with torch.no_grad():
+                        model(pictures(size))
+                except Exception as e:  # whatever the model says of a size that it does not take
+                    first = first or e
+                    continue
+                return Example(model, (pictures(size),))
+        raise Unbuildable(f"no size of {SIZES} is taken: {first}")
+
+    return make
+
+
+@cache
+def members() -> dict[str, list[str]]:
+    """The models of timm by the file that defines them."""
+    import timm
+    from timm.models import _registry
+
+    found: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        found.setdefault(_registry._model_to_module[name], []).append(name)
+    return found
+
+
+SMALL = ("test", "zepto", "atto", "femto", "pico", "nano", "xxt", "xxs", "_xt", "tiny", "_t", "xs", "mini", "small", "_s")
+
+
+def smallest(names: list[str]) -> str:
+    """The one whose name says that it is the smallest: timm gives many files a tiny member for tests."""
+
+    def size(name: str) -> tuple[int, list[int], int, str]:
+        word = next((i for i, word in enumerate(SMALL) if word in name), len(SMALL))
+        return word, [int(n) for n in re.findall(r"\d+", name)], len(name), name
+
+    return min(names, key=size)
+
+
+def subjects() -> Iterator[Subject]:
+    """One of every file of models."""
+    for _, names in sorted(members().items()):
+        name = smallest(names)
+        yield Subject("timm", name, _built(name))

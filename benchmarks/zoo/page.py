@@ -1,0 +1,170 @@
+"""docs/zoo.md and docs/zoo.json from the records of a walk: totals, every refusal and its reason, every misfit."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import machine, table, versions
+from benchmarks.zoo.judge import POLICIES, Record
+from benchmarks.zoo.subjects import ZOOS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers", "torchaudio", "segmentation_models_pytorch", "monai", "torch_geometric")
+MARK = "<!-- figures: python -m benchmarks.zoo --page -->"
+KEPT = ("name", "outcome", "reason", "parameters", "nodes", "stock_error", "row", "draws", "unrounded", "misfits", "seconds", "commit", "date")
+
+
+def write(records: Sequence[Record], docs: Path = DOCS) -> None:
+    """The figures of docs/zoo.md, below its introduction, and docs/zoo.json."""
+    page = docs / "zoo.md"
+    head = page.read_text().partition(MARK)[0]
+    page.write_text(f"{head}{MARK}\n\n{figures(records)}\n")
+    lines = ",\n".join(json.dumps(compact(record), separators=(",", ":")) for record in records)
+    (docs / "zoo.json").write_text(f"[\n{lines}\n]\n")
+
+
+def compact(record: Record) -> Record:
+    """What the table keeps of a record, numbers to two digits."""
+    found = {key: record[key] for key in KEPT if record.get(key) not in (None, [], "")}
+    for name, answer in record.get("policies", {}).items():
+        found[name] = _answer(answer)
+    if record.get("gradient"):
+        found["gradient"] = _answer(record["gradient"])
+    return {key: _short(value) for key, value in found.items()}
+
+
+def _answer(answer: Record) -> Record:
+    kept = ("error", "stock_error", "unrounded", "again", "reason")
+    return {key: _short(answer[key]) for key in kept if key in answer and not (key == "unrounded" and not answer[key])}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.1e}") if isinstance(value, float) and value != int(value) else value
+
+
+def figures(records: Sequence[Record]) -> str:
+    """Everything below the introduction."""
+    dates = sorted({record["date"] for record in records})
+    commits = list(dict.fromkeys(record["commit"] for record in records))
+    between = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]
+    parts = [
+        f"{len(judged(records))} architectures, {between}, commits {', '.join(commits)}, {machine()}; {versions(PACKAGES)}.",
+        "## Totals\n\n" + totals(records),
+        "## Errors against binary64\n\n" + errors(records),
+        "## Refusals\n\n" + refusals(records),
+        "## Left to stock kernels\n\n" + unrounded(records),
+        "## Misfits\n\n" + misfits(records),
+        "## Not judged\n\n" + unjudged(records),
+    ]
+    return "\n\n".join(parts)
+
+
+def judged(records: Iterable[Record]) -> list[Record]:
+    """Those whose model could be built and run by stock PyTorch."""
+    return [record for record in records if record["outcome"] != "unbuildable"]
+
+
+def totals(records: Sequence[Record]) -> str:
+    """A row a zoo."""
+    rows = []
+    for zoo in ZOOS:
+        of = [record for record in judged(records) if record["name"].startswith(f"{zoo}/")]
+        if of:
+            rows.append([zoo, *_counts(of)])
+    rows.append(["all", *_counts(judged(records))])
+    head = ("zoo", "architectures", "captured", "refused", "out of time or memory", "no float left unrounded",
+            "row alone the same", "second call the same", "gradients", "with a misfit")  # fmt: skip
+    return table(head, rows)
+
+
+def _counts(records: Sequence[Record]) -> list[str]:
+    captured = [record for record in records if record["outcome"] == "captured"]
+    rowed = [record["row"] for record in captured if record.get("row") is not None]
+    again = [all(answer["again"] for answer in record["policies"].values()) for record in captured]
+    graded = [record["gradient"] for record in captured if "reason" not in (record.get("gradient") or {"reason": ""})]
+    whole = [not record.get("unrounded") for record in captured]
+    return [
+        str(len(records)),
+        str(len(captured)),
+        str(sum(record["outcome"] == "refused" for record in records)),
+        str(sum(record["outcome"] in ("time", "memory") for record in records)),
+        f"{sum(whole)} of {len(captured)}",
+        f"{sum(answer is True for answer in rowed)} of {len(rowed)}",
+        f"{sum(again)} of {len(again)}",
+        f"{sum(answer['again'] and answer['finite'] for answer in graded)} of {len(graded)}",
+        str(sum(bool(record["misfits"]) for record in records)),
+    ]
+
+
+def errors(records: Sequence[Record]) -> str:
+    """Quantiles over the captured ones that draw no random numbers of their own."""
+    captured = [r for r in records if r["outcome"] == "captured" and not r["draws"]]
+    columns = {"stock float32": [r["stock_error"] for r in captured]}
+    columns |= {name: [r["policies"][name]["error"] for r in captured if name in r["policies"]] for name in POLICIES}
+    graded = [r["gradient"] for r in captured if "reason" not in (r.get("gradient") or {"reason": ""})]
+    columns["gradient, stock float32"] = [g["stock_error"] for g in graded]
+    columns["gradient, reproducible"] = [g["error"] for g in graded]
+    rows = []
+    for name, found in columns.items():
+        ordered = sorted(found)
+        if ordered:
+            at = [statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]]
+            rows.append([name, str(len(ordered)), *(f"{value:.1e}" for value in at)])
+    return table(("", "models", "median", "nine in ten below", "greatest"), rows)
+
+
+def refusals(records: Sequence[Record]) -> str:
+    """Every refusal by its reason: of the whole model, of one row, of its gradient."""
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for record in records:
+        if record["outcome"] == "refused":
+            reasons[_reason(record["reason"])].append(record["name"])
+        if isinstance(record.get("row"), str):
+            reasons[f"A row alone: {_reason(record['row'])}"].append(record["name"])
+        gradient = (record.get("gradient") or {}).get("reason", "")
+        if gradient and not gradient.startswith("stock"):
+            reasons[f"Gradients: {_reason(gradient)}"].append(record["name"])
+    return _listed(reasons)
+
+
+def _reason(text: str) -> str:
+    """A refusal without the model's own name, so that equal reasons meet."""
+    _, _, told = text.partition("reason ")
+    return (told or text).partition(" change ")[0].strip()
+
+
+def unrounded(records: Sequence[Record]) -> str:
+    """The operators that a strict policy refuses, and whose they are."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for record in records:
+        for text in record.get("unrounded", ()):
+            found[text].append(record["name"])
+    return _listed(found)
+
+
+def misfits(records: Sequence[Record]) -> str:
+    """Every broken promise."""
+    lines = [f"- `{record['name']}`: {text}" for record in judged(records) for text in record["misfits"]]
+    return "\n".join(lines) or "None."
+
+
+def unjudged(records: Sequence[Record]) -> str:
+    """What stopped, and how many could not be built."""
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for record in records:
+        if record["outcome"] in ("time", "memory"):
+            reasons[f"out of {record['outcome']}, {record['reason']}"].append(record["name"])
+    missing = Counter(record["name"].partition("/")[0] for record in records if record["outcome"] == "unbuildable")
+    said = ", ".join(f"{count} of {zoo}" for zoo, count in missing.items()) or "none"
+    note = f"Not built, or not run by stock PyTorch with the arguments that the walk knows: {said} (docs/zoo.json has the reasons)."
+    return f"{_listed(reasons)}\n\n{note}"
+
+
+def _listed(reasons: dict[str, list[str]]) -> str:
+    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    return "\n".join(f"- {reason}: {', '.join(f'`{name}`' for name in names)}" for reason, names in ordered) or "None."

@@ -1,0 +1,165 @@
+"""The walk: one process a subject, under limits of time and memory, each result appended to a file as it comes.
+
+The parent imports PyTorch and fxround, captures one model, and forks: it runs one thread, so a child inherits no lock. A
+child's last report stands when it dies, with the signal and the stage: a hang, a crash and a model that
+takes all memory are results like others. What the file already holds is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxround
+from benchmarks.zoo.judge import POLICIES, Interloper, Judge, Record, interrupt
+from benchmarks.zoo.subjects import Subject
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of processor time, seconds of the clock and gigabytes of memory that a subject may take."""
+
+    processor: int = 150
+    clock: int = 600
+    memory: float = 4.0
+
+
+def revision() -> str:
+    """The commit that is walked, as git names it."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def walk(
+    subjects: Iterable[Subject],
+    results: Path,
+    limits: Limits,
+    policies: Sequence[str] = tuple(POLICIES),
+    gradient: bool = True,
+) -> None:
+    """Judge every subject that the file does not hold, a line each, and print it."""
+    known = {record["name"] for record in read(results)}
+    waiting = [subject for subject in subjects if subject.title not in known]
+    print(f"{len(known)} known, {len(waiting)} to go, commit {revision()}", flush=True)
+    began = time.time()
+    for i, subject in enumerate(waiting):
+        record = alone(subject, limits, policies, gradient) | {"commit": revision(), "date": time.strftime("%Y-%m-%d")}
+        with results.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        left = (time.time() - began) / (i + 1) * (len(waiting) - i - 1) / 60
+        print(f"[{i + 1}/{len(waiting)}, {left:.0f} min left] {line(record)}", flush=True)
+
+
+def read(results: Path) -> list[Record]:
+    """The records of a file; of a subject that was run twice the last."""
+    if not results.exists():
+        return []
+    records = [json.loads(text) for text in results.read_text().splitlines() if text.strip()]
+    return list({record["name"]: record for record in records}.values())
+
+
+def line(record: Record) -> str:
+    """One record on one line."""
+    words = [record["name"], record["outcome"], f"{record.get('seconds', 0):.0f} s"]
+    for name, found in record.get("policies", {}).items():
+        left = f" ({found['unrounded']} unrounded)" if found["unrounded"] and name != "identity" else ""
+        words.append(f"{name} {found['error']:.1e}{left}")
+    if record.get("reason"):
+        words.append(record["reason"][:160])
+    return "; ".join([*words, *(f"MISFIT {text}" for text in record["misfits"])])
+
+
+def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: bool) -> Record:
+    """The record of a subject, judged in a process of its own."""
+    reader, writer = os.pipe()
+    began = time.time()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _judge(subject, writer, limits, policies, gradient)
+    os.close(writer)
+    text, ended = b"", ""
+    while True:
+        ready, _, _ = select.select([reader], [], [], 0.2)
+        piece = os.read(reader, 1 << 16) if ready else None
+        if piece == b"":
+            break
+        text += piece or b""
+        if not ended and time.time() - began > limits.clock:
+            ended = "time"
+        if not ended and _gigabytes(child) > limits.memory:
+            ended = "memory"
+        if ended:
+            os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    _, status, usage = os.wait4(child, 0)
+    reports = [json.loads(text) for text in text.decode().splitlines() if text.endswith("}")]
+    record: Record = reports[-1] if reports else {"name": subject.title, "stage": "start", "misfits": []}
+    if record.get("outcome", "running") == "running":
+        record |= {"outcome": _death(status, ended), "seconds": round(usage.ru_utime + usage.ru_stime, 1)}
+        record["reason"] = f"at stage {record['stage']}"
+        if record["outcome"].startswith("signal"):
+            record["misfits"].append(f"{record['stage']}: the process died of {record['outcome']}")
+    record["megabytes"] = usage.ru_maxrss // 1024
+    return record
+
+
+def _death(status: int, ended: str) -> str:
+    if ended:
+        return ended
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return "time" if number in (signal.SIGXCPU, signal.SIGKILL) else f"signal {signal.Signals(number).name}"
+    return f"exit {os.WEXITSTATUS(status)}"
+
+
+def _judge(subject: Subject, writer: int, limits: Limits, policies: Sequence[str], gradient: bool) -> None:
+    """In the child: report to the pipe, and leave without the parent's clean-up."""
+    status = 0
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.processor, limits.processor + 5))
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nothing, stream)
+
+        def report(record: Any) -> None:
+            os.write(writer, (json.dumps(record) + "\n").encode())
+
+        Judge(subject, policies, gradient, report).run()
+    except BaseException:
+        traceback.print_exc()
+        status = 3
+    finally:
+        os._exit(status)
+
+
+def _gigabytes(process: int) -> float:
+    """The resident memory of a process; nothing for one that is gone."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * resource.getpagesize() / 2**30
+
+
+def warm() -> None:
+    """Import, and compile what every child needs, once in the parent: one thread, so that a fork finds no lock taken."""
+    interrupt()
+    model = fxround.compile(Interloper(), "reproducible")
+    model(torch.randn(2, 3, 12, 12)).sum().backward()
