@@ -1,6 +1,7 @@
 """One model, asked everything: is it captured, what is left unrounded, how far is it from binary64, do its bits hold.
 
-The model is captured twice, without and with gradients, and lowered from there by every policy. A call's error is the
+The model is captured twice, without and with gradients, and lowered from there by every policy; all but one of them run
+node by node, and fusing is asked once whether it changes a bit. A call's error is the
 distance of its results from those of the same model in float64 under stock PyTorch, relative to their norm; the error
 of stock float32 stands beside it. A misfit is a sentence that says which promise was not kept.
 """
@@ -35,6 +36,8 @@ SLACK: Final = 16.0
 FLOOR: Final = 64 * 2.0**-24
 ALL: Final = 1.5
 SEED: Final = 3
+# The policy that runs fused, as users run it. The others run node by node, on kernels that models share.
+FUSED: Final = "reproducible"
 
 Record = dict[str, Any]
 Report = Callable[[Record], None]
@@ -206,17 +209,19 @@ class Judge:
         self.record["parameters"] = sum(p.numel() for p in example.model.parameters())
         self.record["stock_error"] = error(floats(stock), exact)
         self._stage("capture")
-        base = fxround.compile(example.model, self.policies[0], strict=False, seed=SEED)
+        base = fxround.compile(example.model, "identity", strict=False, seed=SEED, fuse=False)
         with torch.no_grad():
             base.prepare(*example.args, **example.kwargs)
         self.record["nodes"] = len(base.captured.graph.graph.nodes)
-        modules = {name: base if name == self.policies[0] else base.with_policy(name, False) for name in self.policies}
-        self.record["policies"] = {name: self._policy(name, m, example, exact) for name, m in modules.items()}
-        fixed = next((m for name, m in modules.items() if name == "reproducible"), None)
-        if fixed is not None:
+        self.record["policies"] = {
+            name: self._policy(name, _under(base, name, name == FUSED), example, exact) for name in self.policies
+        }
+        if FUSED in self.policies:
+            fixed = _under(base, FUSED, True)
+            self._fused(fixed, _under(base, FUSED, False), example)
             self._row(fixed, example)
-        if self.gradient and fixed is not None:
-            self._gradient(fixed, example)
+            if self.gradient:
+                self._gradient(fixed, example)
 
     def _built(self) -> tuple[Example, Any, list[Tensor]]:
         """The example, the stock result and the yardstick."""
@@ -259,6 +264,14 @@ class Judge:
         if not found["error"] <= allowed and not self.record["draws"]:
             self._misfit(f"{name}: error {found['error']:.2g} against binary64, {allowed:.2g} allowed")
         return found
+
+    def _fused(self, fused: Any, single: Any, example: Example) -> None:
+        """Fusing, memory that is used again and chains over rows change no bit."""
+        self._stage("fused")
+        first = [t.clone() for t in floats(plain(fused, example.args, example.kwargs))]
+        self.record["fused"] = same(first, floats(plain(single, example.args, example.kwargs)))
+        if not self.record["fused"]:
+            self._misfit("reproducible: fused and node by node differ")
 
     def _row(self, module: Any, example: Example) -> None:
         """Row by row: None where the model's own rows depend on one another, a sentence where a row is refused."""
@@ -320,6 +333,12 @@ class Judge:
         allowed = bound("reproducible", found["stock_error"])
         if not found["error"] <= allowed and not self.record["draws"]:
             self._misfit(f"gradient: error {found['error']:.2g} against binary64, {allowed:.2g} allowed")
+
+
+def _under(base: Any, policy: str, fuse: bool) -> Any:
+    """The module under another policy, from the same capture."""
+    base.fuse = fuse
+    return base.with_policy(policy, False)
 
 
 def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
