@@ -2,9 +2,9 @@
 
 python -m benchmarks.zoo [--zoos timm ...] [--only TEXT] [--results FILE] [--page]
 
-The walk appends to FILE and may be interrupted: started again, it goes on with the next model. ``--again`` runs those that
-misfit or match --only anew; ``--page`` writes docs/zoo.md and docs/zoo.json from FILE. One thread; about twenty seconds of
-processor time a model.
+The walk appends to FILE and may be interrupted: started again, it goes on with the next model. ``--again`` runs those
+that misfit or match --only anew; ``--page`` writes docs/zoo.md and docs/zoo.json from FILE. One thread; about twenty
+seconds of processor time a model.
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ def _deepspeech() -> Example:
 
 
 def _conformer() -> Example:
-    model = models().Conformer(
-        input_dim=32, num_heads=4, ffn_dim=64, num_layers=2, depthwise_conv_kernel_size=7
-    )
+    model = models().Conformer(input_dim=32, num_heads=4, ffn_dim=64, num_layers=2, depthwise_conv_kernel_size=7)
     return Example(model, (torch.randn(2, 16, 32), _lengths(16, 12)))
 
 
@@ -50,7 +48,9 @@ def _tasnet() -> Example:
 
 
 def _demucs() -> Example:
-    return Example(models().HDemucs(["a", "b"], audio_channels=1, channels=8, nfft=256, depth=4), (torch.randn(2, 1, 4096),))
+    return Example(
+        models().HDemucs(["a", "b"], audio_channels=1, channels=8, nfft=256, depth=4), (torch.randn(2, 1, 4096),)
+    )
 
 
 def _wavernn() -> Example:

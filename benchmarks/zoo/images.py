@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
 from benchmarks.zoo.subjects import Example, Subject, Unbuildable
 from benchmarks.zoo.subjects import images as pictures
 
-# Smaller images are tried first; a model that takes none but its own size gets that.
+# Smaller images and fewer layers are tried first; a model that takes none but its own gets those.
 SIZES = (64, 96, 128, 224)
+FEWER: tuple[dict[str, Any], ...] = ({"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {})
 
 
 def _built(name: str) -> Callable[[], Example]:
@@ -21,7 +23,7 @@ def _built(name: str) -> Callable[[], Example]:
 
         first: Exception | None = None
         for size in SIZES:
-            for options in ({"img_size": size}, {}):
+            for options in [{"img_size": size, **fewer} for fewer in FEWER] + list(FEWER):
                 try:
                     model = timm.create_model(name, num_classes=10, **options).eval()
                     with torch.no_grad():
@@ -47,7 +49,8 @@ def members() -> dict[str, list[str]]:
     return found
 
 
-SMALL = ("test", "zepto", "atto", "femto", "pico", "nano", "xxt", "xxs", "_xt", "tiny", "_t", "xs", "mini", "small", "_s")
+_WORDS = "test zepto atto femto pico nano xxt xxs _xt tiny _t xs mini small _s"
+SMALL = _WORDS.split()
 
 
 def smallest(names: list[str]) -> str:

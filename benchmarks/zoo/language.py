@@ -13,44 +13,59 @@ from benchmarks.zoo.subjects import BATCH, Example, Subject, Unbuildable
 
 VOCABULARY, LENGTH, IMAGE, SOUND = 96, 8, 32, 800
 # What a number of a configuration becomes, by its name; what is not here stays.
-SMALL: Mapping[str, Any] = {
-    **dict.fromkeys(
-        "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size encoder_hidden_size decoder_hidden_size "
-        "text_dim vision_dim projection_dim d_embed cross_attention_hidden_size encoder_hidden_dim model_dim emb_dim "
-        "embedding_dim word_embed_proj_dim classifier_proj_size hidden_channels mask_feature_size feature_size "
-        "fpn_feature_size encoder_dim lstm_dim d_latents shared_dim decoder_dim fusion_hidden_size latent_dim "
-        "lm_hidden_size rnn_width lru_width output_dim neck_hidden_size".split(),
+_NAMES: tuple[tuple[int, str], ...] = (
+    (
         32,
+        "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size encoder_hidden_size "
+        "decoder_hidden_size text_dim vision_dim projection_dim d_embed cross_attention_hidden_size "
+        "encoder_hidden_dim model_dim emb_dim embedding_dim word_embed_proj_dim classifier_proj_size "
+        "hidden_channels mask_feature_size feature_size fpn_feature_size encoder_dim lstm_dim d_latents shared_dim "
+        "decoder_dim fusion_hidden_size latent_dim lm_hidden_size rnn_width lru_width output_dim neck_hidden_size",
     ),
-    **dict.fromkeys(
+    (
+        64,
         "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size dim_feedforward "
         "encoder_intermediate_size decoder_intermediate_size feed_forward_size mlp_dim hidden_ff_dim "
         "moe_intermediate_size shared_expert_intermediate_size encoder_feedforward_dim decoder_feedforward_dim "
-        "intermediate_dim dim_ff d_inner inner_dim shared_intermediate_size".split(),
-        64,
+        "intermediate_dim dim_ff d_inner inner_dim shared_intermediate_size",
     ),
-    **dict.fromkeys(
+    (
+        2,
         "num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_encoder_layers "
         "num_decoder_layers num_hidden_blocks l_layers x_layers r_layers depth num_block num_blocks "
         "num_transformer_layers text_layers vision_layers num_attention_layers encoder_num_hidden_layers "
-        "decoder_num_hidden_layers num_self_attends_per_block blocks".split(),
-        2,
+        "decoder_num_hidden_layers num_self_attends_per_block blocks",
     ),
-    **dict.fromkeys(
+    (
+        4,
         "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads "
         "encoder_num_attention_heads decoder_num_attention_heads num_self_attention_heads "
-        "num_cross_attention_heads".split(),
-        4,
+        "num_cross_attention_heads",
     ),
-    **dict.fromkeys("num_key_value_heads num_kv_heads n_kv_heads multi_query_group_num".split(), 2),
-    **dict.fromkeys("head_dim d_kv kv_channels attention_head_dim d_head".split(), 8),
-    **dict.fromkeys("vocab_size src_vocab_size tgt_vocab_size text_vocab_size codebook_size".split(), VOCABULARY),
-    **dict.fromkeys(
-        "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_sequence_length "
-        "max_seq_len".split(),
+    (
+        2,
+        "num_key_value_heads num_kv_heads n_kv_heads multi_query_group_num",
+    ),
+    (
+        8,
+        "head_dim d_kv kv_channels attention_head_dim d_head",
+    ),
+    (
+        VOCABULARY,
+        "vocab_size src_vocab_size tgt_vocab_size text_vocab_size codebook_size",
+    ),
+    (
         64,
+        "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_sequence_length "
+        "max_seq_len",
     ),
-    **dict.fromkeys("image_size img_size input_size crop_size".split(), IMAGE),
+    (
+        IMAGE,
+        "image_size img_size input_size crop_size",
+    ),
+)
+SMALL: Mapping[str, Any] = {
+    **{name: number for number, names in _NAMES for name in names.split()},
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "num_latents": 8,
@@ -81,9 +96,9 @@ def shrink(config: Any, seen: set[int] | None = None) -> Any:
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             shrink(value, seen)
-    for name, value in {"use_cache": False, "layerdrop": 0.0, "apply_spec_augment": False, "use_timm_backbone": False}.items():
+    for name in ("use_cache", "layerdrop", "apply_spec_augment", "use_timm_backbone"):
         if hasattr(config, name):
-            setattr(config, name, value)
+            setattr(config, name, 0.0 if name == "layerdrop" else False)
     return config
 
 
@@ -92,7 +107,7 @@ def _small(name: str, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int):
-        if name.endswith("token_id") or name.endswith("token_index"):
+        if name.endswith(("token_id", "token_index")):
             return min(value, VOCABULARY - 1)
         small = SMALL.get(name)
         return None if small is None or isinstance(small, list) else min(value, small) if value > 0 else None
@@ -143,7 +158,9 @@ def arguments(model: nn.Module, config: Any) -> dict[str, Any]:
         "inputs": lambda: torch.randn(BATCH, LENGTH, getattr(config, "d_model", 32)),
         "visual_feats": lambda: torch.randn(BATCH, 4, getattr(config, "visual_feat_dim", 32)),
         "visual_pos": lambda: torch.rand(BATCH, 4, 4),
-        "past_values": lambda: torch.randn(BATCH, getattr(config, "context_length", 16), getattr(config, "num_input_channels", 1)),
+        "past_values": lambda: torch.randn(
+            BATCH, getattr(config, "context_length", 16), getattr(config, "num_input_channels", 1)
+        ),
         "input_embeds": lambda: torch.randn(BATCH, LENGTH, 32),
         "sequence_ids": tokens,
         "xpath_tags_seq": lambda: torch.randint(0, 10, (BATCH, LENGTH, 50)),
@@ -152,7 +169,8 @@ def arguments(model: nn.Module, config: Any) -> dict[str, Any]:
     }
     forward = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    wanted = [name for name, p in forward.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in forward.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanted = [p.name for p in named if p.default is p.empty]
     wanted += [name for name in (main, "bbox", "visual_feats", "visual_pos") if name in forward]
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in forward:
         wanted.append("decoder_input_ids")

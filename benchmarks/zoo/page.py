@@ -14,51 +14,66 @@ from benchmarks.zoo.judge import POLICIES, Record
 from benchmarks.zoo.subjects import ZOOS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers", "torchaudio", "segmentation_models_pytorch", "monai", "torch_geometric")
+PACKAGES = ["torch", "torchvision", "timm", "transformers", "torchaudio", "segmentation_models_pytorch"]
 MARK = "<!-- figures: python -m benchmarks.zoo --page -->"
-KEPT = ("name", "outcome", "reason", "parameters", "nodes", "stock_error", "row", "draws", "unrounded", "misfits", "seconds", "commit", "date")
+KEPT = (
+    "name", "outcome", "reason", "parameters", "nodes", "stock_error", "policies", "fused", "row", "gradient", "draws",
+    "unrounded", "misfits", "seconds", "commit", "date",
+)  # fmt: skip
+# What is not written where it is as it should be.
+USUAL: dict[str, Any] = {"draws": False, "again": True, "finite": True, "fused": True, "misfits": [], "unrounded": 0}
 
 
 def write(records: Sequence[Record], docs: Path = DOCS) -> None:
     """The figures of docs/zoo.md, below its introduction, and docs/zoo.json."""
+    found = {"machine": machine(), "versions": versions(PACKAGES)}
+    lines = ",\n".join(json.dumps(compact(record), separators=(",", ":")) for record in sorted(records, key=_name))
+    text = f'{json.dumps(found)[:-1]}, "records": [\n{lines}\n]}}\n'
+    (docs / "zoo.json").write_text(text)
     page = docs / "zoo.md"
     head = page.read_text().partition(MARK)[0]
-    page.write_text(f"{head}{MARK}\n\n{figures(records)}\n")
-    lines = ",\n".join(json.dumps(compact(record), separators=(",", ":")) for record in records)
-    (docs / "zoo.json").write_text(f"[\n{lines}\n]\n")
+    page.write_text(f"{head}{MARK}\n\n{figures(json.loads(text))}\n")
+
+
+def _name(record: Record) -> str:
+    return str(record["name"])
 
 
 def compact(record: Record) -> Record:
-    """What the table keeps of a record, numbers to two digits."""
-    found = {key: record[key] for key in KEPT if record.get(key) not in (None, [], "")}
-    for name, answer in record.get("policies", {}).items():
-        found[name] = _answer(answer)
-    if record.get("gradient"):
-        found["gradient"] = _answer(record["gradient"])
-    return {key: _short(value) for key, value in found.items()}
+    """What the file keeps of a record: numbers to two digits, and nothing that is as it should be."""
+    found = {key: record[key] for key in KEPT if key in record}
+    if found["outcome"] == "unbuildable":
+        found = {key: found[key] for key in ("name", "outcome", "reason")}
+    for name, answer in found.get("policies", {}).items():
+        found["policies"][name] = {key: value for key, value in answer.items() if key != "seconds"}
+        if name == "identity":
+            found["policies"][name].pop("unrounded", None)
+    brief: Record = _usual(found)
+    return brief
 
 
-def _answer(answer: Record) -> Record:
-    kept = ("error", "stock_error", "unrounded", "again", "reason")
-    return {key: _short(answer[key]) for key in kept if key in answer and not (key == "unrounded" and not answer[key])}
+def _usual(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _usual(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in kept.items() if key not in USUAL or inner != USUAL[key]}
+    return float(f"{value:.1e}") if isinstance(value, float) else value
 
 
-def _short(value: Any) -> Any:
-    return float(f"{value:.1e}") if isinstance(value, float) and value != int(value) else value
-
-
-def figures(records: Sequence[Record]) -> str:
-    """Everything below the introduction."""
-    dates = sorted({record["date"] for record in records})
-    commits = list(dict.fromkeys(record["commit"] for record in records))
+def figures(found: Record) -> str:
+    """Everything below the introduction, from what docs/zoo.json holds."""
+    records: list[Record] = [USUAL | record for record in found["records"]]
+    walked = judged(records)
+    dates = sorted({record["date"] for record in walked})
+    commits = list(dict.fromkeys(record["commit"] for record in walked))
     between = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]
     parts = [
-        f"{len(judged(records))} architectures, {between}, commits {', '.join(commits)}, {machine()}; {versions(PACKAGES)}.",
-        "## Totals\n\n" + totals(records),
-        "## Errors against binary64\n\n" + errors(records),
-        "## Refusals\n\n" + refusals(records),
-        "## Left to stock kernels\n\n" + unrounded(records),
-        "## Misfits\n\n" + misfits(records),
+        f"{len(walked)} architectures, {between}, commit {', '.join(commits)}, on {found['machine']}. "
+        f"Versions: {found['versions']}.",
+        "## Totals\n\n" + totals(walked),
+        "## Errors against binary64\n\n" + errors(walked),
+        "## Refusals\n\n" + refusals(walked),
+        "## Left to stock kernels\n\n" + unrounded(walked),
+        "## Misfits\n\n" + misfits(walked),
         "## Not judged\n\n" + unjudged(records),
     ]
     return "\n\n".join(parts)
@@ -73,10 +88,10 @@ def totals(records: Sequence[Record]) -> str:
     """A row a zoo."""
     rows = []
     for zoo in ZOOS:
-        of = [record for record in judged(records) if record["name"].startswith(f"{zoo}/")]
+        of = [record for record in records if record["name"].startswith(f"{zoo}/")]
         if of:
             rows.append([zoo, *_counts(of)])
-    rows.append(["all", *_counts(judged(records))])
+    rows.append(["all", *_counts(records)])
     head = ("zoo", "architectures", "captured", "refused", "out of time or memory", "no float left unrounded",
             "row alone the same", "second call the same", "gradients", "with a misfit")  # fmt: skip
     return table(head, rows)
@@ -85,9 +100,9 @@ def totals(records: Sequence[Record]) -> str:
 def _counts(records: Sequence[Record]) -> list[str]:
     captured = [record for record in records if record["outcome"] == "captured"]
     rowed = [record["row"] for record in captured if record.get("row") is not None]
-    again = [all(answer["again"] for answer in record["policies"].values()) for record in captured]
-    graded = [record["gradient"] for record in captured if "reason" not in (record.get("gradient") or {"reason": ""})]
-    whole = [not record.get("unrounded") for record in captured]
+    again = [all(answer.get("again", True) for answer in record["policies"].values()) for record in captured]
+    graded = _graded(captured)
+    whole = [not record["unrounded"] for record in captured]
     return [
         str(len(records)),
         str(len(captured)),
@@ -96,9 +111,14 @@ def _counts(records: Sequence[Record]) -> list[str]:
         f"{sum(whole)} of {len(captured)}",
         f"{sum(answer is True for answer in rowed)} of {len(rowed)}",
         f"{sum(again)} of {len(again)}",
-        f"{sum(answer['again'] and answer['finite'] for answer in graded)} of {len(graded)}",
+        f"{sum(answer.get('again', True) and answer.get('finite', True) for answer in graded)} of {len(graded)}",
         str(sum(bool(record["misfits"]) for record in records)),
     ]
+
+
+def _graded(records: Iterable[Record]) -> list[Record]:
+    """What is known of the gradients, of those that have some."""
+    return [record["gradient"] for record in records if "reason" not in (record.get("gradient") or {"reason": ""})]
 
 
 def errors(records: Sequence[Record]) -> str:
@@ -106,7 +126,7 @@ def errors(records: Sequence[Record]) -> str:
     captured = [r for r in records if r["outcome"] == "captured" and not r["draws"]]
     columns = {"stock float32": [r["stock_error"] for r in captured]}
     columns |= {name: [r["policies"][name]["error"] for r in captured if name in r["policies"]] for name in POLICIES}
-    graded = [r["gradient"] for r in captured if "reason" not in (r.get("gradient") or {"reason": ""})]
+    graded = _graded(captured)
     columns["gradient, stock float32"] = [g["stock_error"] for g in graded]
     columns["gradient, reproducible"] = [g["error"] for g in graded]
     rows = []
@@ -142,14 +162,14 @@ def unrounded(records: Sequence[Record]) -> str:
     """The operators that a strict policy refuses, and whose they are."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
-        for text in record.get("unrounded", ()):
+        for text in record["unrounded"] or ():
             found[text].append(record["name"])
     return _listed(found)
 
 
 def misfits(records: Sequence[Record]) -> str:
     """Every broken promise."""
-    lines = [f"- `{record['name']}`: {text}" for record in judged(records) for text in record["misfits"]]
+    lines = [f"- `{record['name']}`: {text}" for record in records for text in record["misfits"]]
     return "\n".join(lines) or "None."
 
 
@@ -161,8 +181,8 @@ def unjudged(records: Sequence[Record]) -> str:
             reasons[f"out of {record['outcome']}, {record['reason']}"].append(record["name"])
     missing = Counter(record["name"].partition("/")[0] for record in records if record["outcome"] == "unbuildable")
     said = ", ".join(f"{count} of {zoo}" for zoo, count in missing.items()) or "none"
-    note = f"Not built, or not run by stock PyTorch with the arguments that the walk knows: {said} (docs/zoo.json has the reasons)."
-    return f"{_listed(reasons)}\n\n{note}"
+    note = "Not built, or not run by stock PyTorch with the arguments that the walk knows"
+    return f"{_listed(reasons)}\n\n{note}: {said} (zoo.json has the reasons)."
 
 
 def _listed(reasons: dict[str, list[str]]) -> str:

@@ -71,9 +71,7 @@ def unsettle(model: nn.Module) -> None:
             if not parameter.is_floating_point() or parameter.numel() == 0:
                 continue
             largest = parameter.abs().max()
-            if not bool(largest < 1e3):
-                parameter.normal_(0, 0.02)
-            elif bool(largest == 0):
+            if not bool(largest < 1e3) or bool(largest == 0):
                 parameter.normal_(0, 0.02)
             elif bool(largest < 1e-3) and bool((parameter == parameter.flatten()[0]).all()):
                 parameter.uniform_(0.5, 1)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from benchmarks.zoo.subjects import Example, Subject, images
 
 
-
 class Heads(nn.Module):
     """A detector up to the results of its heads: the choice of boxes depends on data."""
 

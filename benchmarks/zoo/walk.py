@@ -1,12 +1,13 @@
 """The walk: one process a subject, under limits of time and memory, each result appended to a file as it comes.
 
-The parent imports PyTorch and fxround, captures one model, and forks: it runs one thread, so a child inherits no lock. A
-child's last report stands when it dies, with the signal and the stage: a hang, a crash and a model that
-takes all memory are results like others. What the file already holds is not run again.
+The parent imports PyTorch and fxround, captures one model, and forks: it runs one thread, so a child inherits no lock.
+A child's last report stands when it dies, with the signal and the stage: a hang, a crash and a model that takes all
+memory are results like others. What the file already holds is not run again.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -40,9 +41,8 @@ class Limits:
 def revision() -> str:
     """The commit that is walked, as git names it."""
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -63,11 +63,12 @@ def walk(
     print(f"{len(known)} known, {len(waiting)} to go, commit {revision()}", flush=True)
     began = time.time()
     for i, subject in enumerate(waiting):
+        print(f"[{i + 1}/{len(waiting)}] {subject.title} ...", end=" ", flush=True)
         record = alone(subject, limits, policies, gradient) | {"commit": revision(), "date": time.strftime("%Y-%m-%d")}
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         left = (time.time() - began) / (i + 1) * (len(waiting) - i - 1) / 60
-        print(f"[{i + 1}/{len(waiting)}, {left:.0f} min left] {line(record)}", flush=True)
+        print(f"{line(record)}; {left:.0f} min left", flush=True)
 
 
 def read(results: Path) -> list[Record]:
@@ -79,8 +80,8 @@ def read(results: Path) -> list[Record]:
 
 
 def line(record: Record) -> str:
-    """One record on one line."""
-    words = [record["name"], record["outcome"], f"{record.get('seconds', 0):.0f} s"]
+    """What was found, on one line."""
+    words = [record["outcome"], f"{record.get('seconds', 0):.0f} s"]
     for name, found in record.get("policies", {}).items():
         left = f" ({found['unrounded']} unrounded)" if found["unrounded"] and name != "identity" else ""
         words.append(f"{name} {found['error']:.1e}{left}")
@@ -136,6 +137,7 @@ def _death(status: int, ended: str) -> str:
 def _judge(subject: Subject, writer: int, limits: Limits, policies: Sequence[str], gradient: bool) -> None:
     """In the child: report to the pipe, and leave without the parent's clean-up."""
     status = 0
+    faulthandler.disable()
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (limits.processor, limits.processor + 5))
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -163,7 +165,7 @@ def _gigabytes(process: int) -> float:
 
 
 def warm() -> None:
-    """Import, and compile what every child needs, once in the parent: one thread, so that a fork finds no lock taken."""
+    """Import and compile in the parent what every child needs."""
     interrupt()
     model = fxround.compile(Interloper(), "reproducible")
     model(torch.randn(2, 3, 12, 12)).sum().backward()
