@@ -52,7 +52,7 @@ _NAMES: tuple[tuple[int, str], ...] = (
     ),
     (
         VOCABULARY,
-        "vocab_size src_vocab_size tgt_vocab_size text_vocab_size codebook_size",
+        "vocab_size src_vocab_size tgt_vocab_size text_vocab_size",
     ),
     (
         64,
@@ -71,7 +71,8 @@ SMALL: Mapping[str, Any] = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "num_latents": 8,
     "num_queries": 8, "num_mel_bins": 16, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
     "state_size": 8, "time_step_rank": 4, "mamba_d_state": 8, "sliding_window": 4, "num_frames": 2,
-    "num_codebooks": 2, "encoder_n_layers": 2, "decoder_n_layers": 2, "d_points": 4, "attention_window": 4,
+    "num_codebooks": 2, "codebook_size": 64, "rotary_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "encoder_n_layers": 2, "decoder_n_layers": 2, "d_points": 4, "attention_window": 4,
     "block_size": 4, "num_random_blocks": 1, "chunk_size": 4, "window_size": 4, "tubelet_size": [2, 8, 8],
 }  # fmt: skip
 # Names of lists of widths and of depths, a number a stage.
@@ -85,8 +86,11 @@ def shrink(config: Any, seen: set[int] | None = None) -> Any:
     if id(config) in seen:
         return config
     seen.add(id(config))
-    names = {**getattr(config, "attribute_map", {}), **vars(config)}
-    for name in names:
+    aliases = getattr(config, "attribute_map", {})
+    staged = any(hasattr(config, name) for name in DEPTHS)
+    for name in {**aliases, **vars(config)}:
+        if staged and aliases.get(name) == "num_stages":
+            continue
         try:
             small = _small(name, getattr(config, name, None))
             if small is not None:
@@ -96,10 +100,25 @@ def shrink(config: Any, seen: set[int] | None = None) -> Any:
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             shrink(value, seen)
+    _agree(config)
     for name in ("use_cache", "layerdrop", "apply_spec_augment", "use_timm_backbone"):
         if hasattr(config, name):
             setattr(config, name, 0.0 if name == "layerdrop" else False)
     return config
+
+
+def _agree(config: Any) -> None:
+    """Numbers that depend on one another in a way that their names do not say."""
+    numbers = vars(config)
+    if numbers.get("kv_lora_rank") and "num_key_value_heads" in numbers:  # latent attention has as many of both
+        config.num_key_value_heads = config.num_attention_heads
+    if "state_size" in numbers and "expand" in numbers and "num_heads" in numbers:  # Mamba 2
+        config.num_heads = config.expand * config.hidden_size // config.head_dim
+    if "head_dim" in numbers and numbers["head_dim"] is None and numbers.get("num_attention_heads"):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    rope = numbers.get("rope_parameters") or numbers.get("rope_scaling")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        rope["mrope_section"] = [2, 1, 1]
 
 
 def _small(name: str, value: Any) -> Any:
@@ -114,6 +133,8 @@ def _small(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
         if name in WIDTHS or name in ("conv_dim", "channels", "num_channels_list"):
             return type(value)(16 * (i + 1) if name in WIDTHS else 32 for i in range(len(value)))
+        if name.endswith("heads"):
+            return type(value)(2 for _ in value)
         if name in DEPTHS:
             return type(value)(1 for _ in value)
         if name in ("image_size", "input_size"):
@@ -196,9 +217,35 @@ def _built(kind: str) -> Callable[[], Example]:
         model = transformers.AutoModel.from_config(config).float().eval()
         if sum(p.numel() for p in model.parameters()) > 30_000_000:
             raise Unbuildable("the configuration stays large: more than 30 million parameters")
-        return Example(model, (), arguments(model, config))
+        given = arguments(model, config)
+        first: Exception = Unbuildable("not run")
+        for change in ({}, _frames(given, config), _upright(given)):
+            try:
+                with torch.no_grad():
+                    model(**given | change)
+            except Exception as e:  # whatever a model says of arguments that it does not take
+                first = first if change else e
+                continue
+            return Example(model, (), given | change)
+        raise first
 
     return make
+
+
+def _frames(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Images as a video."""
+    pixels = given.get("pixel_values")
+    count = getattr(config, "num_frames", 2)
+    return (
+        {} if pixels is None else {"pixel_values": torch.stack([pixels] * (count if isinstance(count, int) else 2), 1)}
+    )
+
+
+def _upright(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A spectrum with its axes exchanged, a sound with a channel."""
+    spectrum, sound = given.get("input_features"), given.get("input_values")
+    found = {} if spectrum is None else {"input_features": spectrum.transpose(1, 2).contiguous()}
+    return found if sound is None else found | {"input_values": sound[:, None]}
 
 
 def subjects() -> Iterator[Subject]:

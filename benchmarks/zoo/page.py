@@ -18,6 +18,7 @@ PACKAGES = ["torch", "torchvision", "timm", "transformers", "torchaudio", "segme
 MARK = "<!-- figures: python -m benchmarks.zoo --page -->"
 KEPT = (
     "name", "outcome", "reason", "parameters", "nodes", "stock_error", "policies", "fused", "row", "gradient", "draws",
+    "no_yardstick",
     "unrounded", "misfits", "seconds", "commit", "date",
 )  # fmt: skip
 # What is not written where it is as it should be.

@@ -68,8 +68,8 @@ def _video(name: str) -> Callable[[], Example]:
         if name.startswith("mvit"):
             module: Any = models.video.mvit
             blocks = [
-                module.MSBlockConfig(1, 16, 32, [3, 3, 3], [1, 4, 4], [3, 3, 3], [1, 1, 1]),
-                module.MSBlockConfig(2, 32, 32, [3, 3, 3], [1, 2, 2], [3, 3, 3], [1, 2, 2]),
+                module.MSBlockConfig(1, 16, 32, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 4, 4]),
+                module.MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
             ]
             model = module.MViT((32, 32), 4, blocks, True, True, True, 0, num_classes=10) if "v2" in name else \
                 module.MViT((32, 32), 4, blocks, False, False, False, 0, num_classes=10)  # fmt: skip
