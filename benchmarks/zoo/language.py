@@ -72,7 +72,8 @@ SMALL: Mapping[str, Any] = {
     "num_queries": 8, "num_mel_bins": 16, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
     "state_size": 8, "time_step_rank": 4, "mamba_d_state": 8, "sliding_window": 4, "num_frames": 2,
     "num_codebooks": 2, "codebook_size": 64, "rotary_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8,
-    "mamba_num_heads": 8, "mamba_head_dim": 8, "encoder_n_layers": 2, "decoder_n_layers": 2, "d_points": 4, "attention_window": 4,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "encoder_n_layers": 2, "decoder_n_layers": 2, "d_points": 4,
+    "attention_window": 4,
     "block_size": 4, "num_random_blocks": 1, "chunk_size": 4, "window_size": 4, "tubelet_size": [2, 8, 8],
 }  # fmt: skip
 # Names of lists of widths and of depths, a number a stage.
