@@ -34,7 +34,7 @@ from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
 from fxround.handover import received
-from fxround.loading import RNG_BUFFER, LoadedModule, following, random_state
+from fxround.loading import RNG_BUFFER, LoadedModule, following, random_state, save, state_of
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.refusals import LeftToPython, refuse_unsupported_tensors
@@ -287,7 +287,7 @@ class RoundedModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)
         if saved is not None:
-            self.reseed(*saved.tolist())
+            self.reseed(*state_of(saved, f"{prefix}{RNG_BUFFER}"))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def graph_text(self, backward: bool = False) -> str:
@@ -348,18 +348,19 @@ class RoundedModule(nn.Module):
         """The graph before any pass, of the same call as ``graph`` (the joint graph, where gradients were wanted)."""
         return self._called.captured
 
-    def export(self, path: str | Path, example_inputs: Any) -> Path:
+    def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
         """Write a .pt2 that ``fxround.load`` (and ``torch.export.load`` after ``import fxround``) runs: the same bits.
 
         example_inputs: as in ``compile``; the batch stays free. The seed and sample are a buffer of the program.
+        keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does. The file is
+        replaced when it is complete; OSError leaves the one that was there.
         """
         args, kwargs = arguments(example_inputs)
         with torch.no_grad():
             entry = self._entry(args, kwargs)
             args, kwargs = trace_example(args, kwargs)
             program = export_program(_Exportable(self, entry), args, kwargs, entry.captured.sizes)
-        torch.export.save(program, path)
-        return Path(path)
+        return save(program, path, keep_inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         seed, sample = self.rng.tolist()

@@ -25,7 +25,7 @@ from fxround import inspection
 from fxround.entry import Function
 from fxround.formulas import decompositions
 from fxround.graph import DIRECTION, PORT, ROLE, Captured, capture, site
-from fxround.loading import random_state
+from fxround.loading import random_state, state_of
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
@@ -151,7 +151,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         kept = [list(group[RNG_KEY]) for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, rng in zip(self.param_groups, kept, strict=True):
-            group.setdefault(RNG_KEY, rng)
+            group[RNG_KEY] = list(state_of(group.get(RNG_KEY, rng), RNG_KEY))
 
     def graph_text(self) -> str:
         """The graphs of the steps taken so far, one line an operation."""
