@@ -46,15 +46,15 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
         archive.writestr(f"{root}{_RECORD}", json.dumps(record))
     # Through a symbolic link, the file that it leads to is replaced.
     target = Path(path).resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with open(aside, "xb") as file:
+        with open(partial, "xb") as file:
             file.write(memory.getbuffer())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, target)
+        os.replace(partial, target)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return Path(path)
 
