@@ -69,7 +69,7 @@ def _captured(
     state = {} if model is None else _state(model)
     names = [replace(state.get(id(inputs[i])) or _port_of(node, i), index=i) for i, node in placeholders]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing_switches())
+        stack.enter_context(tracing_switches(by_dynamo=True))
         stack.enter_context(quickened())
         try:
             redefine(graph, decompositions)

@@ -32,8 +32,12 @@ from torch.nn.utils import stateless
 
 
 @contextlib.contextmanager
-def tracing_switches() -> Iterator[None]:
-    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped."""
+def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
+    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped.
+
+    by_dynamo: ``torch.compile`` has traced the model already, by its own assumptions on sizes. Under others, a size
+    of 1 would get a symbol that Dynamo's guards know no source of.
+    """
     mha = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -45,7 +49,8 @@ def tracing_switches() -> Iterator[None]:
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
-        stack.enter_context(asked_sizes())
+        if not by_dynamo:
+            stack.enter_context(asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
         # A module of two names is swapped twice: put back first what was taken last, else it keeps the trace's tensors.
         swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
