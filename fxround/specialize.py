@@ -98,10 +98,20 @@ def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[
     widest = FORMAT_OF["f32" if carrier == "f32" else "f64"]
     grids = {f"x{i}": FORMAT_OF[s] for i, s in enumerate(loads)}
     for s in program.statements:
-        found = [grids[o] if isinstance(o, str) else widest for o in s.operands]
-        holds = next((f for f in found if all(other.within(f) for other in found)), widest)
+        found = [grids[o] for o in s.operands if isinstance(o, str)]
+        numbers = [o for o in s.operands if not isinstance(o, str)]
+        candidates = (*found, FORMAT_OF["bf16"], FORMAT_OF["f16"])
+        holds = next((f for f in candidates if _holds(f, found, numbers)), widest)
         grids[s.target] = s.rounding.format if s.rounding is not None else holds
     return grids
+
+
+def _holds(candidate: Format, formats: Sequence[Format], numbers: Sequence[float]) -> bool:
+    """Whether every value of some formats, and some numbers, are values of a format."""
+    nearest = Rounding(candidate, MODES["nearest_even"], "saturate")
+    exact = all(round_exact(Fraction(n), n < 0, nearest) == n for n in numbers if math.isfinite(n))
+    beyond = candidate.inf or all(map(math.isfinite, numbers))
+    return exact and beyond and all(other.within(candidate) for other in formats)
 
 
 def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:

@@ -69,6 +69,8 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
     programs: dict[str, int] = {}
     for unit in in_order(merged(graph.graph, partial(_join, steps))):
         chain = Chain.of([steps[node] for node in unit.nodes], unit.results()) if len(unit.nodes) > 1 else None
+        if chain is not None and not chain.stored:
+            continue
         if chain is not None and sum((programs | {chain.text: len(chain.steps)}).values()) <= BUDGET:
             programs[chain.text] = len(chain.steps)
             _emit(graph, fused, chain, made)
