@@ -13,12 +13,14 @@ ValueError here, before any code is compiled.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from fxround.errors import shown
 from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter, Word
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
+from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
@@ -108,10 +110,8 @@ def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[
 
 def _holds(candidate: Format, formats: Sequence[Format], numbers: Sequence[float]) -> bool:
     """Whether every value of some formats, and some numbers, are values of a format."""
-    nearest = Rounding(candidate, MODES["nearest_even"], "saturate")
-    exact = all(round_exact(Fraction(n), n < 0, nearest) == n for n in numbers if math.isfinite(n))
-    beyond = candidate.inf or all(map(math.isfinite, numbers))
-    return exact and beyond and all(other.within(candidate) for other in formats)
+    nearest = Rounding.parse(candidate.name)
+    return all(other.within(candidate) for other in formats) and all(round_float(n, nearest) == n for n in numbers)
 
 
 def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:

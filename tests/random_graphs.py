@@ -1,172 +1,22 @@
-"""Random models as ATen graphs: a recipe of numbers, and the graph that it stands for.
+"""Random models as ATen graphs: what their steps do, and how a recipe becomes a graph.
 
-A ``Recipe`` is a few tuples of small integers, so that Hypothesis shrinks it and a failure is repeated by its text. Every
-operation takes what earlier ones made and is left out where it does not fit: each recipe is a model. ``build`` writes the
-graph as ``graph.capture`` would, without Dynamo, with example inputs; what depends on a tangent is its backward.
+Every operation takes what earlier ones made and is left out where it does not fit, so that each recipe is a model.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from hypothesis import strategies as st
+from random_builder import DTYPES, POLICIES, STEPS, Builder, Model, Recipe, Unfit, broadcast, shape
+from torch import fx
 
-from fxround.graph import PORT, PORTS, Port
-from fxround.policy import Policy, Rule
+from fxround.graph import PORTS, Port
 
 aten = torch.ops.aten
-
-NARROW = Policy(
-    "narrow",
-    (
-        Rule(rounding="e5m2/stochastic/saturate", accumulate="binary32/nearest_even/inf"),
-        Rule(operator="contraction", accumulate="bfloat16 chunk=4 combine=binary32/stochastic", optional=True),
-        Rule(operator="exact", rounding="e4m3fn/nearest_even/saturate", optional=True),
-        Rule(role="weight", rounding="e4m3fn/nearest_even/saturate", optional=True),
-    ),
-)
-# The first ones are the cheapest to follow by NumPy.
-POLICIES: tuple[Any, ...] = ("reproducible", "repdl", "identity", "reproducible", "stochastic", NARROW, "up_down")
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-# No tensor is larger.
-MOST = 4000
-# Steps of a recipe; one that names operation 0 is none.
-STEPS = 9
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A model in numbers.
-
-    steps: (operation, operand, operand, parameter); operands count back from the latest value. returned: values, counted
-    likewise. policy, dtype: places in POLICIES and DTYPES. tangents: how many of the inputs are tangents. layout: how the
-    first input lies in memory. small: how small the parts are in which chains over rows and epilogues run. seed: of inputs
-    and of random bits.
-    """
-
-    steps: tuple[tuple[int, int, int, int], ...]
-    returned: tuple[int, ...] = (0,)
-    policy: int = 0
-    dtype: int = 0
-    tangents: int = 0
-    layout: int = 0
-    small: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Model:
-    """A graph as it is captured, its inputs (without the random state), and others of the same shapes."""
-
-    graph: fx.GraphModule
-    inputs: tuple[Tensor, ...]
-    others: tuple[Tensor, ...]
-
-
-class Builder:
-    """A graph in the making. values: its floating-point nodes; masks: its comparisons."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.dtype = DTYPES[recipe.dtype % len(DTYPES)]
-        self.mode, self.graph = FakeTensorMode(), fx.Graph()
-        self.values: list[fx.Node] = []
-        self.masks: list[fx.Node] = []
-        self.inputs: dict[fx.Node, tuple[Tensor, Tensor]] = {}
-        self.late: set[fx.Node] = set()
-        self.real: dict[fx.Node, Any] = {}
-        generator = torch.Generator().manual_seed(recipe.seed)
-
-        def draw(*shape: int) -> Tensor:
-            x = torch.randn(shape, generator=generator, dtype=torch.float64)
-            x = x * torch.exp2(torch.randint(-3, 3, shape, generator=generator))
-            x.view(-1)[:: 1 + x.numel() // 4] = torch.tensor([0.0, -0.0, 1.0, -2.0])[: math.ceil(x.numel() / (1 + x.numel() // 4))]
-            return x.to(self.dtype)
-
-        def lie(x: Tensor) -> Tensor:
-            order = ([0, 1, 2, 3], [0, 2, 3, 1], [3, 2, 1, 0], [1, 0, 2, 3])[recipe.layout % 4]
-            return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
-
-        def given(name: str, kind: str, *tensors: Tensor) -> fx.Node:
-            node = self.graph.placeholder(name)
-            port = Port("parameter", name) if kind == "parameter" else Port(kind, index=len(self.inputs))  # type: ignore[arg-type]
-            node.meta = {PORT: port, "val": self._fake(tensors[0])}
-            self.real[node] = tensors[0]
-            self.inputs[node] = (tensors[0], tensors[1])
-            if kind == "tangent":
-                self.late.add(node)
-            return node
-
-        full, row = (2, 4, 10, 8), (10, 8)
-        late = ["argument"] * (3 - recipe.tangents) + ["tangent"] * recipe.tangents
-        self.weight = given("w", "parameter", draw(8, 8, 3, 1) / 4, draw(8, 8, 3, 1))
-        self.matrix = given("m", "parameter", draw(8, 8) / 2, draw(8, 8))
-        self.bias = given("b", "parameter", draw(8), draw(8))
-        self.index = given("i", "argument", *(torch.randint(-2, 2, (8,), generator=generator) for _ in range(2)))
-        self.mask = given("k", "argument", *(torch.rand(full, generator=generator) < 0.5 for _ in range(2)))
-        self.masks.append(self.mask)
-        self.values.append(given("r", "argument", draw(*row), draw(*row)))
-        for name, kind in zip("xyz", late, strict=True):
-            self.values.append(given(name, kind, lie(draw(*full)), lie(draw(*full))))
-        # What tangents are counts from the back, what the model reads first from the front.
-        self.values[1:] = reversed(self.values[1:])
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of the operator, with its fake value."""
-        try:
-            given, named = fx.map_arg((args, kwargs), self.real.__getitem__)
-            value = target(*given, **named)
-        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
-            raise Unfit(str(error)) from error
-        if isinstance(value, Tensor) and (value.numel() > MOST or value.dim() > 6 or not value.numel()):
-            raise Unfit("too large, or empty")
-        node = self.graph.call_function(target, args, kwargs)
-        self.real[node] = value
-        node.meta["val"] = pytree.tree_map_only(Tensor, self._fake, value)
-        if any(used in self.late for used in node.all_input_nodes):
-            self.late.add(node)
-            node.meta["partitioner_tag"] = "is_backward"
-        return node
-
-    def _fake(self, x: Tensor) -> FakeTensor:
-        layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return FakeTensor(self.mode, layout, torch.device("cpu"))
-
-    def list(self, target: Any, *args: Any) -> list[fx.Node]:
-        """What an operator yields that returns several."""
-        node = self(target, *args)
-        return [self(operator.getitem, node, i) for i in range(len(node.meta["val"]))]
-
-    def beside(self, x: fx.Node, y: fx.Node) -> fx.Node:
-        """y, or the nearest older value that broadcasts with x; x itself in the end."""
-        start = self.values.index(y)
-        for value in (*reversed(self.values[: start + 1]), x):
-            if value.meta["val"].dtype == x.meta["val"].dtype and _broadcast(shape(value), shape(x)) is not None:
-                return value
-        return x
-
-
-class Unfit(Exception):
-    """An operation that its operands do not allow."""
-
-
-def shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
-def _broadcast(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:
-    try:
-        found = torch.broadcast_shapes(a, b)
-    except RuntimeError:
-        return None
-    return tuple(found) if math.prod(found) <= MOST else None
-
 
 Made = fx.Node | list[fx.Node]
 Operation = Callable[[Builder, fx.Node, fx.Node, int], Made]
@@ -232,7 +82,7 @@ def masked(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
     names = ("le", "lt", "gt", "ge", "eq", "ne")
     packet = getattr(aten, names[p % 6])
     if p == 7:
-        mask = next((m for m in reversed(b.masks) if _broadcast(shape(m), shape(x))), b.mask)
+        mask = next((m for m in reversed(b.masks) if broadcast(shape(m), shape(x))), b.mask)
         mask = b(aten.logical_not.default, mask)
     else:
         mask = b(packet.Tensor if isinstance(other, fx.Node) else packet.Scalar, x, other)
@@ -556,3 +406,17 @@ def _finished(b: Builder, recipe: Recipe) -> Model:
             del b.inputs[node]
     graph = fx.GraphModule({}, b.graph)
     return Model(graph, tuple(x for x, _ in b.inputs.values()), tuple(x for _, x in b.inputs.values()))
+
+
+_SMALL = st.integers(0, 7)
+RECIPES = st.builds(
+    Recipe,
+    steps=st.tuples(*[st.tuples(st.sampled_from(FREQUENT), _SMALL, _SMALL, _SMALL)] * STEPS),
+    returned=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
+    policy=st.integers(0, len(POLICIES) - 1),
+    dtype=st.sampled_from((0, 0, 0, 1, 2, 3)),
+    tangents=st.sampled_from((0, 0, 1, 2)),
+    layout=st.integers(0, 3),
+    small=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)

@@ -1,0 +1,118 @@
+"""Random models for as long as one likes: the search that tests/test_random_models.py makes for a minute.
+
+    python -m benchmarks.random_models --minutes 60 [--seed 0] [--modules 20] [--output FILE]
+
+Graphs are drawn by Hypothesis, a hundred for each seed, and judged as in the tests: fused, unfused, in later calls
+and between guard words they must have the bits of the NumPy reference, and every node must be near binary64. After so
+many hundreds (--modules) a whole module goes through ``fxround.compile``, a file and ``torch.compile``. A failure is
+shrunk, printed, and kept in the file, a line of JSON each; the search goes on with the next seed. Ctrl-C ends it with
+what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from random_builder import Recipe
+from random_graphs import RECIPES
+from random_judge import as_if_large, judge, numpy_maps
+from random_modules import FUNCTIONS, Drawn, judge_module
+from random_reference import quickly
+
+HUNDRED = 100
+
+
+def search(number: int, counts: Counter[str]) -> str | None:
+    """Judge a hundred graphs; the smallest that fails, told with its recipe, or None."""
+    failed: list[Recipe] = []
+
+    @seed(number)
+    @settings(
+        max_examples=HUNDRED,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(recipe=RECIPES)
+    def hold(recipe: Recipe) -> None:
+        maps.errors.clear()
+        counts["graphs"] += 1
+        failed[:] = [recipe]
+        with as_if_large(recipe.small):
+            judge(recipe, maps)
+
+    with quickly(), numpy_maps() as maps:
+        try:
+            hold()
+        except Exception as error:  # whatever a model brings about is a finding
+            return f"{failed[0]}\n{type(error).__name__}: {error}"
+    return None
+
+
+def module(number: int, counts: Counter[str]) -> str | None:
+    """Judge a module in all ways of calling it; what failed, or None."""
+    chosen = random.Random(number)
+    steps = tuple((chosen.randrange(len(FUNCTIONS)), chosen.randrange(4), chosen.randrange(6)) for _ in range(7))
+    policy = chosen.choice(("reproducible", "stochastic", "up_down", "bfloat16", "identity"))
+    counts["modules"] += 1
+    with quickly(graphs=False), as_if_large(), tempfile.TemporaryDirectory() as folder:
+        try:
+            judge_module(Drawn(steps, 2), policy, Path(folder))
+        except Exception as error:  # as above
+            return f"Drawn({steps}, 2), {policy!r}\n{type(error).__name__}: {error}"
+    return None
+
+
+def main() -> None:
+    """Search until the time is over; exit 1 if anything was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first hundred; the next ones follow (0)")
+    parser.add_argument("--modules", type=int, default=5, help="a module after so many hundreds of graphs (5)")
+    parser.add_argument("--output", type=Path, help="a file to which failures are appended")
+    given_ = parser.parse_args()
+    counts: Counter[str] = Counter()
+    begin, found = time.monotonic(), 0
+    number = given_.seed
+    try:
+        while time.monotonic() < begin + 60 * given_.minutes:
+            kinds: list[Any] = [search] + ([module] if (number - given_.seed + 1) % given_.modules == 0 else [])
+            for kind in kinds:
+                told = kind(number, counts)
+                if told is None:
+                    continue
+                found += 1
+                print(f"\nseed {number}: {told}\n", flush=True)
+                if given_.output is not None:
+                    with given_.output.open("a") as file:
+                        file.write(json.dumps({"seed": number, "kind": kind.__name__, "failure": told}) + "\n")
+            number += 1
+            minutes = (time.monotonic() - begin) / 60
+            print(
+                f"{minutes:6.1f} min  {counts['graphs']:,} graphs, {counts['modules']} modules, {found} failures",
+                flush=True,
+            )
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(
+        f"seeds {given_.seed} to {number - 1}: {counts['graphs']:,} graphs, {counts['modules']} modules, "
+        f"{found} failures in {(time.monotonic() - begin) / 60:.1f} minutes of one process"
+    )
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()
