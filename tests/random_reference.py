@@ -22,7 +22,6 @@ from fxround.numerics import scalar
 from fxround.numerics.randomness import random_function
 from fxround.runtime import reference, texts
 from fxround.runtime.contractions import contract_of
-from fxround.runtime.convolution import Geometry
 from fxround.runtime.execute import STORAGES, loads_of
 from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 
@@ -103,7 +102,10 @@ def _convolution(
     groups: int,
     *rest: Any,
 ) -> Tensor:
-    size = Geometry(stride, padding, dilation, transposed, extra, groups).output_size(x, w)
+    like = aten.convolution.default(
+        x.to("meta"), w.to("meta"), None, stride, padding, dilation, transposed, extra, groups
+    )
+    size = list(like.shape)
     if transposed:
         return _transposed(x, w, size, stride, padding, dilation, groups, rest)
     columns = _windows(
