@@ -2,7 +2,7 @@
 
 What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
 the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
-status 1, a study that was interrupted with 130.
+status 1, a command that Ctrl-C interrupts with 130.
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"fxround: the model refuses these inputs: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fxround: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 

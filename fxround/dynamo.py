@@ -129,6 +129,9 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         found = stack.enter_context(_changes())
         captured = fullgraph_capture(model, args, kwargs)
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, model, args, kwargs)
+    # Dynamo puts the graph into the globals of the model's code, where it would keep the model alive for good.
+    if captured.backend_input is not None:
+        captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
     if found:
         raise LeftToPython(model, [(_spelled(c.source), c.kind, c.line) for c in found])
     _keep_apart(graph, model)

@@ -53,17 +53,17 @@ def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[St
     Raises what ``map_kernel`` raises.
     """
     words = iter(range(len(program.statements)))
-    draws = tuple(Word(next(words), 0) if _draws(s) else Word(0, 0) for s in program.statements)
-    return _map_kernel(program, loads, results, draws)
+    drawn = tuple(Word(next(words), 0) if draws(s) else Word(0, 0) for s in program.statements)
+    return _map_kernel(program, loads, results, drawn)
 
 
-def _draws(statement: Statement) -> bool:
+def draws(statement: Statement) -> bool:
+    """Whether a statement's rounding draws random bits."""
     return statement.rounding is not None and statement.rounding.mode.random_bits > 0
 
 
-def _map_kernel(
-    program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
-) -> Map:
+def check_program(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
+    """The carrier of a program's kernel; ValueError where operands and results do not fit ``loads`` and ``results``."""
     said = shown(str(program))
     if program.arity > len(loads):
         raise ValueError(f"{said} uses {program.arity} operands, got {len(loads)}")
@@ -73,17 +73,6 @@ def _map_kernel(
     if len(carriers) > 1:
         raise ValueError(f"{said}: results stored as {', '.join(results)} need two carriers; expected one")
     (carrier,) = carriers
-    elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
-    values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
-    randoms: list[Expr] = []
-    draws: list[Word] = []
-    for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
-        random = param(f"r{number}", "u32") if _draws(s) else None
-        if random is not None:
-            randoms.append(random)
-            draws.append(word)
-        operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
-        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
     grids = _grids(program, loads, carrier)
     for name, result in zip(program.results, results, strict=True):
         if not grids[name].within(FORMAT_OF[result]):
@@ -91,8 +80,26 @@ def _map_kernel(
                 f"{said}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
                 "use a wider dtype"
             )
+    return carrier
+
+
+def _map_kernel(
+    program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
+) -> Map:
+    carrier = check_program(program, loads, results)
+    elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
+    values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
+    randoms: list[Expr] = []
+    drawn: list[Word] = []
+    for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
+        random = param(f"r{number}", "u32") if draws(s) else None
+        if random is not None:
+            randoms.append(random)
+            drawn.append(word)
+        operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
+        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
-    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(draws))
+    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn))
 
 
 def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[str, Format]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -359,3 +360,22 @@ def test_the_fingerprint_depends_on_every_source_file(tmp_path: Path, monkeypatc
 def test_the_key_tells_its_parts_apart() -> None:
     keys = [cache.key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""))]
     assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_a_tilde_and_an_empty_home_name_the_users_own_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text, expected in (("~/x", tmp_path / "x"), ("~", tmp_path), ("here", Path.cwd() / "here"), ("off", None)):
+        monkeypatch.setenv(cache.VARIABLE, text)
+        assert cache.directory() == expected
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    for home in ("", "relative"):
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setenv(cache.VARIABLE, "~/x")
+        assert cache.directory() == own / "x"
+        monkeypatch.delenv(cache.VARIABLE, raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert cache.directory() == own / ".cache" / "fxround"
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    assert cache.directory() is None

@@ -167,3 +167,21 @@ def test_mistakes_end_with_a_message(
     assert status == 2
     assert error.strip().startswith("fxround: ")
     assert message in error
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect", "variability", "localize", "invariance"])
+def test_ctrl_c_ends_a_command_with_130_and_no_traceback(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    monkeypatch.setattr(cli, "_loaded", interrupted)
+    rest = {
+        "demo": ("--output", str(tmp_path)),
+        "localize": ("net:build", "--metric", "label_flips", "0"),
+        "inspect": ("net:build", "--shape", "1,2"),
+    }
+    status, out, err = run(capsys, command, *rest.get(command, ("net:build",)))
+    assert (status, out, err) == (130, "", "fxround: interrupted\n")

@@ -86,7 +86,7 @@ def philox(counter: Sequence[Expr], key: Sequence[Expr]) -> tuple[Expr, Expr, Ex
     return narrow(c0), narrow(c1), narrow(c2), narrow(c3)
 
 
-def block_words(counter: Expr, draw: int, key: Key) -> tuple[Expr, Expr, Expr, Expr]:
+def block_words(counter: Expr, draw: int | Expr, key: Key) -> tuple[Expr, Expr, Expr, Expr]:
     """The four words of a block. counter: u64 below 2^48; draw: the number of the draw, below 2^16."""
     high = narrow(counter >> 32) | (draw << 16)
     return philox((narrow(counter), high, key.node, key.sample), (key.seed_low, key.seed_high))

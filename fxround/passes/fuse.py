@@ -27,17 +27,20 @@ from torch import fx
 
 from fxround.graph import META, float_value, site
 from fxround.numerics.lazy import cached_property
-from fxround.numerics.storage import CARRIER_OF
+from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.ops import argument, rule_of
 from fxround.passes.pointwise import literal
 from fxround.passes.rewrite import STORAGES, rng_of
-from fxround.program import Program, Statement
+from fxround.program import Program
+from fxround.specialize import draws, map_kernel
 from fxround.units import Unit, in_order, merged
 
 # A program's values live in registers: longer ones spill, and more operands than this leave none for them.
 MAX_STATEMENTS: Final = 40
 MAX_OPERANDS: Final = 12
-# A statement takes LLVM some 50 ms. Layers that are alike share programs; a loop of the model that was unrolled makes a
+# Operators of the scalar IR, of which an elementary function has up to 1,700: LLVM takes 0.1 ms for each.
+MAX_OPERATORS: Final = 6000
+# A statement takes LLVM some 20 ms. Layers that are alike share programs; a loop of the model that was unrolled makes a
 # new one each time: beyond so many statements in distinct programs, operations keep kernels of one statement, which are
 # compiled already.
 BUDGET: Final = 200
@@ -58,6 +61,12 @@ class Step:
         """What the steps of one program share: shape and carrier."""
         value = self.node.meta["val"]
         return str(tuple(value.shape)), CARRIER_OF[STORAGES[value.dtype]]
+
+    @cached_property
+    def operators(self) -> int:
+        """How long its kernel is, in operators of the scalar IR."""
+        carrier: Storage = "f64" if self.domain[1] == "f64" else "f32"
+        return len(map_kernel(self.program, (carrier,) * self.program.arity, carrier).body.schedule)
 
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:
@@ -102,7 +111,7 @@ def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
     inner = [steps[node] for node in (*a.nodes, *b.nodes)]
     if inner[0].domain != inner[-1].domain or len(inner) > MAX_STATEMENTS:
         return False
-    return len(_operands(inner)) <= MAX_OPERANDS
+    return len(_operands(inner)) <= MAX_OPERANDS and sum(step.operators for step in inner) <= MAX_OPERATORS
 
 
 def _operands(steps: Sequence[Step]) -> list[fx.Node]:
@@ -120,13 +129,9 @@ def _step(node: fx.Node) -> Step | None:
         program = Program.parse(text)  # type: ignore[arg-type]
         if len(program.statements) > 1:
             return None
-        drawn = (number,) if _draws(program.statements[0]) else ()
+        drawn = (number,) if draws(program.statements[0]) else ()
         return Step(node, program, tuple(operands), drawn, False)  # type: ignore[arg-type]
     return _choice(node)
-
-
-def _draws(statement: Statement) -> bool:
-    return statement.rounding is not None and statement.rounding.mode.random_bits > 0
 
 
 def _choice(node: fx.Node) -> Step | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pwd
 import stat
 import tempfile
 import time
@@ -49,14 +50,26 @@ _STARTED: Final = time.time()
 
 def directory() -> Path | None:
     """Where entries are kept; None if the cache is switched off or there is no home."""
-    chosen = os.environ.get(VARIABLE)
+    chosen, home = os.environ.get(VARIABLE), _home()
     if chosen is not None:
-        return None if chosen.lower() in ("", "off") else Path(chosen).absolute()
+        if chosen == "~" or chosen.startswith("~/"):
+            return None if home is None else home / chosen[2:]
+        return None if chosen.lower() in ("", "off") else Path(os.path.expanduser(chosen)).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(shared):
         return Path(shared) / "fxround"
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "fxround" if os.path.isabs(home) else None
+    return None if home is None else home / ".cache" / "fxround"
+
+
+def _home() -> Path | None:
+    """``$HOME``; where that is empty or no absolute path, what the system knows of this user."""
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            return None
+    return Path(home) if os.path.isabs(home) else None
 
 
 @cache

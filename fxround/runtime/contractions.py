@@ -31,12 +31,15 @@ from fxround.runtime.llvm.direct import DirectVariant, build_direct, direct_for
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import ContractVariant, quick_for, tile_for
+from fxround.runtime.memo import by_bytes
 from fxround.runtime.threads import piece_of, pieces_of, scratch, spread
 from fxround.specialize import contract_kernel
 
 P = ParamSpec("P")
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
+# What each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
+TABLES: Final = 1 << 24
 # A thread is worth waking for this many steps, or so many of one instruction.
 _ENOUGH: Final = 1 << 15
 _ENOUGH_QUICK: Final = 1 << 18
@@ -53,7 +56,7 @@ _FEW_ROWS: Final = 8
 _SMALL: Final = 1 << 15
 
 
-@lru_cache(maxsize=256)
+@by_bytes(TABLES)
 def offsets(count: int, stride: int) -> Tensor:
     """0, stride, 2 * stride, ...: int64."""
     return torch.arange(count) * stride

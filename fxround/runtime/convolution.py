@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxround.runtime.contractions import Pending, Placing, Right, begin_contract, contract_of, finished, offsets
+from fxround.runtime.contractions import TABLES, Pending, Placing, Right, begin_contract, contract_of, finished, offsets
 from fxround.runtime.execute import Draw, storage_of
 from fxround.runtime.geometry import Geometry, require_gradient, require_one_dtype, result_size
+from fxround.runtime.memo import by_bytes
 from fxround.runtime.planes import begin_planes, planned, shape_of
 
 # Pixels of an image whose panels would mostly be ends, and its weights packed for too little.
@@ -78,7 +78,7 @@ def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
 
 
-@lru_cache(maxsize=64)
+@by_bytes(TABLES)
 def windows_of(shape: tuple[int, ...], taps: tuple[int, ...], counts: tuple[int, ...], geometry: Geometry) -> Windows:
     """Where so many windows of a plain convolution lie in a padded image, in each dimension."""
     dims, steps = len(shape) - 2, _row_major(shape)
@@ -167,7 +167,7 @@ def _plain(
     return begin_contract(kernel, weights, x, right, groups, draw, size)
 
 
-@lru_cache(maxsize=256)
+@by_bytes(TABLES)
 def _placed(images: int, image_step: int, pixels: int) -> Tensor:
     return _sums([offsets(images, image_step), offsets(pixels, 1)])
 

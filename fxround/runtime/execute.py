@@ -250,8 +250,11 @@ class MapCall:
     unit: ClassVar[int] = BLOCK
 
     @staticmethod
-    def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MapCall | None:
-        """The code for operands of these shapes and strides; None where they have too many dimensions."""
+    def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]], told: bool = False) -> MapCall | None:
+        """The code for operands of these shapes and strides; None where they have too many dimensions.
+
+        told: whether a key has the number of each draw behind the number of its node (``MapVariant``).
+        """
         shape = broadcast("a pointwise operator", *(shape for shape, _ in layout))
         total = math.prod(shape)
         if total == 0:
@@ -259,7 +262,7 @@ class MapCall:
         sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
         if len(sizes) > MAX_DIMS:
             return None
-        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine())
+        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine(), told)
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
         return MapCall(function, shape, total, len(sizes), array(sizes), array(steps))

@@ -47,6 +47,7 @@ from fxround.runtime.execute import (
     stored_as,
 )
 from fxround.runtime.geometry import Geometry, require_one_dtype
+from fxround.runtime.parts import is_long, run_parts
 from fxround.runtime.products import begin_matmul, check_matmul, matmul
 
 NAMESPACE: Final = "fxround"
@@ -55,12 +56,17 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
 
 def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
     """A program of rounded pointwise operations over operands that broadcast."""
-    kernel = texts.pointwise(program, _loads(xs, program), result_storage(dtype))
+    loads, result = _loads(xs, program), result_storage(dtype)
+    if is_long(program, loads, (result,)):
+        return run_parts(program, xs, (result,), Draw.of(rng, node), None)[0]
+    kernel = texts.pointwise(program, loads, result)
     return run_kernel(kernel, xs, Draw.of(rng, node).key() if kernel.draws else NO_KEY)[0]
 
 
 def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
-    texts.pointwise(program, _loads_fake(xs, program), result_storage(dtype))
+    loads, result = _loads_fake(xs, program), result_storage(dtype)
+    if not is_long(program, loads, (result,)):
+        texts.pointwise(program, loads, result)
     require_state(rng)
     return xs[0].new_empty(broadcast("pointwise", *(x.shape for x in xs)), dtype=dtype)
 
@@ -71,14 +77,16 @@ def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: 
     results: how each result is stored, as in ``f32 bf16``. nodes: the number of each operation that draws, in order.
     """
     kernel = _fused_kernel(_loads(xs, program), program, results, nodes)
+    if kernel is None:
+        return run_parts(program, xs, texts.storages(results), Draw.of(rng, 0), nodes)
     return run_kernel(kernel, xs, Draw.of(rng, 0).keys(nodes) if kernel.draws else NO_KEY)
 
 
 def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
-    kernel = _fused_kernel(_loads_fake(xs, program), program, results, nodes)
+    _fused_kernel(_loads_fake(xs, program), program, results, nodes)
     require_state(rng)
     shape = broadcast("fused", *(x.shape for x in xs))
-    return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in kernel.results]
+    return [xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in texts.storages(results)]
 
 
 def _loads(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
@@ -93,10 +101,12 @@ def _loads_fake(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
     return tuple(stored_as(x.dtype, f"operand {i}", LOADS) for i, x in enumerate(xs))
 
 
-def _fused_kernel(loads: tuple[Storage, ...], program: str, results: str, nodes: Sequence[int]) -> Map:
-    kernel = texts.fused(program, loads, results)
-    if len(nodes) < len(kernel.draws):
-        raise ValueError(f"{shown(program)} draws {len(kernel.draws)} times, got {len(nodes)} node numbers")
+def _fused_kernel(loads: tuple[Storage, ...], program: str, results: str, nodes: Sequence[int]) -> Map | None:
+    """The kernel; None for a program that runs in parts."""
+    long = is_long(program, loads, texts.storages(results))
+    kernel, drawn = None if long else texts.fused(program, loads, results), texts.drawn(program)
+    if len(nodes) < drawn:
+        raise ValueError(f"{shown(program)} draws {drawn} times, got {len(nodes)} node numbers")
     return kernel
 
 

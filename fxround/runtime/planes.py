@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import product
+from functools import cache
 from math import prod
 from typing import Any, Final
 
@@ -25,12 +24,13 @@ from torch import Tensor
 
 from fxround.kernel import Contract
 from fxround.runtime.compiled import current_set, native, signature
-from fxround.runtime.contractions import Code, Pending, Plan, enough_for, in_lines
+from fxround.runtime.contractions import TABLES, Code, Pending, Plan, enough_for, in_lines
 from fxround.runtime.execute import addresses, array, dtype_of
 from fxround.runtime.llvm.engine import machine_of
 from fxround.runtime.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.llvm.render import bytes_of
 from fxround.runtime.llvm.tile import quick_for, tile_for
+from fxround.runtime.memo import by_bytes
 
 _PLANES: Final = signature(2, len(POINTERS))
 # Output channels of a group from which on packed panels are quicker.
@@ -109,7 +109,7 @@ def planned(kernel: Contract, shape: Shape) -> Planes | None:
     return _planned(kernel, current_set(), torch.get_num_threads(), shape)
 
 
-@lru_cache(maxsize=1024)
+@by_bytes(TABLES)
 def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes | None:
     if shape.outputs >= _FEW or shape.length == 0 or min(shape.results) <= 0 or shape.images * shape.groups == 0:
         return None
@@ -126,7 +126,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
         lines, part, plane = _extents(shape, cut, variant)
         block = kernel.chunk or shape.length
         counts = (shape.outputs, shape.channels, shape.groups, shape.length, block, cuts, cut)
-        sizes = (*counts, *shape.results, *shape.image, *shape.padding, *lines, part, plane)
+        sizes = (*counts, *shape.results, *shape.image, *shape.padding, *shape.stride, *lines, part, plane)
         space = variant.scratch_bytes(shape.length, shape.channels * plane, _positions(shape, cut))
         return Code(run, array(sizes), space)
 
@@ -148,7 +148,8 @@ def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
     most = packed.rows[0] * packed.vectors
     tiles = tuple(n for n in (8, 4, 2, 1) if n <= most)
     flat = shape.image[1] == shape.taps[1] == 1 and shape.padding[1] == 0
-    return PlanesVariant(kernel, packed.lanes, tiles, shape.stride, flat, machine)
+    step = shape.stride[2] if shape.stride[2] <= 2 else 0
+    return PlanesVariant(kernel, packed.lanes, tiles, step, flat, machine)
 
 
 def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
@@ -183,15 +184,14 @@ def _positions(shape: Shape, cut: int) -> int:
 def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
     """Where in the planes of a group each product's element lies, for the result at position 0."""
     lines, part, plane = _extents(shape, cut, variant)
-
-    def offset(channel: int, taps: tuple[int, ...]) -> int:
-        reach = [shape.dilation[d] * taps[d] for d in range(3)]
-        q, r = ([f(reach[d], shape.stride[d]) for d in range(3)] for f in (int.__floordiv__, int.__mod__))
-        number = (r[0] * shape.stride[1] + r[1]) * shape.stride[2] + r[2]
-        return channel * plane + number * part + (q[0] * lines[1] + q[1]) * lines[2] + q[2]
-
-    every = product(range(shape.channels), product(*map(range, shape.taps)))
-    return torch.tensor([offset(channel, taps) for channel, taps in every])
+    offsets = torch.arange(shape.channels) * plane
+    # A tap is met in the part of its remainder by the stride, so many lines and columns further on.
+    line, number = (lines[1] * lines[2], lines[2], 1), (shape.stride[1] * shape.stride[2], shape.stride[2], 1)
+    for d in range(3):
+        reach = shape.dilation[d] * torch.arange(shape.taps[d])
+        taps = reach // shape.stride[d] * line[d] + reach % shape.stride[d] * number[d] * part
+        offsets = (offsets[:, None] + taps).reshape(-1)
+    return offsets
 
 
 def _places(shape: Shape, cut: int) -> Tensor:

@@ -13,16 +13,16 @@ Why it is safe. Everything that the code reads by is part of the key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fxround.runtime.compiled import current_set
-from fxround.runtime.contractions import Contraction, Pending, Right, check_length, contract_of, finished
+from fxround.runtime.contractions import TABLES, Contraction, Pending, Right, check_length, contract_of, finished
 from fxround.runtime.execute import STORAGES, Draw, storage_of
 from fxround.runtime.geometry import differ, require_one_dtype
+from fxround.runtime.memo import by_bytes
 
 # Rows from which on a column is worth turning.
 _FEW: Final = 8
@@ -56,7 +56,7 @@ def begin_matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tens
 matmul: Final = finished(begin_matmul)
 
 
-@lru_cache(maxsize=4096)
+@by_bytes(TABLES)
 def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> _Bound:
     check_matmul(a, b)
     (left, steps, dtype), (right, other_steps, _) = a, b

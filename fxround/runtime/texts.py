@@ -20,7 +20,7 @@ from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.storage import Storage
 from fxround.program import Program
-from fxround.specialize import fused_kernel, map_kernel
+from fxround.specialize import draws, fused_kernel, map_kernel
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
@@ -36,6 +36,12 @@ def storages(text: str) -> tuple[Storage, ...]:
         if name not in names:
             raise ValueError(f"{shown(name)} is no storage; expected some of {', '.join(names)}")
     return cast(tuple[Storage, ...], tuple(text.split()))
+
+
+@lru_cache(maxsize=4096)
+def drawn(text: str) -> int:
+    """How many statements of a program draw random bits."""
+    return sum(map(draws, program(text).statements))
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,8 @@ _FEATURES: Final[dict[str, tuple[str, str]]] = {
     "sse2": ("x86-64", "+sse2"),
 }
 _WIDE_BYTES: Final = 64
+# A module of this name is straight-line code whose values are in registers already: it is not optimized.
+STRAIGHT: Final = "straight"
 # llvmlite's own lock, which every call into LLVM takes: a child must not find it held by a thread that it has not.
 _CALLS: Final = waited_for(llvm.ffi.lib._lock._lock)
 _LOCK: Final = waited_for()
@@ -110,9 +112,9 @@ def _linker(isa: str, depth: int) -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(isa))
 
 
-def _optimize(module: Any, machine: Any) -> None:
+def _optimize(module: Any, machine: Any, level: int = 2) -> None:
     # The kernels are vector code already: the loop and SLP vectorizers have nothing to add.
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options = llvm.create_pipeline_tuning_options(speed_level=level)
     options.loop_vectorization = False
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
@@ -125,7 +127,7 @@ def _optimized(text: str, isa: str) -> Any:
     if tables:
         module.link_in(llvm.parse_assembly(tables))
     module.verify()
-    _optimize(module, machine)
+    _optimize(module, machine, 0 if text.startswith(f'; ModuleID = "{STRAIGHT}"') else 2)
     return module
 
 

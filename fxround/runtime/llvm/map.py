@@ -14,7 +14,9 @@ elements below ``total``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Literal
 
 from llvmlite import ir
@@ -23,7 +25,7 @@ from fxround.kernel import Map
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import Storage
-from fxround.runtime.llvm.engine import Machine
+from fxround.runtime.llvm.engine import STRAIGHT, Machine
 from fxround.runtime.llvm.fusions import fusions_for
 from fxround.runtime.llvm.loops import (
     I32,
@@ -47,26 +49,33 @@ from fxround.runtime.llvm.render import emit, needed, splat
 # the operand, or are one element of it, and neither is fetched.
 Access = Literal["contiguous", "scalar", "inner", "row", "strided"]
 MAX_DIMS: Final = 16
+# Operators of a body up to which LLVM optimizes: a tenth of the time of a call, for twice that of compiling.
+_OPTIMIZED: Final = 2000
 
 
 @dataclass(frozen=True)
 class MapVariant:
-    """A Map specialised for how each operand lies in memory, and for a processor."""
+    """A Map specialised for how each operand lies in memory, and for a processor.
+
+    told: whether the key holds, behind seed and sample, node and number of each draw, in turn; else only the nodes.
+    """
 
     kernel: Map
     access: tuple[Access, ...]
     machine: Machine
+    told: bool = False
 
     @property
     def digest(self) -> str:
         """The key of its compiled code."""
-        return f"{self.kernel.digest}:{','.join(self.access)}"
+        return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.told else ''}"
 
 
-def words_function(draw: int) -> Function:
-    """(counter, key) to the four Philox words of a block's lane."""
-    counter, key = param("counter", "u64"), Key.params()
-    return Function("words", (counter, *key.exprs), block_words(counter, draw, key))
+@cache
+def words_function() -> Function:
+    """(counter, key, draw) to the four Philox words of a block's lane."""
+    counter, key, draw = param("counter", "u64"), Key.params(), param("draw", "u32")
+    return Function("words", (counter, *key.exprs, draw), block_words(counter, draw, key))
 
 
 def lanes_of(body: Function) -> int:
@@ -78,10 +87,10 @@ def build_map(variant: MapVariant) -> str:
     """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, outs, key)``.
 
     begin, end: block numbers. sizes: ndim. operands, outs: one pointer each. strides: operand by operand,
-    ndim each, in elements. key: seed low, seed high, sample, then the node numbers.
+    ndim each, in elements. key: seed low, seed high, sample, then the node numbers (``MapVariant.told``).
     """
     kernel = variant.kernel
-    module = ir.Module("map")
+    module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
     args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
     b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
     lanes = lanes_of(kernel.body)
@@ -90,8 +99,9 @@ def build_map(variant: MapVariant) -> str:
     buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
-    random = [scratch(b, I32, BLOCK) for _ in kernel.draws]
-    key = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3 + kernel.nodes)]
+    random = scratch(b, I32, BLOCK * len(kernel.draws))
+    numbers = _numbers(b, a["key"], variant) if kernel.draws else None
+    seed = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3)]
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
     with count(b, a["begin"], a["end"]) as block:
@@ -105,8 +115,10 @@ def build_map(variant: MapVariant) -> str:
             else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
             for i, access in enumerate(variant.access)
         ]
-        for word, words in zip(kernel.draws, random, strict=True):
-            _draw(b, word.draw, words, block, [*key[:3], key[3 + word.node]])
+        if numbers is not None:
+            with count(b, I64(0), I64(len(kernel.draws))) as d:
+                node, draw = numbers(d)
+                _draw(b, at(b, random, b.mul(d, I64(BLOCK)), I32), block, [*seed, node], draw)
         heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
         targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
         with count(b, I64(0), I64(BLOCK), lanes) as i:
@@ -117,7 +129,8 @@ def build_map(variant: MapVariant) -> str:
                 for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
             ]
             vector = ir.VectorType(I32, lanes)
-            values += [b.load(at(b, words, i, I32), typ=vector, align=4) for words in random]
+            words = [b.add(i, I64(d * BLOCK)) for d in range(len(kernel.draws))]
+            values += [b.load(at(b, random, word, I32), typ=vector, align=4) for word in words]
             for value, target, s in zip(
                 emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
             ):
@@ -131,10 +144,32 @@ def build_map(variant: MapVariant) -> str:
     return str(module)
 
 
-def _draw(b: ir.IRBuilder, draw: int, words: Any, block: Any, key: list[Any]) -> None:
+def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], tuple[Any, Any]]:
+    """From a draw's place in the kernel to the number of its node and its own: u32."""
+
+    def load(array: Any, index: Any) -> Any:
+        return b.load(at(b, array, index, I32), typ=I32)
+
+    if variant.told:
+        own = at(b, key, I64(3), I32)
+        return lambda d: (load(own, b.mul(d, I64(2))), load(own, b.add(b.mul(d, I64(2)), I64(1))))
+    words = variant.kernel.draws
+    nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw for w in words])
+    return lambda d: (load(key, load(nodes, d)), load(draws, d))
+
+
+def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
+    """A constant array of u32."""
+    content = ir.Constant(ir.ArrayType(I32, len(values)), values)
+    table = ir.GlobalVariable(b.module, content.type, name)
+    table.linkage, table.global_constant, table.initializer = "internal", True, content
+    return table.bitcast(PTR)
+
+
+def _draw(b: ir.IRBuilder, words: Any, block: Any, key: list[Any], draw: Any) -> None:
     """64 random words: Philox of 16 counters, word w of counter l at element 16 w + l."""
     first = b.add(splat(b, b.mul(block, I64(STRIDE)), STRIDE), iota(STRIDE))
-    results = emit(words_function(draw), b, [first, *(splat(b, k, STRIDE) for k in key)], STRIDE)
+    results = emit(words_function(), b, [first, *(splat(b, k, STRIDE) for k in (*key, draw))], STRIDE)
     for w, value in enumerate(results):
         b.store(value, at(b, words, I64(w * STRIDE), I32), align=4)
 

@@ -18,7 +18,6 @@ of its result: what the packed kernel does (``contract``). What lies outside of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Final
 
 from llvmlite import ir
@@ -48,7 +47,7 @@ from fxround.runtime.llvm.streams import load_seed, start
 
 SIZES: Final = (
     *("outputs", "channels", "groups", "length", "block", "cuts", "cut"),
-    *(f"{name}{d}" for name in ("results", "image", "padding", "lines") for d in range(3)),
+    *(f"{name}{d}" for name in ("results", "image", "padding", "stride", "lines") for d in range(3)),
     *("part", "plane"),
 )
 POINTERS: Final = ("layout", "x", "w", "taps", "places", "out", "scratch", "key", "flags")
@@ -58,20 +57,21 @@ POINTERS: Final = ("layout", "x", "w", "taps", "places", "out", "scratch", "key"
 class PlanesVariant:
     """A Contract over planes: lanes of a vector, and how many vectors of results to compute at a time, in turn.
 
-    stride: of the results' dimensions. flat: whether the middle one has size 1 and no padding.
+    step: the stride of the last dimension where it is 1 or 2; 0 where it is told at run time. The code of every other
+    stride is one: its size does not grow with a stride. flat: whether the middle dimension has size 1 and no padding.
     """
 
     kernel: Contract
     lanes: int
     tiles: tuple[int, ...]
-    stride: tuple[int, int, int]
+    step: int
     flat: bool
     machine: Machine
 
     @property
     def digest(self) -> str:
         """The key of its compiled code."""
-        return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.stride}:{self.flat}:{self.machine}"
+        return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.step}:{self.flat}:{self.machine}"
 
     def scratch_bytes(self, length: int, planes: int, positions: int) -> int:
         """The weights of an output channel, the planes' elements, and the results of an item with their gaps."""
@@ -111,6 +111,8 @@ class _Planes:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: PlanesVariant) -> None:
         if variant.flat:
             a = a | {"image1": I64(1), "lines1": I64(1), "results1": I64(1), "padding1": I64(0)}
+        if variant.step:
+            a = a | {"stride2": I64(variant.step)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
         self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
@@ -139,11 +141,11 @@ class _Planes:
         plane = at(b, self.planes, b.mul(channel, a["plane"]), self.value)
         size = b.mul(b.mul(a["image0"], a["image1"]), a["image2"])
         image = at(b, a["x"], b.mul(b.add(b.mul(self.line, a["channels"]), channel), size), self.image)
-        s0, s1, s2 = self.variant.stride
-        for r0, r1 in product(range(s0), range(s1)):
-            part = b.mul(I64((r0 * s1 + r1) * s2), a["part"])
-            for r2 in range(s2):
-                end = b.sub(b.add(part, b.mul(I64(r2 + 1), a["part"])), I64(self.lanes))
+        with count(b, I64(0), a["stride0"]) as r0, count(b, I64(0), a["stride1"]) as r1:
+            number = b.mul(b.add(b.mul(r0, a["stride1"]), r1), a["stride2"])
+            part = b.mul(number, a["part"])
+            with count(b, I64(1), b.add(a["stride2"], I64(1))) as r2:
+                end = b.sub(b.mul(b.add(number, r2), a["part"]), I64(self.lanes))
                 b.store(self.steps.zero, at(b, plane, end, self.value), align=4)
             with count(b, I64(0), a["lines0"]) as q0, count(b, I64(0), a["lines1"]) as q1:
                 y0, inside0 = self._source(0, b.add(q0, self.first), r0)
@@ -153,29 +155,29 @@ class _Planes:
                 line = at(b, plane, b.add(part, b.mul(b.add(b.mul(q0, a["lines1"]), q1), a["lines2"])), self.value)
                 self._fill_line(at(b, image, b.select(inside, row, I64(0)), self.image), inside, line)
 
-    def _source(self, d: int, line: Any, remainder: int) -> tuple[Any, Any]:
+    def _source(self, d: int, line: Any, remainder: Any) -> tuple[Any, Any]:
         """Which row of the image a line is, and whether the image has it."""
         b, a = self.b, self.a
-        y = b.sub(b.add(b.mul(line, I64(self.variant.stride[d])), I64(remainder)), a[f"padding{d}"])
+        y = b.sub(b.add(b.mul(line, a[f"stride{d}"]), remainder), a[f"padding{d}"])
         return y, b.icmp_unsigned("<", y, a[f"image{d}"])
 
     def _fill_line(self, row: Any, inside: Any, line: Any) -> None:
         """A row of the image to the parts of its columns' remainders."""
-        b, a = self.b, self.a
+        b, a, step = self.b, self.a, self.variant.step
         size = b.select(inside, a["image2"], I64(0))
-        stride = self.variant.stride[2]
         with count(b, I64(0), a["lines2"], self.lanes) as q:
-            column = b.sub(b.mul(q, I64(stride)), a["padding2"])
-            if stride <= 2:
-                read = [self._read(row, b.add(column, I64(n * self.lanes)), size) for n in range(stride)]
-            for remainder in range(stride):
-                if stride > 2:
-                    value = self._gather(row, b.add(column, I64(remainder)), size)
-                elif stride == 2:
+            column = b.sub(b.mul(q, a["stride2"]), a["padding2"])
+            read = [self._read(row, b.add(column, I64(n * self.lanes)), size) for n in range(step)]
+            if step == 1:
+                self._put(read[0], line, q)
+            elif step == 2:
+                for remainder in range(2):
                     value = b.shuffle_vector(*read, _every_other(remainder, self.lanes))
-                else:
-                    value = read[0]
-                self._put(value, at(b, line, b.mul(I64(remainder), a["part"]), self.value), q)
+                    self._put(value, at(b, line, b.mul(I64(remainder), a["part"]), self.value), q)
+            else:
+                with count(b, I64(0), a["stride2"]) as r2:
+                    value = self._gather(row, b.add(column, r2), size)
+                    self._put(value, at(b, line, b.mul(r2, a["part"]), self.value), q)
 
     def _read(self, row: Any, column: Any, size: Any) -> Any:
         """Neighbouring elements of a row, +0 outside of it."""
@@ -187,8 +189,7 @@ class _Planes:
     def _gather(self, row: Any, column: Any, size: Any) -> Any:
         """Elements of a row, a stride apart, +0 outside of it."""
         b, lanes = self.b, self.lanes
-        steps = ir.Constant(ir.VectorType(I64, lanes), [I64(n * self.variant.stride[2]) for n in range(lanes)])
-        columns = b.add(splat(b, column, lanes), steps)
+        columns = b.add(splat(b, column, lanes), b.mul(iota(lanes), splat(b, self.a["stride2"], lanes)))
         pointers = b.gep(row, [columns], source_etype=self.image)
         pointers.type = ir.VectorType(PTR, lanes)
         return gather(b, pointers, self.image, b.icmp_unsigned("<", columns, splat(b, size, lanes)), lanes)
