@@ -1,0 +1,82 @@
+"""``pytest --quick``: an answer in two minutes.
+
+Every file gives its core test first, in its first case, then further tests in their first cases, file by file in turn,
+as long as the time lasts. The cores are run whatever they take; the rest of the suite is deselected or skipped by name,
+and the summary says how much was run: a quick run is no substitute for the suite.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, Final
+
+import pytest
+
+# When no further test begins: the last ones end within the two minutes.
+_SECONDS: Final = 100
+_STARTED: Final = "FXROUND_QUICK_STARTED"
+_PLACE: Final = pytest.StashKey[int]()
+# The core test of a file, where that is not its first one: the first is a check of tables, or takes long.
+CORES: Final = {
+    "test_cli": "test_inspect_prints_summary_and_coverage",
+    "test_distributed": "test_sums_are_rounded_as_the_policy_says",
+    "test_formats": "test_magnitudes_are_the_values_of_all_codes",
+    "test_formulas": "test_a_formula_computes_its_operator",
+    "test_functions": "test_every_16_bit_input_is_rounded_once",
+    "test_pairs": "test_random_pairs_and_hard_cases_are_correctly_rounded",
+    "test_rounding": "test_boundaries",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="two minutes: the core of every file, then what time allows")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The processes of xdist are started later, and inherit it.
+    if config.getoption("--quick"):
+        os.environ.setdefault(_STARTED, str(time.time()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    files: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.split("::")[0].rpartition("/")[2].removesuffix(".py")
+        files.setdefault(name, {}).setdefault(getattr(item, "originalname", item.name), item)
+    turns = zip_longest(*(_core_first(name, tests) for name, tests in files.items()))
+    chosen = []
+    for place, turn in enumerate(turns):
+        for item in turn:
+            if item is not None:
+                item.stash[_PLACE] = place
+                chosen.append(item)
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+
+
+def _core_first(name: str, tests: dict[str, pytest.Item]) -> Sequence[pytest.Item]:
+    core = CORES.get(name)
+    # A run of chosen tests alone (-k, file::test) may leave the core out.
+    return sorted(tests.values(), key=lambda item: getattr(item, "originalname", item.name) != core)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.stash.get(_PLACE, 0) and time.time() - float(os.environ[_STARTED]) > _SECONDS:
+        pytest.skip("the time of --quick is over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    yield
+    if terminalreporter.config.getoption("--quick"):
+        done, left = (len(terminalreporter.stats.get(name, ())) for name in ("passed", "skipped"))
+        terminalreporter.write_line(
+            f"--quick: {done} tests in their first cases; {left} more would follow in their turn"
+        )
