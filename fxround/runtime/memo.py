@@ -7,7 +7,6 @@ again. A caller that needs a value for longer holds it: nothing is freed under i
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -15,6 +14,8 @@ from functools import update_wrapper
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
+
+from fxround.locks import waited_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Memo(Generic[P, T]):
     def __init__(self, function: Callable[P, T], most: int) -> None:
         self.function, self.most, self.bytes = function, most, 0
         self.known: OrderedDict[Any, tuple[T, int]] = OrderedDict()
-        self.lock = threading.RLock()
+        self.lock = waited_for()
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
