@@ -1,14 +1,9 @@
 """Compile: a model and a policy in, a module with explicit roundings out. The only file that sees passes and runtime.
 
-What is true here. A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It
-captures lazily, once for each combination of training flags, grad mode, dtypes and sizes (the batch left free), lowers
-the graph by the policy, and runs it. A call is a function of its arguments, the state and (seed, sample) alone; one
-that trains (training mode, gradients wanted) leaves the next sample behind.
-
-Why it is safe. A graph is used only for arguments that it admits; anything else is captured anew.
-
-    before   model(x)
-    after    compiled = fxround.compile(model, "stochastic"); compiled(x); compiled.reseed(0, sample=1); compiled(x)
+A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It captures lazily, once
+for each combination of training flags, grad mode, dtypes and sizes (the batch left free), lowers the graph by the
+policy, and runs it for arguments that it admits. A call is a function of arguments, state and (seed, sample) alone; one
+that trains (training mode, gradients wanted) leaves the next sample behind, and every one does with ``advance``.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
 from fxround.handover import received
+from fxround.iteration import Repeats
 from fxround.loading import RNG_BUFFER, LoadedModule, following, random_state, save, state_of
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
@@ -53,6 +49,7 @@ def compile(
     strict: bool | None = None,
     seed: int = 0,
     fuse: bool = True,
+    advance: bool = False,
 ) -> RoundedModule:
     """A module that computes ``model`` with the roundings of ``policy``.
 
@@ -62,7 +59,8 @@ def compile(
     tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
     strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
     all random bits. fuse: whether chains of pointwise operations run in one pass over memory, which changes no bit;
-    False runs ``compiled.graph`` node by node.
+    False runs ``compiled.graph`` node by node. advance: whether every call leaves the next sample behind, and not only
+    those that train: for what is iterated (a time step, a sampler) and would draw the same bits at every call.
 
     Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
     UnsupportedRounding when the model is captured.
@@ -76,6 +74,7 @@ def compile(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
+    compiled.advance = advance
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
         compiled.prepare(*args, **kwargs)
@@ -101,8 +100,9 @@ class RoundedModule(nn.Module):
         super().__init__()
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
-        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse)
+        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _processes=1)
+        self.__dict__["_repeats"] = Repeats()
         self.__dict__["_differentiated"] = set()
 
     source: nn.Module
@@ -110,6 +110,8 @@ class RoundedModule(nn.Module):
     strict: bool | None
     rng: Tensor
     fuse: bool
+    advance: bool
+    _repeats: Repeats
     _rank: int
     _processes: int
     _entries: dict[Any, list[Entry]]
@@ -137,16 +139,25 @@ class RoundedModule(nn.Module):
                 "a compiled module is run again inside of a backward (torch.utils.checkpoint around it), where its "
                 "sample has moved on: checkpoint inside of the model, or not at all."
             )
+        before = self.rng
         with aside():
-            try:
-                with torch.set_grad_enabled(wanted and self.training):
-                    entry = self._entry(args, kwargs, replays=True)
-            except LeftToPython:
-                return self._replayed().call(args, kwargs)
-            if wanted and not self.training:
-                return self._differentiable_in_eval(entry, args, kwargs)
-            with torch.set_grad_enabled(wanted):
-                return self.run(entry, leaves)
+            result = self._called_with(args, kwargs, leaves, wanted)
+        if self.advance and self.rng is before:
+            self.reseed(*following(*before.tolist()))
+        elif self.rng is before and self.policy.draws:
+            self._repeats.warn(self.source, leaves, result, before)
+        return result
+
+    def _called_with(self, args: Any, kwargs: Any, leaves: Sequence[Any], wanted: bool) -> Any:
+        try:
+            with torch.set_grad_enabled(wanted and self.training):
+                entry = self._entry(args, kwargs, replays=True)
+        except LeftToPython:
+            return self._replayed().call(args, kwargs)
+        if wanted and not self.training:
+            return self._differentiable_in_eval(entry, args, kwargs)
+        with torch.set_grad_enabled(wanted):
+            return self.run(entry, leaves)
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """The results of a captured graph for flat arguments; one that trains leaves the next sample behind."""
@@ -248,6 +259,7 @@ class RoundedModule(nn.Module):
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
+        other.advance = self.advance
         same = other.policy.definitions == self.policy.definitions
         as_marked = other.policy.treats_gradients == self.policy.treats_gradients
         for key, entries in self._entries.items():
@@ -364,7 +376,8 @@ class RoundedModule(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         seed, sample = self.rng.tolist()
-        return RoundedModule, (self.source, self.policy, self.strict, seed, sample, self.fuse)
+        args = self.source, self.policy, self.strict, seed, sample, self.fuse
+        return RoundedModule, args, {"advance": self.advance}
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -1,41 +1,36 @@
 """Policies: which rounding each operation of a model gets.
 
-What is true here. A policy is an ordered list of rules. A rule selects operations by module path,
-operator and role, and says up to three things about them: the rounding of the result, the rounding of
-every step of an accumulator, the order of a reduction. The last rule that matches and says a thing wins,
-one thing at a time; an operation about which no rule says anything is left alone.
-
-Why it is safe. A policy is checked when it is made: a format, mode, order, role or key that does not exist
-is an error that suggests the nearest one. Text is the only form that is stored, so dict and TOML lose nothing.
-A rule that matches no operation of a model is an error too, never a silent nothing.
-
-    before   quant = {"conv1": float_quantize(exp=4, man=3)}     # and conv1's accumulator? and its bias?
-    after    Policy.preset("stochastic").with_rules(Rule("conv1", rounding="e4m3fn", accumulate="bfloat16"))
+A policy is an ordered list of rules. A rule selects operations by module path, operator and role, and says what is
+rounded and how: the result, every step of an accumulator, the operands; the order of a reduction; what a gradient
+meets. The last rule that matches and says a thing wins, one thing at a time; an operation about which no rule says
+anything is left alone. A policy is checked when it is made, and text is the only form that is stored, so dict and TOML
+lose nothing. A rule that matches no operation of a model is an error.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, shown
+from fxround.keys import check_keys, nearest, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, OTHER_NAMES, Format
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
-from fxround.numerics.modes import Rounding
+from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"
 DTYPE: Final = "dtype"
+# An accumulator's format: binary32 for 16-bit dtypes, whose sums hardware keeps in binary32; otherwise the dtype.
+WIDE: Final = "wide"
 
 # What a value is to the model. Only a rule that names the role speaks of what enters a graph (the first
 # four, and a gradient that comes from outside): a weight is no operation, and up_down must not move it.
@@ -46,8 +41,9 @@ DIRECTIONS: Final = ("forward", "backward", "update")
 # Whose formulas composite operators have (fxround.formulas).
 OWN: Final = "fxround"
 DEFINITIONS: Final = (OWN, "repdl")
-# What a rule can say.
-_SAID: Final = ("rounding", "accumulate", "order", "gradient")
+# What a rule can say: of results, and of operands.
+_OF_RESULTS: Final = ("rounding", "accumulate", "order", "gradient")
+_SAID: Final = (*_OF_RESULTS, "operands")
 _STRAIGHT: Final = Gradient()
 _DIRECTIONS_OF_ROLE: Final = {
     **dict.fromkeys(ENTERING, ("forward", "update")),
@@ -87,11 +83,13 @@ class Rule:
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
     rounding    "format/mode/overflow", format "dtype" for the operation's own; "identity": leave alone
     accumulate  each step's rounding, maybe with "product=..." or "chunk=n combine=..." behind it (Accumulation), or
-                "native": the stock kernel, rounded once
+                "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
     order       "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing
     gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped",
                 a rounding, or the last two
+    operands    the rounding of what enters the operation, before it is computed, or "identity"; role and direction
+                are then the operand's: a backward contraction reads forward values as the forward one reads them
 
     Raises PolicyError when a text does not parse or the rule says nothing.
     """
@@ -105,20 +103,21 @@ class Rule:
     optional: bool = False
     direction: str | None = None
     gradient: str | None = None
+    operands: str | None = None
 
     def __post_init__(self) -> None:
         for field, kind in (("match", str), ("operator", str), ("optional", bool)):
             value = getattr(self, field)
             if not isinstance(value, kind) and (field, value) != ("operator", None):
                 raise PolicyError(f"a rule: {field} is {shown(value)}, expected {kind.__name__}")
-        for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE)):
+        for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE), ("operands", IDENTITY)):
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
             object.__setattr__(self, "order", str(_parsed(Order.parse, self.order, "order")))
         object.__setattr__(self, "gradient", self._full_gradient())
         for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
             if said is not None and said not in known:
-                near = f"{_nearest(str(said), known)} Known: {', '.join(known)}"
+                near = f"{nearest(str(said), known)} Known: {', '.join(known)}"
                 raise PolicyError(f"no {what} is named {shown(said)}{near}")
         if self.role is not None and not self.directions:
             raise PolicyError(
@@ -127,6 +126,11 @@ class Rule:
             )
         if all(getattr(self, field) is None for field in _SAID):
             raise PolicyError(f"the rule {self} says nothing: give it {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
+        if self.operands is not None and self.speaks_of_results and (self.role or self.direction):
+            raise PolicyError(
+                f"the rule {self} says operands= beside something else: its role and direction would be the operand's "
+                "for the one and the result's for the other. Make two rules of it"
+            )
 
     def __str__(self) -> str:
         selectors = ("operator", "role", "direction")
@@ -155,6 +159,11 @@ class Rule:
         of_role = _DIRECTIONS_OF_ROLE.get(self.role or "", DIRECTIONS)
         return frozenset(d for d in of_role if self.direction in (None, d))
 
+    @property
+    def speaks_of_results(self) -> bool:
+        """Whether the rule says anything but ``operands``."""
+        return any(getattr(self, key) is not None for key in _OF_RESULTS)
+
     def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
         """Whether the rule speaks of an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
         if self.direction not in (None, direction):
@@ -162,6 +171,15 @@ class Rule:
         entering = kind == "placeholder" or (role in ENTERING and direction != "update")
         if role != self.role and (self.role is not None or entering):
             return False
+        return self._selects(path, operator, kind)
+
+    def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
+        """Whether the rule speaks of an operand, of this role and direction, of an operation in the module ``path``."""
+        if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
+            return False
+        return self._selects(path, operator, kind)
+
+    def _selects(self, path: str, operator: str, kind: str) -> bool:
         names = (kind, operator, *_short(operator))
         if self.operator is not None and not any(fnmatchcase(name, self.operator) for name in names):
             return False
@@ -170,10 +188,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name, ordered rules, and whether what cannot be rounded is an error (``strict``).
-
-    definitions: whose formulas composite operators have, one of DEFINITIONS.
-    """
+    """A name, ordered rules, whether what cannot be rounded is an error (``strict``), and whose formulas composite
+    operators have (``definitions``, one of DEFINITIONS)."""
 
     name: str
     rules: tuple[Rule, ...] = ()
@@ -183,7 +199,7 @@ class Policy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
         if self.definitions not in DEFINITIONS:
-            near = f"{_nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
+            near = f"{nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
             raise PolicyError(f"policy {self.name!r}: no definitions are named {shown(self.definitions)}{near}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
@@ -197,6 +213,13 @@ class Policy:
         """Whether some rounding does not pass its gradient straight through."""
         return any(rule.gradient not in (None, STRAIGHT) for rule in self.rules)
 
+    @property
+    def draws(self) -> bool:
+        """Whether some rounding draws random bits."""
+        said = (str(getattr(rule, key)) for rule in self.rules for key in ("rounding", "accumulate", "operands"))
+        words = (word for text in said for option in text.split() for word in re.split("[/:=]", option))
+        return any(word in MODES and MODES[word].random_bits > 0 for word in words)
+
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
         """This policy with more rules after its own, so that they win."""
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
@@ -204,37 +227,54 @@ class Policy:
     def matching(
         self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
     ) -> tuple[int, ...]:
-        """The positions of the rules that speak of an operation."""
+        """The positions of the rules that speak of an operation's result."""
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
-        return tuple(i for i, rule in enumerate(self.rules) if rule.matches(**place))
+        return tuple(i for i, rule in enumerate(self.rules) if rule.speaks_of_results and rule.matches(**place))
+
+    def matching_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> tuple[int, ...]:
+        """The positions of the rules that speak of an operand of this role and direction."""
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        return tuple(i for i, rule in enumerate(self.rules) if rule.matches_operand(**place))
+
+    def assign_operand(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str
+    ) -> Assignment | None:
+        """The rounding of one operand, of the format ``dtype``, before the operation; None where it is left alone.
+
+        path, operator and kind are the operation's, role and direction the operand's. Raises PolicyError where the
+        values of the rounding would not fit ``dtype``.
+        """
+        found = self.matching_operand(path=path, operator=operator, kind=kind, role=role, direction=direction)
+        text = self.rules[found[-1]].operands if found else None
+        if text is None or text == IDENTITY:
+            return None
+        rounding, rule = _resolve(text, dtype), str(self.rules[found[-1]])
+        _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
+        return Assignment(rounding, NATIVE, LANES, rule)
 
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
     ) -> Assignment | None:
         """What the policy says of one operation whose result has the format ``dtype`` ("binary32"), or None.
 
-        What the matching rules leave unsaid is ``dtype/nearest_even`` and ``lanes:16``. Raises PolicyError
-        where the values of the result's rounding would not fit ``dtype``.
+        What the rules leave unsaid is ``dtype/nearest_even``, ``wide/nearest_even`` and ``lanes:16``. Raises
+        PolicyError where the values of the result's rounding would not fit ``dtype``.
         """
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         rules = [self.rules[i] for i in self.matching(**place)]
         if not rules:
             return None
-        said = {key: [r for r in rules if getattr(r, key) is not None] for key in _SAID}
+        said = {key: [r for r in rules if getattr(r, key) is not None] for key in _OF_RESULTS}
         last = {key: getattr(rows[-1], key) for key, rows in said.items() if rows}
         chosen = (said["rounding"] or rules)[-1]
         if last.get("rounding") == IDENTITY:
             return Assignment(None, None, LANES, str(chosen))
         rounding = _resolve(last.get("rounding", DTYPE), dtype)
-        accumulate = last.get("accumulate", DTYPE)
-        if not rounding.format.within(Format.parse(dtype)):
-            raise PolicyError(
-                f"rule {str(chosen)!r} rounds {operator} at {path or 'the root module'} to {rounding.format}, but the"
-                f" result is kept in {dtype}, which lacks some of its values: choose a narrower format or a wider dtype"
-            )
+        accumulate = last.get("accumulate", WIDE)
+        _require_within(rounding, dtype, str(chosen), operator, path)
         how: Accumulation | Literal["native"] = NATIVE
         if accumulate != NATIVE:
-            how = Accumulation.parse(_with_dtype(accumulate, dtype))
+            how = Accumulation.parse(_with_dtype(_with_wide(accumulate, dtype), dtype))
         gradient = Gradient.parse(_with_dtype(last.get("gradient", STRAIGHT), dtype))
         return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient)
 
@@ -251,7 +291,7 @@ class Policy:
             if position not in matched and not rule.optional and not rule.directions.isdisjoint(directions):
                 raise PolicyError(
                     f"policy {self.name!r}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
-                    f"{_nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."
+                    f"{nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."
                     f" The model's modules: {', '.join(p or '(root)' for p in known[:20])}"
                 )
 
@@ -270,7 +310,7 @@ class Policy:
                 raise PolicyError(f"policy {shown(name)}: {error}") from error
             known = list(dict.fromkeys([*PRESETS, *FORMATS]))
             other = OTHER_NAMES.get(name.lower())
-            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else _nearest(name, known)
+            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, known)
             raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
 
     @staticmethod
@@ -297,12 +337,12 @@ class Policy:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Policy:
         """The policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
-        _check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
+        check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
         rows = data.get("rules", [])
         for row in rows:
             if not isinstance(row, Mapping):
                 raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {shown(row)}")
-            _check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
+            check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
         rules = tuple(Rule(**row) for row in rows)
         return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
 
@@ -311,7 +351,7 @@ class Policy:
         data = self.to_dict()
         rules = data.pop("rules")
         tables = [data, *rules]
-        texts = ["".join(f"{key} = {_toml(value)}\n" for key, value in table.items()) for table in tables]
+        texts = ["".join(f"{key} = {toml(value)}\n" for key, value in table.items()) for table in tables]
         return "\n[[rules]]\n".join(texts)
 
     @staticmethod
@@ -336,23 +376,32 @@ def _in_format(name: str, rounding: Rounding) -> Policy:
 def _everywhere(
     name: str, mode: str, *, order: str = "lanes:16", strict: bool = False, definitions: str = OWN
 ) -> Policy:
-    """Every operation and every step of an accumulator rounded in the operation's own format."""
-    text = f"{DTYPE}/{mode}"
-    return Policy(name, (Rule(rounding=text, accumulate=text, order=order, optional=True),), strict, definitions)
+    """Every operation rounded in its own format, and every step of an accumulator, in binary32 for 16-bit dtypes."""
+    rule = Rule(rounding=f"{DTYPE}/{mode}", accumulate=f"{WIDE}/{mode}", order=order, optional=True)
+    return Policy(name, (rule,), strict, definitions)
 
 
-def _tensor_level(name: str, *, forward: str, backward: str) -> Policy:
-    """Weights, arguments and activations in one format, errors and gradients in another; contractions are the stock's.
+def _operand_level(name: str, *, forward: str, backward: str) -> Policy:
+    """What enters a contraction in one format forwards and in another backwards; contractions are the stock's.
 
-    Statistics, an optimizer's step and what no rule speaks of stay in the operation's own format.
+    Every result stays in the operation's own format: norms, softmax, residuals, the contractions themselves.
     """
     rules = (
-        Rule(rounding=DTYPE, accumulate=DTYPE),
+        Rule(rounding=DTYPE, accumulate=WIDE),
         Rule(operator="contraction", accumulate=NATIVE),
-        *(Rule(role=role, direction="forward", rounding=forward) for role in ("weight", "input", "activation")),
-        *(Rule(role=role, direction="backward", rounding=backward) for role in ("error", "gradient")),
+        Rule(operator="contraction", direction="forward", operands=forward),
+        Rule(operator="contraction", direction="backward", operands=backward),
     )
     return Policy(name, tuple(replace(rule, optional=True) for rule in rules))
+
+
+def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: str) -> None:
+    """Raise PolicyError where a tensor of the format ``dtype`` lacks values of the rounding."""
+    if not rounding.format.within(Format.parse(dtype)):
+        raise PolicyError(
+            f"rule {rule!r} rounds {what} at {path or 'the root module'} to {rounding.format}, but the"
+            f" result is kept in {dtype}, which lacks some of its values: choose a narrower format or a wider dtype"
+        )
 
 
 def _resolve(text: str, dtype: str) -> Rounding:
@@ -366,16 +415,25 @@ def _with_dtype(text: str, dtype: str) -> str:
     return re.sub(rf"\b{DTYPE}\b", dtype, text)
 
 
+def _with_wide(text: str, dtype: str) -> str:
+    """The text of an accumulation, with the format ``wide`` named."""
+    return re.sub(rf"\b{WIDE}\b", dtype if dtype == "binary64" else "binary32", text)
+
+
 def _canonical(text: object, field: str, kept: str) -> str | None:
     """A rounding's text with all its parts, so that equal rules are equal; ``kept`` stays as it is."""
     if text is None or text == kept:
         return text if text is None else kept
     if not isinstance(text, str | Rounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
-    if field == "rounding":
+    if field != "accumulate":
+        if str(text).partition("/")[0] == WIDE:
+            raise PolicyError(
+                f"{field} = {shown(str(text))}: {WIDE!r} is a format of accumulators; expected a format or {DTYPE!r}"
+            )
         full: str = _parsed(_full_rounding, str(text), field)
         return full
-    _parsed(lambda t: Accumulation.parse(_with_dtype(t, "binary32")), str(text), field)
+    _parsed(lambda t: Accumulation.parse(_with_dtype(_with_wide(t, "binary32"), "binary32")), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
     spelt = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
@@ -383,8 +441,9 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
 
 
 def _full_rounding(text: str) -> str:
-    parsed = _resolve(text, "binary32")
-    return f"{DTYPE}/{parsed.mode}/{parsed.overflow}" if text.partition("/")[0] == DTYPE else str(parsed)
+    word = text.partition("/")[0]
+    parsed = _resolve(_with_wide(text, DTYPE), "binary32")
+    return f"{word}/{parsed.mode}/{parsed.overflow}" if word in (DTYPE, WIDE) else str(parsed)
 
 
 def _parsed(parse: Any, text: str, field: str) -> Any:
@@ -401,22 +460,6 @@ def _short(operator: str) -> tuple[str, ...]:
     return (".".join(parts[:2]), parts[1]) if len(parts) > 1 else ()
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: a question if some known word is like it."""
-    near = get_close_matches(word[:80], list(known), n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
-
-
-def _check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
-    for key, value in data.items():
-        if key not in allowed:
-            near = f"{_nearest(str(key), allowed)} Allowed: {', '.join(allowed)}"
-            raise PolicyError(f"{what} has no key {shown(key)}{near}")
-        if not isinstance(value, allowed[key]) and not (allowed[key] is list and isinstance(value, tuple)):
-            expected = allowed[key].__name__
-            raise PolicyError(f"{what}: {key!r} is {shown(value)} ({type(value).__name__}), expected {expected}")
-
-
 def _read(path: Path) -> Policy:
     try:
         text = path.read_text(encoding="utf-8")
@@ -431,11 +474,6 @@ def _read(path: Path) -> Policy:
         raise PolicyError(f"{path}: {error}") from error
 
 
-def _toml(value: str | bool) -> str:
-    """A TOML value: JSON's spelling, but that TOML wants DEL escaped as well."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 _PRESETS: Final = (
     Policy(IDENTITY),
     _everywhere("stochastic", "stochastic"),
@@ -445,6 +483,6 @@ _PRESETS: Final = (
     _everywhere("repdl", "nearest_even", order="sequential", strict=True, definitions="repdl"),
     _in_format("bfloat16", Rounding.parse("bfloat16")),
     _in_format("binary16", Rounding.parse("binary16")),
-    _tensor_level("fp8", forward="e4m3fn/nearest_even/saturate", backward="e5m2/nearest_even/saturate"),
+    _operand_level("fp8", forward="e4m3fn/nearest_even/saturate", backward="e5m2/nearest_even/saturate"),
 )
 PRESETS: Final = MappingProxyType({policy.name: policy for policy in _PRESETS})

@@ -196,24 +196,53 @@ def test_treated_gradients_change_no_bit_of_the_results_and_seeds_still_repeat()
 # ---- the preset fp8 ----
 
 
-def test_fp8_rounds_tensors_and_multiplies_what_was_rounded() -> None:
-    module = nn.Linear(3, 4, bias=False)
-    module.weight.data = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).requires_grad_()
+def test_fp8_rounds_the_operands_of_products_and_nothing_else() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(3, 4, bias=False), nn.RMSNorm(4, eps=1e-12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.norm(self.fc(x)), -1)
+
+    module = Net()
+    module.fc.weight.data = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    x = (torch.randn(5, 3, generator=torch.Generator().manual_seed(2)) / 64).requires_grad_()
     g = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
     compiled = fxround.compile(module, "fp8")
-    y = compiled(x)
-    y.backward(g)
+    seen = dict(compiled.observe_step({0: g}, x))
+    products = [node for node in compiled.lowered.graph.nodes if str(node.target) == "aten.mm.default"]
+    compiled(x).backward(g)
 
     def forward(value: Tensor) -> Tensor:
         return fxround.round(value, "e4m3fn/nearest_even/saturate")
 
-    def backward(value: Tensor) -> Tensor:
-        return fxround.round(value, "e5m2/nearest_even/saturate")
-
-    w, a, e = forward(module.weight.detach()), forward(x.detach()), backward(g)
-    # Products of eight bits: the stock kernel's sums of three are exact in whatever order.
-    assert torch.equal(y, forward(a @ w.T))
-    assert x.grad is not None and torch.equal(x.grad, backward(e @ w))
-    assert module.weight.grad is not None and torch.equal(module.weight.grad, backward(e.T @ a))
+    w, a = forward(module.fc.weight.detach()), forward(x.detach())
+    # Products of eight bits: the stock kernel's sums of three and of five are exact in whatever order.
+    assert torch.equal(seen[products[0].name], a @ w.T)
+    # Behind the product, the reproducible model's bits: norm, softmax and their gradients are binary32's.
+    tail = nn.Sequential(module.norm, nn.Softmax(-1))
+    h = (a @ w.T).requires_grad_()
+    y = fxround.compile(tail, "reproducible")(h)
+    assert torch.equal(y, compiled(x))
+    (error,) = torch.autograd.grad(y, h, g)
+    e = fxround.round(error, "e5m2/nearest_even/saturate")
+    assert x.grad is not None and torch.equal(x.grad, (e.double() @ w.double()).float())
+    expected = (e.double().T @ a.double()).float()
+    assert module.fc.weight.grad is not None and torch.equal(module.fc.weight.grad, expected)
     assert "the policy keeps the stock kernel" in str(compiled.coverage())
+
+
+def test_operands_share_their_bits_forwards_and_backwards_through_views() -> None:
+    """A stochastic rounding of weights: the product, and the gradient that reads them transposed, see one value."""
+    rule = Rule(operator="contraction", role="weight", operands="e2m1fn/stochastic/saturate")
+    module = nn.Linear(6, 5, bias=False)
+    compiled = fxround.compile(module, Policy("w", (Rule(accumulate="dtype"), rule)), seed=3)
+    x = torch.eye(6).requires_grad_()
+    y = compiled(x)
+    y.backward(torch.eye(5, 5).repeat(2, 1)[:6])
+    assert x.grad is not None and torch.equal(x.grad[:5], y.T[:, :].detach()[:5])
+    assert torch.equal(y, fxround.round(y, "e2m1fn")) and not torch.equal(y.T, fxround.round(module.weight, "e2m1fn"))
+    lost = Policy("lost", (Rule(operator="convolution", operands="e4m3fn"),))
+    with pytest.raises(fxround.PolicyError, match=r"rule 1, .*operands=e4m3fn/nearest_even/nan', matches no operation"):
+        fxround.compile(module, lost)(x)

@@ -113,7 +113,8 @@ def test_native_is_kept_as_a_word() -> None:
 def test_perturbing_presets_round_in_the_operations_own_format(preset: str, mode: str, dtype: str) -> None:
     said = assigned(PRESETS[preset], dtype=dtype)
     assert said is not None
-    assert str(said.rounding) == str(said.accumulate) == f"{dtype}/{mode}/inf"
+    assert str(said.rounding) == f"{dtype}/{mode}/inf"
+    assert str(said.accumulate) == f"{'binary64' if dtype == 'binary64' else 'binary32'}/{mode}/inf"
     assert assigned(PRESETS[preset], role="weight", dtype=dtype) is None
 
 
@@ -223,6 +224,7 @@ roundings = st.builds(
     st.sampled_from(["dtype", *FORMATS, "ieee(5,7)"]),
     st.sampled_from([*MODES, "stochastic:3"]),
 )
+wide = st.sampled_from(["wide", *(f"wide/{mode}" for mode in MODES), "dtype chunk=4 combine=wide/stochastic"])
 accumulations = roundings | st.builds("{} product={} chunk=8 combine={}".format, roundings, roundings, roundings)
 rules = st.builds(
     Rule,
@@ -230,10 +232,16 @@ rules = st.builds(
     operator=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     role=st.none() | st.sampled_from(ROLES),
     rounding=roundings | st.just("identity"),
-    accumulate=st.none() | accumulations | st.just("native"),
+    accumulate=st.none() | accumulations | st.just("native") | wide,
     order=st.none() | st.sampled_from(["sequential", "lanes", "lanes:4", "exact"]),
     optional=st.booleans(),
     gradient=st.none() | st.just("straight_through") | roundings,
+)
+rules |= st.builds(
+    Rule,
+    operator=st.sampled_from(["contraction", "exp"]),
+    role=st.none() | st.sampled_from(["weight", "error"]),
+    operands=roundings | st.just("identity"),
 )
 policies = st.builds(
     Policy,
@@ -276,3 +284,46 @@ def test_an_accumulation_keeps_its_options() -> None:
         Rule(accumulate="bfloat16 chunk=128")
     with pytest.raises(PolicyError, match="options are product=, chunk=, combine="):
         Rule(accumulate="bfloat16 chunks=128")
+
+
+def test_a_wide_accumulator_is_binary32_for_16_bits_and_what_is_unsaid_is_wide() -> None:
+    for text, expected in (("wide/stochastic", "binary32/stochastic/inf"), ("dtype", "bfloat16/nearest_even/inf")):
+        said = assigned(Policy("p", (Rule(accumulate=text),)), dtype="bfloat16")
+        assert said is not None and str(said.accumulate) == expected
+    unsaid = assigned(Policy("p", (Rule(rounding="bfloat16"),)), dtype="bfloat16")
+    assert unsaid is not None and str(unsaid.accumulate) == "binary32/nearest_even/inf"
+    mixed = assigned(Policy("p", (Rule(accumulate="dtype chunk=4 combine=wide/stochastic"),)), dtype="binary16")
+    assert mixed is not None and str(mixed.accumulate) == (
+        "binary16/nearest_even/inf chunk=4 combine=binary32/stochastic/inf"
+    )
+    with pytest.raises(PolicyError, match="'wide' is a format of accumulators"):
+        Rule(rounding="wide")
+
+
+def test_operands_are_chosen_by_their_own_role_and_direction() -> None:
+    product = {"path": "fc", "operator": "aten.mm.default", "kind": "contraction"}
+    policy = Policy(
+        "p",
+        (
+            Rule(operator="contraction", direction="forward", operands="e4m3fn"),
+            Rule(operator="contraction", role="weight", operands="dtype/stochastic"),
+            Rule("fc2", operator="contraction", operands="identity"),
+        ),
+    )
+
+    def said(role: str, direction: str, **other: str) -> str:
+        found = policy.assign_operand(**product | other, role=role, direction=direction, dtype="bfloat16")
+        return str(found and found.rounding)
+
+    assert said("activation", "forward") == said("input", "forward") == "e4m3fn/nearest_even/nan"
+    assert said("weight", "forward") == "bfloat16/stochastic/inf"
+    assert said("error", "backward") == said("weight", "forward", path="fc2") == "None"
+    assert said("activation", "forward", operator="aten.exp.default", kind="elementary") == "None"
+    # Of results, such rules say nothing.
+    assert policy.assign(**product, role="activation", dtype="binary32") is None
+    with pytest.raises(PolicyError, match=r"an operand of aten\.mm\.default at fc to binary32, but"):
+        Policy("w", (Rule(operands="binary32"),)).assign_operand(
+            **product, role="weight", direction="forward", dtype="bfloat16"
+        )
+    with pytest.raises(PolicyError, match="Make two rules of it"):
+        Rule(role="weight", rounding="bfloat16", operands="e4m3fn")

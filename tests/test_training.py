@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, Rule
 from fxround.errors import PolicyError
-from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.training import Generator, RoundedOptimizer, compile_optimizer
 from fxround.training.updates import UPDATES
 
 optim = torch.optim
@@ -266,3 +266,43 @@ def test_a_step_in_place_has_the_bits_of_the_long_way(kind: Any, options: dict[s
         state = {name: x for name, x in optimizer.state[p].items() if isinstance(x, Tensor)}
         ways[way] = {"p": p.detach(), **state}
     assert all(torch.equal(ways["short"][n], x) for way in ("turned", "long") for n, x in ways[way].items())
+
+
+def test_a_generator_seeds_by_name_and_takes_up_everything_that_draws() -> None:
+    def training() -> tuple[nn.Module, Any, Any, Any, Generator]:
+        net = model()
+        compiled, loss = fxround.compile(net, "stochastic"), fxround.compile(F.mse_loss, "stochastic")
+        optimizer = compile_optimizer(optim.SGD(net.parameters(), lr=0.1), "stochastic")
+        return net, compiled, loss, optimizer, Generator(7, model=compiled, loss=loss, optimizer=optimizer)
+
+    def run(parts: Any, count: int) -> None:
+        _, compiled, loss, optimizer, _ = parts
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss(compiled(X), torch.ones(6, 3)).backward()
+            optimizer.step()
+
+    whole, stopped, resumed = training(), training(), training()
+    run(whole, 4)
+    run(stopped, 2)
+    saved = [copy.deepcopy(part.state_dict()) for part in (stopped[0], stopped[3], stopped[4])]
+    for part, state in zip((resumed[0], resumed[3], resumed[4]), saved, strict=True):
+        part.load_state_dict(state)
+    run(resumed, 2)
+    assert [tuple(state[0]) for state in saved[2]["parts"].values()] != [(7, 2)] * 3
+    for p, q in zip(whole[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    # No two parts share a seed, and another part changes nobody's.
+    seeds = {name: state[0][0] for name, state in saved[2]["parts"].items()}
+    assert len(set(seeds.values())) == 3
+    alone = fxround.compile(model(), "stochastic")
+    assert Generator(7, model=alone).parts["model"].rng.tolist() == [seeds["model"], 0]
+    for mistake, message in (
+        (lambda: Generator(7), "what it is given by name"),
+        (lambda: Generator(-1, model=alone), "expected 0 to"),
+        (lambda: Generator(7, model=alone).load_state_dict(saved[2]), r"state is of \['loss', 'model', 'optimizer'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mistake()
+    with pytest.raises(TypeError, match="model is a Linear; expected what"):
+        Generator(7, model=nn.Linear(1, 1))  # type: ignore[arg-type]

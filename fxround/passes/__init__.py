@@ -22,7 +22,7 @@ from fxround.passes.choose import choose
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.draws import lower_draws
-from fxround.passes.entries import add_random_state, round_entries
+from fxround.passes.entries import add_random_state, round_entries, round_operands
 from fxround.passes.fuse import fuse
 from fxround.passes.gradients import treat_gradients
 from fxround.passes.hoist import hoist
@@ -41,6 +41,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     assign,
     add_random_state,
     treat_gradients,
+    round_operands,
     lower_draws,
     lower_contractions,
     lower_reductions,

@@ -1,10 +1,8 @@
 """Assign: ask the policy about every value that it may round.
 
-What is true here. A Site's assignment is what the policy said, resolved for the value's dtype; None where no rule
-speaks of it. Every rule of the policy spoke of something, or this pass raised PolicyError.
-
-    before   Site(operator="aten.mm.default", assignment=None)
-    after    Site(operator="aten.mm.default", assignment=Assignment(binary32/stochastic/inf, ...))
+A Site's assignment is what the policy said, resolved for the value's dtype; None where no rule speaks of it. Every rule
+that speaks of results spoke of something, or this pass raised PolicyError; rules of operands alone are asked where
+operands are rounded (passes.entries).
 """
 
 from __future__ import annotations
@@ -45,6 +43,7 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=assignment)
     found = sites(graph)
+    matched.update(i for i, rule in enumerate(plan.policy.rules) if not rule.speaks_of_results)
     plan.policy.require_matched(matched, [p.path for _, p in found], {p.direction for _, p in found})
 
 

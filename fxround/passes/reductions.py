@@ -16,8 +16,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.graph import META, Site
+from fxround.graph import META, Site, evaluate
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.ops import rule_of
 from fxround.passes.rewrite import (
@@ -33,6 +34,7 @@ from fxround.passes.rewrite import (
     sites,
 )
 from fxround.policy import Assignment
+from fxround.refusals import FORMAT_OF
 from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 
 aten = torch.ops.aten
@@ -105,13 +107,25 @@ def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignm
 
 
 def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    """scatter_add(x, dim, index, source) and index_put(x, indices, values, True)."""
+    """scatter_add(x, dim, index, source) and index_put(x, indices, values, True).
+
+    The kernel stores an accumulator to nearest in the tensor's dtype. Where the accumulator is wider than that and the
+    result is rounded otherwise, it works on a binary32 copy, so that the result is rounded once.
+    """
     rule = rule_of(node)
     assert rule is not None
-    operands = node.args[:4] if rule.lower == "scatter_add" else node.args[:3]
-    accumulate = _step(assignment)
+    operands: list[Any] = list(node.args[:4] if rule.lower == "scatter_add" else node.args[:3])
+    accumulate, dtype = _step(assignment), node.meta["val"].dtype
+    stored = Format.parse(FORMAT_OF[dtype])
+    copied = not accumulate.format.within(stored) and rounding != Rounding.parse(str(stored))
+    if copied:
+        for i in (0, len(operands) - 1):
+            operands[i] = insert(graph, node, aten._to_copy.default, (operands[i],), dtype=torch.float32)
     become(graph, node, rule.lower, (*operands, str(accumulate), rng_of(graph), place.number))
-    if not keeps(rounding, accumulate.format):
+    if copied:
+        evaluate(graph, node)
+        round_after(graph, node, rounding, place.number + 1, dtype)
+    elif not keeps(rounding, accumulate.format if accumulate.format.within(stored) else stored):
         round_after(graph, node, rounding, place.number + 1)
 
 

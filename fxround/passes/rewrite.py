@@ -98,18 +98,25 @@ def size_of(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> 
     return size if isinstance(size, int) else insert(graph, near, torch.ops.aten.sym_size.int, (tensor, dim))
 
 
-def round_after(graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int) -> fx.Node:
-    """Insert ``identity @ rounding`` behind a node and give it all the node's uses as a tensor."""
+def round_after(
+    graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int, dtype: torch.dtype | None = None
+) -> fx.Node:
+    """Insert ``identity @ rounding`` behind a node and give it all the node's uses as a tensor.
+
+    dtype: of the rounded value; None for the node's own.
+    """
     value, place = float_value(node), site(node)
     assert value is not None and place is not None
     after = _last_placeholder(graph) if node.op == "placeholder" else node
-    args = ([node], f"t0 = identity(x0) @ {rounding}", value.dtype, rng_of(graph), stream)
+    args = ([node], f"t0 = identity(x0) @ {rounding}", dtype or value.dtype, rng_of(graph), stream)
     with graph.graph.inserting_after(after):
         new = graph.graph.create_node(
             "call_function", torch.ops.fxround.pointwise.default, args, name=f"{node.name}_rounded"
         )
     new.meta = {**node.meta, META: replace(place, operator="fxround.round", status="rounded", reason="")}
     new.meta.pop(PORT, None)
+    if dtype is not None:
+        evaluate(graph, new)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and not _is_size(user))
     return new
 

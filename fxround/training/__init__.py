@@ -4,6 +4,7 @@ before   optimizer.step()                                # binary32, whatever th
 after    optimizer = compile_optimizer(optimizer, "bfloat16/stochastic"); optimizer.step()
 """
 
+from fxround.training.generator import Generator
 from fxround.training.optimizer import RoundedOptimizer, compile_optimizer
 
-__all__ = ["RoundedOptimizer", "compile_optimizer"]
+__all__ = ["Generator", "RoundedOptimizer", "compile_optimizer"]

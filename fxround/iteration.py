@@ -1,0 +1,42 @@
+"""Iteration: a module applied to its own result with the same random bits is told about, once.
+
+Without gradients a call leaves (seed, sample) as they are, so that it can be repeated. A time step or a sampler that is
+iterated like that draws the same bits at every step: its rounding errors are no noise, and add up as if they were one.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+
+class Repeats:
+    """The results of a module's latest call, held weakly, and what they were drawn with."""
+
+    def __init__(self) -> None:
+        self._drawn: Tensor | None = None
+        self._returned: list[weakref.ref[Tensor]] = []
+        self._told = False
+
+    def warn(self, module: nn.Module, leaves: Sequence[Any], result: Any, rng: Tensor) -> None:
+        """Warn once if a call with ``rng`` (seed, sample) was given what the one before it with the same returned."""
+        if self._told:
+            return
+        earlier = [found for ref in self._returned if (found := ref()) is not None] if self._drawn is rng else []
+        if any(leaf is tensor for leaf in leaves for tensor in earlier):
+            self._told = True
+            seed, sample = rng.tolist()
+            warnings.warn(
+                f"the compiled {type(module).__name__} is applied to its own result with the same seed {seed} and "
+                f"sample {sample}: every call draws the same random bits, so that the errors of an iteration add up as "
+                "if they were one. Pass advance=True to fxround.compile, or call reseed(seed, sample=i) before step i.",
+                UserWarning,
+                stacklevel=5,
+            )
+        self._drawn = rng
+        self._returned = [weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

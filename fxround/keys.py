@@ -1,0 +1,32 @@
+"""Keys: what a policy's tables may hold, the known word that an unknown one is like, and values of TOML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from fxround.errors import PolicyError, shown
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: a question if some known word is like it."""
+    near = get_close_matches(word[:80], list(known), n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
+
+
+def check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
+    """Raise PolicyError for a key that is not allowed, or a value of another type than the allowed one."""
+    for key, value in data.items():
+        if key not in allowed:
+            near = f"{nearest(str(key), allowed)} Allowed: {', '.join(allowed)}"
+            raise PolicyError(f"{what} has no key {shown(key)}{near}")
+        if not isinstance(value, allowed[key]) and not (allowed[key] is list and isinstance(value, tuple)):
+            expected = allowed[key].__name__
+            raise PolicyError(f"{what}: {key!r} is {shown(value)} ({type(value).__name__}), expected {expected}")
+
+
+def toml(value: str | bool) -> str:
+    """A TOML value: JSON's spelling, but that TOML wants DEL escaped as well."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
