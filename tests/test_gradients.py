@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from repdl import fma
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,6 +115,7 @@ class Tanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        # Of binary64's tanh the first bits are kept; the last ones, which differ between processors, do not matter.
         y = fxround.round(torch.tanh(x.double()), R).float()
         ctx.save_for_backward(y)
         return y
@@ -121,6 +124,34 @@ class Tanh(torch.autograd.Function):
     def backward(ctx: Any, *g: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return g[0] * (1 - y * y)
+
+
+class Linear(torch.autograd.Function):
+    """x w^T, exact on short numbers, and gradients that accumulate in order by fused multiply-adds: a stock product's
+    order is its processor's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        rows = g[0].flatten(0, -2)
+        return chained(rows, w).reshape(x.shape), chained(rows.T, x.flatten(0, -2))
+
+
+def chained(a: Tensor, b: Tensor) -> Tensor:
+    """a b, acc = fma(a_ik, b_kj, acc), k ascending."""
+    found = torch.zeros(a.shape[0], b.shape[1])
+    for i, row in enumerate(a.numpy()):
+        for j, column in enumerate(b.T.numpy()):
+            acc = np.float32(0)
+            for p, q in zip(row, column, strict=True):
+                acc = fma(p, q, acc)
+            found[i, j] = float(acc)
+    return found
 
 
 class Layers(nn.Module):
@@ -139,7 +170,8 @@ def by_hand(module: Layers, x: Tensor, gradient: str) -> Tensor:
         return fxround.round(value, R, gradient=gradient)
 
     w, b = (fxround.round(p, RW, gradient=gradient) for p in module.layer.parameters())
-    product = F.linear(x, w) if isinstance(module.layer, nn.Linear) else F.conv2d(x, w)
+    # The convolution's gradients are sums of short numbers, exact in any order.
+    product = Linear.apply(x, w) if isinstance(module.layer, nn.Linear) else F.conv2d(x, w)  # type: ignore[no-untyped-call]
     b = b if isinstance(module.layer, nn.Linear) else b.reshape(-1, 1, 1)
     y = F.relu(r(fxround.round(product, R) + b))
     return r(Tanh.apply(r(y * 0.0078125)))  # type: ignore[no-untyped-call]

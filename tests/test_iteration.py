@@ -1,4 +1,4 @@
-"""A module applied to its own result: every call draws anew where that is asked for, and a warning says where it is not."""
+"""A module applied to its own result: its calls draw anew where that is asked for; where not, a warning says so."""
 
 from __future__ import annotations
 
