@@ -6,6 +6,7 @@ iterated like that draws the same bits at every step: its rounding errors are no
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -36,7 +37,15 @@ class Repeats:
                 f"sample {sample}: every call draws the same random bits, so that the errors of an iteration add up as "
                 "if they were one. Pass advance=True to fxround.compile, or call reseed(seed, sample=i) before step i.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=_callers(),
             )
         self._drawn = rng
         self._returned = [weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _callers() -> int:
+    """The stack level, for ``warnings.warn`` in the function that asks, of the code that called the module."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxround", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
