@@ -28,7 +28,9 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
     elif isinstance(x, Tensor | np.ndarray):
         tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else _plain(x)
         digest.update(f"{str(tensor.dtype).removeprefix('torch.')}{list(x.shape)}:".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        # One element counts as contiguous whatever its stride, and only a stride of 1 can be read as bytes.
+        flat = tensor.contiguous().reshape(-1)
+        digest.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().tobytes())
     else:
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor, a NumPy array or a torch.nn.Module")
     return f"sha256:{digest.hexdigest()}"

@@ -123,20 +123,26 @@ def _holds(candidate: Format, formats: Sequence[Format], numbers: Sequence[float
 
 def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
     """binary32 accumulates natively in its own type; every other format in binary64, where it is exact."""
-    return "f32" if str(accumulate) == "binary32/nearest_even/inf" and set(carriers) == {"f32"} else "f64"
+    return "f32" if _is_hardware(accumulate) and set(carriers) == {"f32"} else "f64"
+
+
+def _is_hardware(rounding: Rounding) -> bool:
+    return str(rounding) == "binary32/nearest_even/inf"
 
 
 def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
     """The rounding of a step inside a chain.
 
-    Over binary32 operands, a format with binary32's exponents has binary64's inside a chain that runs
-    in binary64: no partial sum overflows or becomes subnormal there, and the store brings the result into
-    range. Formats with fewer exponents (binary16, e5m2, ...) keep their own range at every step.
+    Over binary32 operands, a format with binary32's exponents has binary64's inside a chain: no partial sum
+    overflows or becomes subnormal there, and the store brings the result into range. binary32/nearest_even, the
+    hardware's own, keeps its range, whatever else the chain rounds, and so do formats with fewer exponents
+    (binary16, e5m2, ...).
     """
     fmt = accumulate.format
     binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
     like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True)
-    if accumulator != "f64" or "f64" in carriers or not like_binary32 or accumulate.overflow != "inf":
+    own = accumulator != "f64" or "f64" in carriers or _is_hardware(accumulate)
+    if own or not like_binary32 or accumulate.overflow != "inf":
         return accumulate
     return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
 
@@ -164,13 +170,19 @@ def _finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
     return rounding.mode.random_bits > 0 and not _store_is_identity(accumulate, rounding)
 
 
-def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None) -> Function:
-    """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator."""
+def _add_step(
+    name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool
+) -> Function:
+    """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator.
+
+    inside: the operands of the chain have at most 32 bits, whose sums overflow nowhere in binary64.
+    """
     acc, random = param("acc", accumulator), param("random", "u32")
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = load(x, loaded) if loaded else x
     # A NaN of a binary32 operand has zeros below binary32's bits; one of binary64 may have anything there.
-    total = apply("add", (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
+    operator = "add_inside" if inside else "add_step"
+    total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
     return Function(name, (acc, x, random), (total,))
 
 
@@ -221,8 +233,8 @@ def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Reduce(
-        step=_add_step("step", accumulate, accumulator, load_as),
-        combine=_add_step("combine", accumulate, accumulator, None),
+        step=_add_step("step", accumulate, accumulator, load_as, load_as != "f64"),
+        combine=_add_step("combine", accumulate, accumulator, None, load_as != "f64"),
         finish=_finish(accumulate, rounding, accumulator, result),
         order=order,
         loads=(load_as,),
@@ -239,7 +251,7 @@ def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, re
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Scan(
-        step=_add_step("step", accumulate, accumulator, load_as),
+        step=_add_step("step", accumulate, accumulator, load_as, load_as != "f64"),
         finish=_finish(accumulate, rounding, accumulator, result),
         loads=(load_as,),
         result=result,
@@ -252,8 +264,11 @@ def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, re
 def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
     """(acc, x, random): R_acc(acc * x); the product of a short significand and a binary32 value is exact."""
     acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
-    short = CARRIER_OF[loaded] == "f32" and accumulate.format.precision <= 29
-    product = apply("mul_exact" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
+    fmt = accumulate.format
+    # Neither may the product leave binary64's range: binary32 spans 2^-149 to 2^128.
+    short = fmt.precision <= 29 and fmt.quantum_exponent >= -1074 + 149 and fmt.emax < 1023 - 128
+    short = short and CARRIER_OF[loaded] == "f32"
+    product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
     return Function("step", (acc, x, random), (product,))
 
 
@@ -263,7 +278,7 @@ def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, resu
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     return Reduce(
         step=_multiply_step(accumulate, accumulator, load_as),
-        combine=_add_step("combine", accumulate, accumulator, None),
+        combine=_add_step("combine", accumulate, accumulator, None, load_as != "f64"),
         finish=_finish(accumulate, rounding, accumulator, result),
         order=SEQUENTIAL,
         loads=(load_as,),
@@ -325,7 +340,7 @@ def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
     return Scatter(
         lift=_lift(storage, accumulator),
-        step=_add_step("step", accumulate, accumulator, storage),
+        step=_add_step("step", accumulate, accumulator, storage, storage != "f64"),
         finish=_finish(accumulate, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
         loads=(storage,),
         result=storage,
@@ -346,8 +361,9 @@ def contract_kernel(
     """Sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
     how = Accumulation.parse(accumulate)
     carriers = tuple(CARRIER_OF[s] for s in loads)
-    roundings = [r for r in (how.step, how.product, how.combine) if r is not None]
-    accumulator: Type = "f32" if all(_accumulator(r, carriers) == "f32" for r in roundings) else "f64"
+    native = all(_accumulator(r, carriers) == "f32" for r in (how.step, how.combine) if r is not None)
+    fits = how.product is None or how.product.format.within(FORMAT_OF["f32"])
+    accumulator: Type = "f32" if native and fits else "f64"
     step = chain_rounding(how.step, accumulator, carriers)
     combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers)
     last = combine or step
@@ -356,7 +372,7 @@ def contract_kernel(
         step=_contract_step(how, step, accumulator, carriers),
         finish=_finish(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
-        combine=None if combine is None else _add_step("combine", combine, accumulator, None),
+        combine=None if combine is None else _add_step("combine", combine, accumulator, None, "f64" not in carriers),
         loads=loads,
         result=result,
         accumulator=accumulator,
@@ -416,12 +432,13 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     narrow_factors = "f64" not in carriers
     if how.product is not None:
         # Two roundings a step share its 32 bits: the product draws the low half, the sum the high one.
-        operator = "mul_exact" if accumulator == "f64" and narrow_factors else "mul"
+        operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
         product = apply(operator, (a, b), how.product, accumulator, random << 16)
-        value = apply("add", (product, acc), step, accumulator, random, any_nan=narrow_factors)
+        adds = "add_inside" if narrow_factors else "add_step"
+        value = apply(adds, (product, acc), step, accumulator, random, any_nan=narrow_factors)
     else:
         # Binary32 factors held in binary64 have an exact product.
-        operator = "fma_exact" if accumulator == "f64" and narrow_factors else "fma"
+        operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
         if step.mode.jitter and step != how.step and step.format.precision == 24:
             value = up_or_down(fma(a, b, acc), step.format.precision, random)
         else:

@@ -1,7 +1,8 @@
 """Formulas of the larger and the smaller one: zeros are told apart, -0 below +0, and a NaN wins (IEEE 754-2019, 9.6).
 
 PyTorch's own kernels take either zero, whichever their vectors meet first: in the middle of a tensor another one than
-at its end, so that a row's result could depend on the batch, or on the processor.
+at its end, so that a row's result could depend on the batch, or on the processor. The same holds for the bits of a
+NaN: a maximum of many gives the one quiet NaN, a maximum of two the bits of its second operand's, or its first's.
 
     before   torch.maximum(x, y)                    -0 or +0 for (+0, -0), by the position in the tensor
     after    where(x < y or y is NaN or x is the lower of two zeros, y, x)
@@ -9,6 +10,7 @@ at its end, so that a row's result could depend on the batch, or on the processo
 
 from __future__ import annotations
 
+import math
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -55,7 +57,7 @@ def clamp_max(x: Tensor, max: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, dims: Any, keepdim: bool) -> Tensor:
-    """amax by PyTorch's kernel: for formulas whose result is the same for either zero."""
+    """amax by PyTorch's kernel: for formulas whose result is the same for either zero, and for every NaN."""
     return _raw(torch.amax, x, dims, keepdim)
 
 
@@ -80,7 +82,7 @@ def amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
         return NotImplemented
     found = largest(x, dim, keepdim)
     positive = ((x == 0) & ~x.signbit()).any(reduced_dims(x, dim), keepdim)
-    return _zeros(found, found == 0, positive)
+    return one_nan(_zeros(found, found == 0, positive))
 
 
 @formula(aten.amin.default)
@@ -90,7 +92,12 @@ def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
         return NotImplemented
     found = smallest(x, dim, keepdim)
     negative = ((x == 0) & x.signbit()).any(reduced_dims(x, dim), keepdim)
-    return _zeros(found, found == 0, ~negative)
+    return one_nan(_zeros(found, found == 0, ~negative))
+
+
+def one_nan(found: Tensor) -> Tensor:
+    """``found`` with the one quiet NaN for any: PyTorch's kernels make 0xffffffff of it where their vectors lie."""
+    return found.masked_fill(found.isnan(), math.nan)
 
 
 def _zeros(found: Tensor, zero: Tensor, positive: Tensor) -> Tensor:

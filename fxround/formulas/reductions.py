@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxround.formulas.choices import largest, smallest
+from fxround.formulas.choices import largest, one_nan, smallest
 from fxround.formulas.table import count, formula, reduced_dims, total, widened
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def linalg_vector_norm(
     if ord == 0:
         return total((w != 0).to(w.dtype), dims, keepdim).to(kept)
     if math.isinf(ord):
-        return (largest if ord > 0 else smallest)(w.abs(), dims, keepdim).to(kept)
+        return one_nan((largest if ord > 0 else smallest)(w.abs(), dims, keepdim)).to(kept)
     powers = total(w.abs() if ord == 1 else w.abs() ** ord, dims, keepdim)
     return (powers if ord == 1 else powers ** (1.0 / ord)).to(kept)
 

@@ -118,5 +118,5 @@ def largest(a: Outcome, b: Outcome) -> tuple[float, float]:
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bytes of every element, in a last dimension of their own."""
-    return x.resolve_neg().reshape(-1, 1).view(torch.uint8)
+    """The bytes of every element of a contiguous tensor, in a last dimension of their own."""
+    return x.resolve_neg().as_strided((x.numel(), 1), (1, 1)).view(torch.uint8)

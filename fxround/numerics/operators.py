@@ -10,9 +10,11 @@ nearest binary64 value: their lost fraction is good to 2^-29 of a binary32 quant
 Elementary functions (exp, tanh, ...) are evaluated in binary64 to within the bound that their own file
 states, and rounded once.
 
-Why it is safe. Error-free transformations: TwoSum (Knuth 1969) and the fused multiply-add residuals of
-product, quotient and root are exact while nothing under- or overflows in binary64; for binary32
-operands nothing can, and for binary64 operands ``require`` refuses the formats that could tell.
+Why it is safe. What binary64 loses has the right sign for all operands (``residuals``), where binary64 itself under- or
+overflows too, as far as the formats that ``require`` lets pass can tell.
+
+An exact sum of zero of operands that are not both +0 is -0 towards negative infinity, else as the operands have it
+(IEEE 754-2019, 6.3); a chain's steps, which are not in ``OPERATORS``, leave it +0.
 
     before   (a.double() + b.double()).float()      # rounded twice, and only to nearest
     after    apply("add", (a, b), Rounding.parse("binary32/toward_positive"), "f32")
@@ -20,8 +22,9 @@ operands nothing can, and for binary64 operands ``require`` refuses the formats 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -33,6 +36,20 @@ from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
+from fxround.numerics.residuals import (
+    Wide,
+    are_binary32,
+    exact_difference,
+    exact_fused,
+    exact_product,
+    exact_quotient,
+    exact_reciprocal,
+    exact_root,
+    exact_sum,
+    fused_inside,
+    to_odd,
+    two_sum,
+)
 from fxround.numerics.rounding import round_expr, widen_exactly
 from fxround.numerics.scalar import (
     Expr,
@@ -56,25 +73,13 @@ _HARDWARE: Final = "binary32/nearest_even/inf"
 
 
 @dataclass(frozen=True)
-class Wide:
-    """A binary64 value and the sign of what it lost: exact value = value + (something of error's sign).
-
-    ``error`` None: nothing was lost, or (elementary functions) what was lost is bounded elsewhere.
-    ``size``: what was lost, to a few ulps; None where ``error`` is that itself.
-    """
-
-    value: Expr
-    error: Expr | None = None
-    size: Expr | None = None
-
-
-@dataclass(frozen=True)
 class Operator:
     """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
     there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
     elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``) or by a rule
     that is shown what binary64 loses (``rounded_by``), and the short evaluations for binary32 (``quick``, ``single``).
-    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow."""
+    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow. ``sign``: of an exact
+    sum of zero towards negative infinity, as the highest bit."""
 
     name: str
     arity: int
@@ -86,18 +91,7 @@ class Operator:
     quick: Callable[..., Quick] | None = None
     single: Callable[..., Single] | None = None
     residual: bool = False
-
-
-def two_sum(a: Expr, b: Expr) -> Wide:
-    """a + b = value + error, exactly (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
-    total = a + b
-    part = total - a
-    return Wide(total, (a - (total - part)) + (b - part))
-
-
-def _is_binary32(*args: Expr) -> bool:
-    """Whether every operand is known to be a binary32 value, widened."""
-    return all(a.op == "widen" for a in args)
+    sign: Callable[..., Expr] | None = None
 
 
 def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
@@ -115,46 +109,6 @@ def _chosen(compared: Callable[[Expr, Expr], Expr]) -> Callable[..., Wide]:
         return Wide(select(compared(a, b), x, y))
 
     return choose
-
-
-def _product(a: Expr, b: Expr) -> Wide:
-    value = a * b
-    # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64.
-    return Wide(value) if _is_binary32(a, b) else Wide(value, fma(a, b, negate(value)))
-
-
-def _quotient(a: Expr, b: Expr) -> Wide:
-    value = a / b
-    remainder = fma(negate(value), b, a)
-    return Wide(value, from_bits(bits(remainder) ^ (bits(b) & (1 << 63))), remainder / b)
-
-
-def _root(x: Expr) -> Wide:
-    value = sqrt(x)
-    remainder = fma(negate(value), value, x)
-    return Wide(value, remainder, remainder / (value + value))
-
-
-def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
-    product = _product(a, b)
-    if product.error is None:
-        return two_sum(product.value, c)
-    # The two small parts, rounded to odd, keep the sign of all that is below the large one; the large one and
-    # the nearest value differ by a few ulps, exactly.
-    value, total = fma(a, b, c), two_sum(product.value, c)
-    assert total.error is not None
-    return Wide(value, (total.value - value) + to_odd(two_sum(total.error, product.error)))
-
-
-def to_odd(wide: Wide) -> Expr:
-    """The exact value rounded to odd in binary64: inexact results end in a one."""
-    if wide.error is None:
-        return wide.value
-    code = bits(wide.value)
-    lost = (wide.error < 0.0) | (wide.error > 0.0)
-    outward = (bits(wide.error) ^ code) < (1 << 63)
-    moved = select(outward, code + 1, code - 1)
-    return from_bits(select(lost & (code & 1).equals(0), moved, code))
 
 
 def _elementary(name: str) -> Operator:
@@ -179,25 +133,33 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("where_lt", 4, _chosen(lambda a, b: a < b), exact=True),
     Operator("where_le", 4, _chosen(lambda a, b: (a < b) | a.equals(b)), exact=True),
     Operator("where_eq", 4, _chosen(lambda a, b: a.equals(b)), exact=True),
-    Operator("add", 2, two_sum, lambda a, b: a + b),
-    Operator("sub", 2, lambda a, b: two_sum(a, negate(b)), lambda a, b: a - b),
-    Operator("mul", 2, _product, lambda a, b: a * b, residual=True),
-    Operator("div", 2, _quotient, lambda a, b: a / b, residual=True),
+    Operator("add", 2, exact_sum, lambda a, b: a + b, sign=lambda a, b: bits(a) | bits(b)),
     Operator(
-        "reciprocal", 1, lambda x: _quotient(const("f64", 1.0), x), lambda x: const(x.type, 1.0) / x, residual=True
+        "sub",
+        2,
+        exact_difference,
+        lambda a, b: a - b,
+        sign=lambda a, b: bits(a) | bits(negate(b)),
     ),
-    Operator("sqrt", 1, _root, sqrt, residual=True),
-    Operator("fma", 3, _fused, fma, residual=True),
+    Operator("mul", 2, exact_product, lambda a, b: a * b, residual=True),
+    Operator("div", 2, exact_quotient, lambda a, b: a / b, residual=True),
+    Operator("reciprocal", 1, exact_reciprocal, lambda x: const(x.type, 1.0) / x, residual=True),
+    Operator("sqrt", 1, exact_root, sqrt, residual=True),
+    Operator("fma", 3, exact_fused, fma, residual=True, sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c)),
 )
 
 # Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
 OPERATORS: Final = MappingProxyType({n: _elementary(n) for n in ELEMENTARY} | {row.name: row for row in _ARITHMETIC})
 
-# What the steps of a contraction use on binary32 factors held in binary64, where a product is exact.
-_STEPS: Final = MappingProxyType(
+# What the steps of a chain use: an exact zero of theirs is +0, like the zero that a chain begins with. Those called
+# inside have operands of which no product underflows and no sum overflows: binary32 factors held in binary64.
+STEPS: Final = MappingProxyType(
     {
-        "mul_exact": Operator("mul_exact", 2, lambda a, b: Wide(a * b), lambda a, b: a * b),
-        "fma_exact": Operator("fma_exact", 3, lambda a, b, c: two_sum(a * b, c), fma),
+        "add_step": replace(OPERATORS["add"], name="add_step", sign=None),
+        "fma_step": replace(OPERATORS["fma"], name="fma_step", sign=None),
+        "add_inside": Operator("add_inside", 2, two_sum, lambda a, b: a + b),
+        "mul_inside": Operator("mul_inside", 2, lambda a, b: Wide(a * b), lambda a, b: a * b),
+        "fma_inside": Operator("fma_inside", 3, fused_inside, fma),
     }
 )
 
@@ -243,7 +205,7 @@ def apply(
     random: 32 random bits where the mode draws. any_nan: a NaN may come with any sign and payload, for
     a chain of steps whose last one gives the one NaN.
     """
-    operator = OPERATORS.get(name) or _STEPS.get(name)
+    operator = OPERATORS.get(name) or STEPS.get(name)
     if operator is None:
         raise ValueError(f"no pointwise operator is named {shown(name)}; known: {', '.join(OPERATORS)}")
     if len(args) != operator.arity:
@@ -266,7 +228,7 @@ def apply(
     if rounding.format == _BINARY64:
         # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
-        return _convert(round_expr(nearest, rounding, random), out)
+        return _convert(round_expr(_finite(operator, nearest, args, rounding), rounding, random), out)
     operands = tuple(map(widen_exactly, args))
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
     if str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
@@ -304,10 +266,26 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
         return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
     wide = operator.wide(*operands)
     nearest = operator.native(*operands) if operator.native else wide.value
-    if not rounding.mode.deterministic or wide.error is None:
-        return nearest
+    if not rounding.mode.deterministic or (wide.error is None and wide.odd is None):
+        return _finite(operator, nearest, operands, rounding)
     under_half = (1 << (_BINARY64.precision - 1 - rounding.format.precision)) - 1
-    return rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
+    value = rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
+    if operator.sign is None or rounding.mode.name != "toward_negative":
+        return value
+    return select(value.equals(0.0), from_bits(operator.sign(*operands) & (1 << 63)), value)
+
+
+def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
+    """``nearest``, but for up_down that saturates: of what is finite and overflows, the largest binary64 number.
+
+    It is then a step below the format's maximum; an infinity is the maximum itself.
+    """
+    operands = tuple(map(widen_exactly, operands))
+    known = operator.sticky is not None or not rounding.mode.jitter or are_binary32(*operands)
+    if known or rounding.overflow != "saturate":
+        return nearest
+    wide = operator.wide(*operands)
+    return select(absolute(nearest).equals(math.inf), to_odd(wide), nearest)
 
 
 def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:

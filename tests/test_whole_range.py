@@ -1,0 +1,276 @@
+"""float64 operands of every exponent, in every deterministic mode, against rational arithmetic (``rationals``).
+
+A run draws anew, and prints its seed where it fails: FXROUND_RANGE_SEED=n draws as it did. FXROUND_RANGE_ROUNDS=100
+draws a hundred times as much (about an hour on one processor).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import rationals
+import torch
+from torch import Tensor
+
+import fxround  # noqa: F401  (registers the operators)
+from fxround.kernel import Contract
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.modes import MODES, Rounding
+from fxround.program import Program
+from fxround.runtime import reference
+from fxround.specialize import contract_kernel, fused_kernel, map_kernel
+
+OPS = torch.ops.fxround
+RNG = torch.tensor([0, 0])
+NO_KEY = (0, 0, 0, 0)
+SEED = int(os.environ.get("FXROUND_RANGE_SEED", time.time_ns() % 10**9))
+ROUNDS = int(os.environ.get("FXROUND_RANGE_ROUNDS", 1))
+DETERMINISTIC = [name for name, mode in MODES.items() if mode.deterministic]
+WIDE = ["custom(51,-900,0x1p+1023,signed+inf+nan+zero)", "custom(30,-500,0x1p+600,signed+inf+nan+zero)"]
+NARROW = [name for name in FORMATS if name != "binary64"] + ["binary32-flush", *WIDE]
+LARGEST = 1.7976931348623157e308
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, -5e-324, LARGEST, -LARGEST]
+
+
+class Operands:
+    """Random binary64 numbers that meet the ends of the range, each other, and the boundaries of formats."""
+
+    def __init__(self, *what: object) -> None:
+        self.rng = np.random.default_rng([SEED, *(sum(map(ord, str(w))) for w in what)])
+
+    def significands(self, count: int) -> Any:
+        """Of 1 to 53 bits, some of them a unit or two off."""
+        drop = self.rng.integers(0, 53, count)
+        short = self.rng.integers(2**52, 2**53, count) >> drop << drop
+        return (short + self.rng.integers(-2, 3, count) * (self.rng.random(count) < 0.3)).astype(float)
+
+    def values(self, count: int, special: float = 0.05) -> Any:
+        """Exponents of the whole range; a fifth at its ends."""
+        where = self.rng.random(count)
+        exponents = self.rng.integers(-1074, 1024, count)
+        exponents = np.where(where < 0.1, self.rng.integers(1018, 1024, count), exponents)
+        exponents = np.where(where > 0.9, self.rng.integers(-1074, -1010, count), exponents)
+        with np.errstate(all="ignore"):
+            found = np.ldexp(self.significands(count), exponents - 52) * self.rng.choice([-1, 1], count)
+        found = np.where(np.isfinite(found), found, LARGEST)
+        return np.where(self.rng.random(count) < special, self.rng.choice(SPECIAL, count), found)
+
+    def some(self, share: float, those: Any, others: Any) -> Any:
+        return np.where(self.rng.random(len(others)) < share, those, others)
+
+    def near(self, x: Any, apart: int) -> Any:
+        """x but for a few last bits, and up to ``apart`` binades off."""
+        scale = self.rng.integers(-apart, apart + 1, len(x)) * (self.rng.random(len(x)) < 0.7)
+        return x * np.ldexp(1 + self.rng.integers(-3, 4, len(x)) * 2.0**-52, scale) * self.rng.choice([-1, 1], len(x))
+
+    def of(self, name: str, count: int) -> list[Any]:
+        """Operands of an operator: sums that cancel, products at the ends, quotients and roots beside short numbers."""
+        a, b, c = (self.values(count) for _ in range(3))
+        with np.errstate(all="ignore"):
+            if name in ("add", "sub"):
+                return [a, self.some(0.5, self.near(a, 60), b)]
+            if name == "div":
+                return [self.some(0.7, self.values(count) * b, a), b]
+            if name == "sqrt":
+                root = np.ldexp(self.significands(count), self.rng.integers(-537, 512, count) - 52)
+                return [self.some(0.7, np.nextafter(root * root, self.some(0.5, 0.0, root * root)), a)]
+            if name == "reciprocal":
+                return [self.some(0.3, 1 / a, a)]
+            b = self.some(0.6, self.values(count) / a, b)
+            c = self.some(0.6, self.near(a * b, 120), c)
+            return [a, b] if name == "mul" else [a, b, np.where(np.isinf(c), np.copysign(LARGEST, c), c)]
+
+    def chain(self, length: int) -> tuple[list[float], list[float]]:
+        """Factors of products that over- and underflow, and that cancel what was added before."""
+        a, b = [], []
+        for x, y in zip(self.values(length, 0.01), self.values(length, 0.01), strict=True):
+            with np.errstate(all="ignore"):
+                again = a and self.rng.random() < 0.5
+                target = -a[-1] * b[-1] if again else self.values(1, 0.0)[0]
+                partner = target / x if self.rng.random() < 0.7 else y
+            a.append(float(x))
+            b.append(float(partner) if math.isfinite(partner) else 1.0)
+        return a, b
+
+    def choice(self, those: list[str]) -> str:
+        return str(self.rng.choice(those))
+
+
+def same(got: float, want: float) -> bool:
+    """Equal encodings, of which NaN has one."""
+    return np.float64(got).tobytes() == np.float64(math.nan if math.isnan(want) else want).tobytes()
+
+
+def check(got: Any, want: Any, *what: object) -> None:
+    got, want = np.asarray(got, dtype=np.float64).ravel(), np.asarray(want, dtype=np.float64).ravel()
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        details = [[float(v).hex() for v in d[i]] if isinstance(d, list) else d for d in what]
+        assert same(g, w), (f"FXROUND_RANGE_SEED={SEED}", *details, "got", float(g).hex(), "expected", float(w).hex())
+
+
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_every_operator_rounds_the_exact_value_once(mode: str) -> None:
+    draw = Operands("operators", mode)
+    for name, (arity, exact) in rationals.OPERATORS.items():
+        for _ in range(2 * ROUNDS):
+            rounding = Rounding.parse(f"{draw.choice(NARROW)}/{mode}")
+            text = f"t0 = {name}({', '.join(f'x{i}' for i in range(arity))}) @ {rounding}"
+            operands = draw.of(name, 60)
+            body = map_kernel(Program.parse(text), ("f64",) * arity, "f64").body
+            rows = [[float(x) for x in row] for row in zip(*operands, strict=True)]
+            check(body.evaluate(*operands)[0], [exact(*row, rounding) for row in rows], text, rows)
+
+
+def test_compiled_operators_do_too() -> None:
+    for mode in Operands("compiled").rng.choice(DETERMINISTIC, 2 * ROUNDS):
+        draw = Operands("compiled", mode)
+        rounding = Rounding.parse(f"{draw.choice(['binary32', 'bfloat16', 'e4m3fn', *WIDE])}/{mode}")
+        texts, operands = [], []
+        for name, (arity, _) in rationals.OPERATORS.items():
+            names = ", ".join(f"x{len(operands) + i}" for i in range(arity))
+            texts.append(f"t{len(texts)} = {name}({names}) @ {rounding}")
+            operands += draw.of(name, 64)
+        program = "; ".join((*texts, "return " + ", ".join(f"t{i}" for i in range(len(texts)))))
+        xs = [torch.from_numpy(np.asarray(x)) for x in operands]
+        found = OPS.fused(xs, program, " ".join(["f64"] * len(texts)), RNG, [])
+        body = fused_kernel(Program.parse(program), ("f64",) * len(xs), ("f64",) * len(texts)).body
+        for got, want in zip(found, body.evaluate(*operands), strict=True):
+            check(got.numpy(), want, program)
+
+
+OPTIONS = ["", " product={0}", " chunk=3 combine={0}", " product={0} chunk=2 combine={1}"]
+
+
+def accumulation(draw: Operands, mode: str, formats: list[str]) -> Accumulation:
+    others = [f"{draw.choice(formats)}/{draw.choice(DETERMINISTIC)}" for _ in range(2)]
+    return Accumulation.parse(f"{draw.choice(formats)}/{mode}" + draw.choice(OPTIONS).format(*others))
+
+
+def chained(how: Accumulation, store: Rounding, short: bool) -> rationals.Contraction:
+    """The contraction by rational numbers. short: of operands of at most 32 bits, so that chains have their range."""
+    step, combine = (r if r is None or not short else _inside(r) for r in (how.step, how.combine))
+    assert step is not None
+    return lambda a, b: rationals.contraction(a, b, step, store, how.product, how.chunk, combine)
+
+
+def _inside(rounding: Rounding) -> Rounding:
+    """docs/numerics.md, section 3: what has binary32's exponents has binary64's in a chain, but the hardware's own."""
+    fmt, like = rounding.format, FORMATS["binary32"]
+    if str(rounding) == "binary32/nearest_even/inf" or rounding.overflow != "inf":
+        return rounding
+    if (fmt.emin, fmt.emax, fmt.subnormals) != (like.emin, like.emax, True):
+        return rounding
+    return Rounding(fmt.with_range_of(FORMATS["binary64"]), rounding.mode, "inf")
+
+
+CHAIN_FORMATS = ["binary32", "bfloat16", "binary16", "e4m3fn", "tf32", *WIDE]
+
+
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_contractions_round_every_step(mode: str) -> None:
+    draw = Operands("contractions", mode)
+    for _ in range(4 * ROUNDS):
+        how, store = accumulation(draw, mode, CHAIN_FORMATS), Rounding.parse("binary64")
+        kernel = contract_kernel(how, store, ("f64", "f64"), "f64")
+        rows = [draw.chain(int(draw.rng.integers(1, 9))) for _ in range(8)]
+        for a, b in rows:
+            got = product(kernel, a, b)
+            check([got], [chained(how, store, False)(a, b)], how, [[*a, *b]])
+
+
+def product(kernel: Contract, a: list[float], b: list[float]) -> float:
+    """One chain, by the formula that the compiled kernels are compared with."""
+    left, right = np.asarray(a).reshape(1, 1, -1), np.asarray(b).reshape(1, -1, 1)
+    return float(reference.contract(kernel, left, right, NO_KEY)[0, 0, 0])
+
+
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_options_of_an_accumulator_leave_its_range_alone(mode: str) -> None:
+    """Over float32 operands too: sums that leave binary32's range and come back."""
+    draw = Operands("options", mode)
+    for _ in range(4 * ROUNDS):
+        how = accumulation(draw, mode, ["binary32", "bfloat16", "binary16", "tf32"])
+        store = Rounding.parse("binary32")
+        kernel = contract_kernel(how, store, ("f32", "f32"), "f32")
+        powers = np.ldexp(1.0, draw.rng.choice([127, 126, -149, -140, 0], 6))
+        a = (powers * draw.rng.choice([-1, 1], 6)).astype(np.float32)
+        b = draw.rng.choice([1.0, 1.5, 2.0], 6).astype(np.float32)
+        got = reference.contract(kernel, a.reshape(1, 1, -1), b.reshape(1, -1, 1), NO_KEY)
+        check(got, [chained(how, store, True)(a.tolist(), b.tolist())], how, [[*a, *b]])
+
+
+def test_no_option_brings_back_what_overflowed() -> None:
+    x = torch.tensor([[2.0**127, 2.0**127, -(2.0**127), -(2.0**127), 1]])
+    for option in ("", " product=bfloat16", " product=binary64", " chunk=5 combine=bfloat16/toward_zero"):
+        text = str(Accumulation.parse("binary32" + option))
+        assert OPS.matmul(x, torch.ones(5, 1), text, "binary32/nearest_even/inf", RNG, 0).item() == math.inf, option
+
+
+def lists(x: Tensor) -> Any:
+    return x.tolist()
+
+
+def test_convolutions_and_their_gradients() -> None:
+    for turn in range(2 * ROUNDS):
+        draw = Operands("convolutions", turn)
+        how, store = accumulation(draw, draw.choice(DETERMINISTIC), CHAIN_FORMATS), Rounding.parse("binary64")
+        stride, pad, dilation = (int(draw.rng.integers(low, 3)) for low in (1, 0, 1))
+        # Products at the ends, sums that cancel: factors of one chain, cut in the shapes wanted.
+        a, b = (np.asarray(v) for v in draw.chain(2 * 2 * 7))
+        x, w = torch.from_numpy(a).reshape(2, 2, 7), torch.from_numpy(b[:12]).reshape(3, 2, 2)
+        tail = (str(how), str(store), RNG, 0)
+        exact = chained(how, store, False)
+        geometry = ([stride], [pad], [dilation], False, [0], 1)
+        y = OPS.convolution(x, w, *geometry, *tail)
+        check(y, rationals.convolution(lists(x), lists(w), stride, pad, dilation, exact), how, geometry)
+        g = torch.from_numpy(draw.values(y.numel(), 0.01)).reshape(y.shape)
+        got = OPS.convolution_input_gradient(g, w, [2, 2, 7], *geometry, *tail)
+        check(got, rationals.transposed(lists(g), lists(w), stride, pad, dilation, 7, exact), how, geometry)
+        got = OPS.convolution_weight_gradient(g, x, [3, 2, 2], *geometry, *tail)
+        check(got, rationals.weight_gradient(lists(g), lists(x), 2, stride, pad, dilation, exact), how, geometry)
+        # A transposed convolution: the weight's gradient runs over the pixels of its input.
+        geometry = ([stride], [0], [dilation], True, [0], 1)
+        z = OPS.convolution(g, w, *geometry, *tail)
+        check(z, rationals.transposed(lists(g), lists(w), stride, 0, dilation, z.shape[2], exact), how, geometry)
+        h = torch.from_numpy(draw.values(z.numel(), 0.01)).reshape(z.shape)
+        got = OPS.convolution_weight_gradient(h, g, [3, 2, 2], *geometry, *tail)
+        check(got, rationals.weight_gradient(lists(g), lists(h), 2, stride, 0, dilation, exact), how, geometry)
+        got = OPS.convolution_input_gradient(h, w, list(g.shape), *geometry, *tail)
+        check(got, rationals.convolution(lists(h), lists(w), stride, 0, dilation, exact), how, geometry)
+
+
+def test_reductions_round_every_addition() -> None:
+    for turn in range(3 * ROUNDS):
+        draw = Operands("reductions", turn)
+        step = Rounding.parse(f"{draw.choice(CHAIN_FORMATS)}/{draw.choice(DETERMINISTIC)}")
+        tail = (str(step), "binary64/nearest_even/inf", RNG, 0)
+        rows = []
+        for _ in range(6):
+            a, b = draw.chain(int(19))
+            with np.errstate(all="ignore"):
+                rows.append([v if math.isfinite(v) else 1.0 for v in np.multiply(a, b).tolist()])
+        x = torch.tensor(rows, dtype=torch.float64)
+        want = {
+            "sequential": [rationals.sequential(row, step)[-1] for row in rows],
+            "lanes:16": [rationals.lanes(row, 16, step) for row in rows],
+            "exact": [rationals.exact_sum(row, step) for row in rows],
+        }
+        for order, totals in want.items():
+            check(OPS.sum(x, [1], False, order, *tail), totals, order, step, rows)
+        check(OPS.cumsum(x, 1, *tail), [rationals.sequential(row, step) for row in rows], "cumsum", step)
+        a, b = draw.values(12, 0.01), draw.values(12, 0.01)
+        with np.errstate(all="ignore"):
+            factors = torch.from_numpy(np.stack([a, np.where(np.isfinite(b / a), b / a, 1.0)], 1)).reshape(2, 12)
+        prefixes = [rationals.products(row, step) for row in lists(factors)]
+        check(OPS.cumprod(factors, 1, *tail), prefixes, "cumprod", step)
+        check(OPS.prod(factors, [1], False, *tail), [row[-1] for row in prefixes], "prod", step)
+        begin = torch.from_numpy(draw.values(1, 0.0))
+        got = OPS.scatter_add(begin, 0, torch.zeros(19, dtype=torch.int64), x[0], str(step), RNG, 0)
+        check(got, [rationals.sequential(rows[0], step, begin.item())[-1]], "scatter_add", step)
