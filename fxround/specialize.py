@@ -170,9 +170,7 @@ def _finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
     return rounding.mode.random_bits > 0 and not _store_is_identity(accumulate, rounding)
 
 
-def _add_step(
-    name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool
-) -> Function:
+def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool) -> Function:
     """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator.
 
     inside: the operands of the chain have at most 32 bits, whose sums overflow nowhere in binary64.

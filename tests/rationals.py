@@ -174,7 +174,9 @@ def convolution(
 
     def result(image: list[list[float]], filters: list[list[float]], p: int) -> float:
         pairs = [
-            (at(row, p * stride + t * dilation - pad), filters[c][t]) for c, row in enumerate(image) for t in range(taps)
+            (at(row, p * stride + t * dilation - pad), filters[c][t])
+            for c, row in enumerate(image)
+            for t in range(taps)
         ]
         return how([a for a, _ in pairs], [b for _, b in pairs])
 
@@ -199,7 +201,10 @@ def transposed(
     turned = [[[row[o][taps - 1 - t] for t in range(taps)] for row in w] for o in range(len(w[0]))]
     right = size + dilation * (taps - 1) - wide - begin
     spread = [
-        [[0.0] * begin + [row[p // stride] if p % stride == 0 else 0.0 for p in range(wide)] + [0.0] * right for row in i]
+        [
+            [0.0] * begin + [row[p // stride] if p % stride == 0 else 0.0 for p in range(wide)] + [0.0] * right
+            for row in i
+        ]
         for i in x
     ]
     return convolution(spread, turned, 1, 0, dilation, how)

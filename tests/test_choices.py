@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import Calls
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -108,3 +109,38 @@ def test_gradients_of_the_larger_one_are_pytorchs() -> None:
     (got,) = torch.autograd.grad(fxround.compile(total, "reproducible")(x, y), x)
     # The two add gradients in another order.
     torch.testing.assert_close(got, want)
+
+
+NANS = [0x7FC00000, -0x400000, 0x7F800001, -0x3FFF00, 0x7FC12345]
+"""Quiet and signalling ones, of either sign, with and without a payload."""
+
+
+@pytest.mark.parametrize("shape, dim", [((100, 40), 0), ((3, 100), 1), ((5, 40, 7), 1), ((40,), 0)])
+def test_of_many_every_nan_is_the_one_quiet_nan(shape: tuple[int, ...], dim: int) -> None:
+    def all_of(x: Tensor) -> list[Tensor]:
+        norms = [FORMULAS[aten.linalg_vector_norm.default](x, p, [dim]) for p in (torch.inf, -torch.inf)]
+        both = choices.aminmax(x, dim=dim)
+        return [choices.amax(x, [dim]), choices.amin(x, [dim]), choices.max_of_all(x), *both, *norms]
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    for place in range(0, shape[dim], 7):
+        for code in NANS:
+            y = x.clone()
+            y.view(torch.int32).select(dim, place).fill_(code)
+            for laid_out in (y, y.transpose(0, -1).contiguous().transpose(0, -1), y.flip(dim)):
+                for result in all_of(laid_out):
+                    assert (result.view(torch.int32) == 0x7FC00000).all(), (place, hex(code))
+
+
+def test_what_selects_keeps_the_bits_of_a_nan_wherever_it_lies() -> None:
+    def forward(x: Tensor) -> list[Tensor]:
+        wide = torch.zeros_like(x)
+        chosen = [torch.where(x == 0, wide, x), torch.maximum(wide, x), torch.minimum(x, wide)]
+        return [x.relu(), x.clamp(-1, 1), x.clamp(min=0), F.relu6(x), *chosen, x.abs(), -x]
+
+    x = torch.tensor(NANS, dtype=torch.int32).repeat(9).view(torch.float32)
+    *kept, magnitude, negated = fxround.compile(Calls(forward), "reproducible")(x)
+    for result in kept:
+        assert torch.equal(result.view(torch.int32), x.view(torch.int32))
+    assert torch.equal(magnitude.view(torch.int32), x.view(torch.int32) & 0x7FFFFFFF)
+    assert torch.equal(negated.view(torch.int32), x.view(torch.int32) ^ -(2**31))

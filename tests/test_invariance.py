@@ -134,6 +134,23 @@ def test_a_batch_that_is_summed_has_no_rows() -> None:
         check_invariance(Loss(), torch.randn(4, 3), HASTE)
 
 
+class _Largest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax(0)
+
+
+@pytest.mark.parametrize("policy", ["reproducible", None])
+def test_a_nan_is_one_result_in_every_memory(policy: str | None) -> None:
+    x = torch.randn(40, 40)
+    x[20, 0] = torch.nan
+    report = check_invariance(_Largest(), x, ("batch", "stride"), dim=1, policy=policy)
+    assert policy is None or all(axis.distinct == 1 for axis in report.axes)
+
+
+def test_a_result_of_no_dimensions_has_a_gradient_of_one_element() -> None:
+    assert check_invariance(_Largest(), torch.randn(33), ("stride",), gradients=True).axes[0].distinct == 1
+
+
 def test_several_arguments_integers_and_structures() -> None:
     args = (torch.randn(3, 2), torch.arange(3))
     report = check_invariance(Twin(), (args, {"scale": 2.0}), HERE)

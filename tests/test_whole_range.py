@@ -253,7 +253,7 @@ def test_reductions_round_every_addition() -> None:
         tail = (str(step), "binary64/nearest_even/inf", RNG, 0)
         rows = []
         for _ in range(6):
-            a, b = draw.chain(int(19))
+            a, b = draw.chain(19)
             with np.errstate(all="ignore"):
                 rows.append([v if math.isfinite(v) else 1.0 for v in np.multiply(a, b).tolist()])
         x = torch.tensor(rows, dtype=torch.float64)

@@ -46,8 +46,9 @@ def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 
 @formula(aten.addcdiv.default)
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """addcdiv(x, a, b, value) = x + (value * a) / b, a factor of 1 left out"""
-    return x + scaled(a, value) / b
+    """addcdiv(x, a, b, value) = x + (a / b) * value, a factor of 1 left out"""
+    # Dynamo writes torch.addcdiv so before this formula can: one definition, however it is called.
+    return x + scaled(a / b, value)
 
 
 @formula(aten.lerp.Scalar)

@@ -57,7 +57,7 @@ def are_binary32(*args: Expr) -> bool:
 
 
 def two_sum(a: Expr, b: Expr) -> Wide:
-    """a + b = value + error, exactly, unless it overflows (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
+    """a + b = value + error, unless it overflows (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
     total = a + b
     part = total - a
     return Wide(total, (a - (total - part)) + (b - part))
