@@ -355,3 +355,9 @@ def test_16_bit_operands_are_widened_and_rounded_once_at_the_end() -> None:
     result = fxround.compile(Calls(lambda x: F.softmax(x, -1)), "reproducible")(x)
     expected = torch.from_numpy(softmax(x.float().numpy())).bfloat16()
     assert torch.equal(result, expected)
+
+
+def test_no_formula_is_passed_over_for_one_that_pytorch_puts_above_it() -> None:
+    """A Python kernel of autograd's replaces an operator before any table is asked: softshrink's formula is that one."""
+    above = [op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())]
+    assert above == [aten.softshrink.default]

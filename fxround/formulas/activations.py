@@ -40,14 +40,14 @@ def rsub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
 
 @formula(aten.addcmul.default)
 def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """addcmul(x, a, b, value) = x + (value * a) * b, a factor of 1 left out"""
-    return x + scaled(a, value) * b
+    """addcmul(x, a, b, value) = x + (a * b) * value, a factor of 1 left out"""
+    return x + scaled(a * b, value)
 
 
 @formula(aten.addcdiv.default)
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     """addcdiv(x, a, b, value) = x + (a / b) * value, a factor of 1 left out"""
-    # Dynamo writes torch.addcdiv so before this formula can: one definition, however it is called.
+    # Dynamo writes some spellings of addcmul and addcdiv so before a formula can: one definition, however they are called.
     return x + scaled(a / b, value)
 
 
@@ -164,8 +164,9 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 
 @formula(aten.softshrink.default)
 def softshrink(x: Tensor, lambd: Any = 0.5) -> Tensor:
-    """softshrink(x) = where(x > c, x - c, where(x < -c, x + c, 0))"""
-    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, torch.zeros_like(x)))
+    """softshrink(x) = where(|x| > c, x - sign(x) * c, x * 0)"""
+    # PyTorch's own, which it puts in the graph above all decompositions.
+    return torch.where(x.abs() > lambd, x - x.sign() * lambd, x * 0)
 
 
 @formula(aten.glu.default)

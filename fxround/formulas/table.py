@@ -68,7 +68,15 @@ def _or_else(function: Formula, original: Formula) -> Formula:
 
 def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
     """The table for capture: the formulas over PyTorch's own decompositions of everything else."""
-    return {**core_decompositions(), **FORMULAS, **TABLES[definitions]}
+    # An operator of PyTorch's compiler, which Dynamo makes of addcmul_, addcdiv_ and add_ with a factor. No import of
+    # fxround should load that, so it has no place in FORMULAS.
+    from torch._inductor.inductor_prims import fma
+
+    return {**core_decompositions(), fma: _multiplied_and_added, **FORMULAS, **TABLES[definitions]}
+
+
+def _multiplied_and_added(a: Tensor, b: Any, c: Tensor) -> Tensor:
+    return c + a * b
 
 
 def widened(x: Tensor) -> Tensor:
