@@ -358,6 +358,6 @@ def test_16_bit_operands_are_widened_and_rounded_once_at_the_end() -> None:
 
 
 def test_no_formula_is_passed_over_for_one_that_pytorch_puts_above_it() -> None:
-    """A Python kernel of autograd's replaces an operator before any table is asked: softshrink's formula is that one."""
+    """A Python kernel of autograd's replaces an operator before any table is asked: so softshrink's formula is it."""
     above = [op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())]
     assert above == [aten.softshrink.default]

@@ -47,7 +47,7 @@ def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 @formula(aten.addcdiv.default)
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     """addcdiv(x, a, b, value) = x + (a / b) * value, a factor of 1 left out"""
-    # Dynamo writes some spellings of addcmul and addcdiv so before a formula can: one definition, however they are called.
+    # Dynamo writes some spellings of addcmul and addcdiv so, before a formula can: one definition for all of them.
     return x + scaled(a / b, value)
 
 

@@ -75,7 +75,7 @@ def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
     return {**core_decompositions(), fma: _multiplied_and_added, **FORMULAS, **TABLES[definitions]}
 
 
-def _multiplied_and_added(a: Tensor, b: Any, c: Tensor) -> Tensor:
+def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return c + a * b
 
 
