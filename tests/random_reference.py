@@ -361,23 +361,25 @@ def _evaluate(function: scalar.Function, *args: Any) -> tuple[Array, ...]:
     return tuple(values[r] for r in results)
 
 
+_WRITE = fx.GraphModule.recompile
+
+
 @contextlib.contextmanager
 def quickly(graphs: bool = True) -> Iterator[None]:
     """A function's operators are looked up once. graphs: a graph's code is written when it first runs."""
-    write = fx.GraphModule.recompile
 
     def later(graph: fx.GraphModule) -> None:
         written = []
 
         def forward(self: fx.GraphModule, *args: Any) -> Any:
             if not written:
-                written.append(write(self))
+                written.append(_WRITE(self))
             return type(self).forward(self, *args)
 
         type(graph).forward = forward  # type: ignore[method-assign]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", later if graphs else write))
+        stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", later if graphs else _WRITE))
         for owner, name, value in (
             (scalar, "_fma64", _fma64),
             (scalar.Function, "evaluate", _evaluate),
