@@ -14,7 +14,7 @@ from benchmarks.zoo.judge import POLICIES, Record
 from benchmarks.zoo.subjects import ZOOS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PACKAGES = ["torch", "torchvision", "timm", "transformers", "torchaudio", "segmentation_models_pytorch"]
+PACKAGES = ["torch", "torchvision", "timm", "transformers", "diffusers", "torchaudio", "segmentation_models_pytorch"]
 MARK = "<!-- figures: python -m benchmarks.zoo --page -->"
 KEPT = (
     "name", "outcome", "reason", "parameters", "nodes", "stock_error", "policies", "fused", "row", "gradient", "draws",

@@ -82,6 +82,7 @@ ZOOS: Final[Mapping[str, tuple[str, str]]] = {
     "torchvision": ("benchmarks.zoo.vision", "torchvision"),
     "segmentation": ("benchmarks.zoo.segmentation", "segmentation_models_pytorch"),
     "torchaudio": ("benchmarks.zoo.audio", "torchaudio"),
+    "diffusers": ("benchmarks.zoo.diffusion", "diffusers"),
     "transformers": ("benchmarks.zoo.language", "transformers"),
     "timm": ("benchmarks.zoo.images", "timm"),
 }
