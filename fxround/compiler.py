@@ -420,7 +420,7 @@ class RoundedModule(nn.Module):
             if not changed:
                 return entry
             if replays:
-                found = [(read.source, type(read.tensor).__name__, "") for read in changed]
+                found = [(read.source, read.kind, "") for read in changed]
                 self._left[key] = LeftToPython(self.source, found, reads=True)
                 raise self._left[key]
         return None

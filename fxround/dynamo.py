@@ -46,9 +46,39 @@ class Read:
     version: int
     scope: Mapping[str, Any] = field(repr=False)
 
+    @property
+    def kind(self) -> str:
+        """Its type, for messages."""
+        return type(self.tensor).__name__
+
     def is_current(self) -> bool:
         """Whether the source still gives the same tensor, unchanged."""
         return _found(self.source, self.scope) is self.tensor and _version(self.tensor) == self.version
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An attribute that a call sets to what it holds already: no change, while it holds that."""
+
+    source: str
+    holder: Any = field(repr=False)
+    attribute: str
+    value: bool | int | float | str | None
+
+    @property
+    def kind(self) -> str:
+        """Its type, for messages."""
+        return "attribute"
+
+    def is_current(self) -> bool:
+        """Whether the attribute holds the value that a call leaves behind."""
+        same: bool = _plain(vars(self.holder).get(self.attribute, _NOTHING)) == _plain(self.value)
+        return same
+
+
+def _plain(value: Any) -> Any:
+    """What tells plain values apart, by type and digits; every other object is itself alone."""
+    return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else (object, id(value))
 
 
 def capturing() -> Any:
@@ -108,8 +138,8 @@ def replaying(model: nn.Module) -> Iterator[None]:
             raise explained(model, error) from error
 
 
-def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read, ...]]:
-    """Dynamo's graph of the call, on twins of the model's modules, and what it reads beside state and arguments.
+def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...]]:
+    """Dynamo's graph of the call, on twins of the model's modules, and what it relies on beside state and arguments.
 
     Raises LeftToPython where the model changes Python state, or reads tensors through an argument that is no tensor,
     tuple, list or dict.
@@ -132,18 +162,19 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     # Dynamo puts the graph into the globals of the model's code, where it would keep the model alive for good.
     if captured.backend_input is not None:
         captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
-    if found:
-        raise LeftToPython(model, [(_spelled(c.source), c.kind, c.line) for c in found])
+    changes = [c for c in found if isinstance(c, Change)]
+    if changes:
+        raise LeftToPython(model, [(_spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
-    return graph, _reads(graph, model, args, kwargs)
+    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept)))
 
 
 @contextlib.contextmanager
-def _changes() -> Iterator[list[Change]]:
+def _changes() -> Iterator[list[Change | Kept]]:
     """What Dynamo would replay after the graph that it traces inside of the block."""
     from torch._dynamo.side_effects import SideEffects
 
-    found: list[Change] = []
+    found: list[Change | Kept] = []
     generate = SideEffects.codegen_update_mutated
 
     def watched(self: Any, *rest: Any, **named: Any) -> Any:
@@ -163,17 +194,33 @@ def _lasts(variable: Any) -> bool:
     return existed and not getattr(variable.source, "is_varkw", False)
 
 
-def _described(effects: Any, variable: Any) -> Iterator[Change]:
-    """The changes of one object: of each attribute, or of what it holds."""
+def _described(effects: Any, variable: Any) -> Iterator[Change | Kept]:
+    """The changes of one object: of each attribute, or of what it holds.
+
+    Many models set a flag and reset it before they return, transformers' among them: Dynamo counts that as a change.
+    """
     stacks = effects.mutation_user_stacks.get(variable, ())
     frames = [frame for stack in stacks for frame in stack if not frame.filename.startswith(TORCH)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     name = getattr(variable, "local_name", None) or str(getattr(variable.source, "name", variable.source))
     attributes = effects.store_attr_mutations.get(variable, ())
     for attribute in attributes:
-        yield Change(f"{name}.{attribute}", "attribute", line)
+        kept = _kept(f"{name}.{attribute}", variable, attribute, attributes[attribute])
+        yield kept or Change(f"{name}.{attribute}", "attribute", line)
     if not attributes:
         yield Change(name, variable.python_type_name(), line)
+
+
+def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:
+    """The attribute, if the last of its values is plain and the one that it holds now, before any replay."""
+    from torch._dynamo.variables import ConstantVariable
+
+    holder = getattr(variable, "value", None)
+    if not isinstance(last, ConstantVariable) or not hasattr(holder, "__dict__"):
+        return None
+    value: Any = last.as_python_constant()
+    kept = Kept(_spelled(source), holder, attribute, value)
+    return kept if isinstance(value, bool | int | float | str | None) and kept.is_current() else None
 
 
 def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:

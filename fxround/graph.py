@@ -29,7 +29,7 @@ from torch import fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fxround.dynamo import Read, alone, dynamo_graph
+from fxround.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.errors import CaptureError
 from fxround.marks import mark_values
 from fxround.refusals import (
@@ -107,7 +107,7 @@ class Captured:
     outputs: tuple[Port, ...]
     out_spec: pytree.TreeSpec
     sizes: Sizes
-    reads: tuple[Read, ...] = ()
+    reads: tuple[Read | Kept, ...] = ()
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -126,7 +126,7 @@ class _Traced:
 
     joint: Any
     leaves: list[Any] = field(repr=False)
-    reads: tuple[Read, ...]
+    reads: tuple[Read | Kept, ...]
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:

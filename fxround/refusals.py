@@ -82,7 +82,7 @@ class LeftToPython(CaptureError):
 
     def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
         self.reads = reads
-        verb = "reads a tensor of" if reads else "changes"
+        verb = "relies on" if reads else "changes"
         lines = [f"  {verb} {source} ({kind}){f' at {line}' if line else ''}" for source, kind, line in found[:8]]
         more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
         super().__init__(

@@ -198,3 +198,41 @@ def test_a_replay_that_is_switched_off_is_an_error() -> None:
     compiled = fxround.compile(Counting().eval(), "reproducible")
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match="switched off"):
         compiled(torch.rand(4, 3))
+
+
+class Flag:
+    """As transformers' collector of outputs: set during a call, and reset before it returns."""
+
+    def __init__(self) -> None:
+        self.active: Tensor | None = None
+        self.on = False
+
+
+FLAG = Flag()
+
+
+class Flagging(nn.Module):
+    """Sets an object of the module's file to what it held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        FLAG.active, FLAG.on = x, True
+        y = self.fc(x) * (2 if FLAG.on else 3)
+        FLAG.active, FLAG.on = None, False
+        return y
+
+
+def test_what_a_call_sets_and_resets_is_no_change_while_it_is_so() -> None:
+    model, x = Flagging().eval(), torch.randn(2, 3)
+    compiled = fxround.compile(model, "reproducible")
+    with torch.no_grad():
+        expected = compiled(x)
+        assert torch.equal(compiled.evaluate(x), expected) and torch.equal(compiled(x[1:]), expected[1:])
+        torch.testing.assert_close(expected, model(x))
+        # From another value there is something to change: a call changes it.
+        FLAG.on = True
+        assert torch.equal(compiled(x), expected)
+    assert FLAG.on is False and FLAG.active is None
