@@ -340,3 +340,18 @@ def test_verify_catches_what_is_not_accounted_for() -> None:
     mul.target = torch.ops.aten.mul.Tensor
     with pytest.raises(VerificationError, match="claims to be rounded"):
         verify_accounted(graph)
+
+
+def test_up_down_does_not_move_an_integer_that_becomes_a_float() -> None:
+    """As mixtures of experts count the tokens of each."""
+
+    def counts(ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.histc(ids.float(), bins=4, min=0, max=3), x + ids.to(x.dtype)
+
+    ids, x = torch.arange(4).repeat(8), torch.full((32,), 1.0)
+    compiled = fxround.compile(counts, "up_down")
+    counted, moved = compiled(ids, x)
+    assert counted.tolist() == [8.0] * 4 and not bool((moved == ids + 1).any())
+    assert [row["rounding"] for row in compiled.summary() if "_to_copy" in row["operator"]] == [
+        "binary32/stochastic/inf"
+    ] * 2

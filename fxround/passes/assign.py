@@ -14,6 +14,7 @@ from typing import Final
 from torch import fx
 
 from fxround.graph import META, ROLE, Site, float_values
+from fxround.numerics.modes import MODES
 from fxround.ops import CONSTANTS
 from fxround.passes.rewrite import Plan, sites
 from fxround.policy import ENTERING, Assignment
@@ -41,10 +42,22 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         dtype = FORMAT_OF[values[0].dtype]
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
-        node.meta[META] = replace(place, assignment=assignment)
+        node.meta[META] = replace(place, assignment=_of_an_integer(node, assignment))
     found = sites(graph)
     matched.update(i for i, rule in enumerate(plan.policy.rules) if not rule.speaks_of_results)
     plan.policy.require_matched(matched, [p.path for _, p in found], {p.direction for _, p in found})
+
+
+def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:
+    """What a policy says of the conversion of an integer tensor, which up_down must not move if it is exact.
+
+    Counts and indices are compared and binned as floating-point numbers: one ulp less than 3 is another expert's token.
+    """
+    if said is None or said.rounding is None or not said.rounding.mode.jitter:
+        return said
+    if str(node.target) != "aten._to_copy.default" or node.all_input_nodes[0].meta["val"].is_floating_point():
+        return said
+    return replace(said, rounding=replace(said.rounding, mode=MODES["stochastic"]))
 
 
 def _enters(node: fx.Node) -> bool:
