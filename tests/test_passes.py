@@ -302,18 +302,6 @@ def test_an_index_in_the_making_is_not_rounded(policy: str, mode: str) -> None:
 # ---- every graph ----
 
 
-def test_up_down_leaves_an_integer_that_becomes_a_number_where_the_format_holds_it() -> None:
-    def count(ids: Tensor) -> tuple[Tensor, Tensor]:
-        ends = torch.cumsum(torch.histc(ids.float(), bins=4, min=0, max=3), 0, dtype=torch.int32)
-        return ends, (ids.float() == 3).sum()
-
-    ids = torch.arange(4).repeat(64)
-    ends, threes = fxround.compile(count, "up_down")(ids)
-    assert ends.tolist() == [64, 128, 192, 256] and int(threes) == 64
-    found = fxround.compile(lambda ids: ids.float(), "up_down")(torch.full((500,), 2**24 + 1))
-    assert set(found.tolist()) == {2.0**24, 2.0**24 + 2}  # both neighbours of an integer that it does not hold
-
-
 def test_the_pipeline_leaves_the_captured_graph_alone() -> None:
     graph = graph_of(Norm(), torch.zeros(2, 3))
     before = text(graph)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxround.graph import META
-from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.ops import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
@@ -40,22 +40,12 @@ def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
         if name not in OPERATORS:
             node.meta[META] = replace(place, reason=f"fxround has no kernel for {name} yet")
             continue
-        rounding = wanted[1]
-        if rounding.mode.jitter and _converts_integers(node):
-            # Such numbers are counted, compared and turned into indices again: an ulp below 3, an index is 2.
-            rounding = replace(rounding, mode=MODES["stochastic_equal"])
-            place = node.meta[META] = replace(place, assignment=replace(wanted[0], rounding=rounding))
         dtype = node.meta["val"].dtype
-        operands, text = _program(graph, node, rule.body, rounding)
+        operands, text = _program(graph, node, rule.body, wanted[1])
         loads = tuple(STORAGES[operand.meta["val"].dtype] for operand in operands)
         with locating(place):
             map_kernel(Program.parse(text), loads, STORAGES[dtype])
         become(graph, node, "pointwise", (operands, text, dtype, rng_of(graph), place.number))
-
-
-def _converts_integers(node: fx.Node) -> bool:
-    source: Any = node.args[0]
-    return node.target is aten._to_copy.default and not source.meta["val"].is_floating_point()
 
 
 def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding) -> tuple[list[fx.Node], str]:
