@@ -149,3 +149,32 @@ def test_the_entry_point_is_the_backend() -> None:
     (name, value), *rest = project["entry-points"]["torch_dynamo_backends"].items()
     assert name == "fxround" and not rest
     assert EntryPoint(name, value, "torch_dynamo_backends").load() is rounding_backend
+
+
+class Decoder(nn.Module):
+    """Attention over a cache of keys that an argument holds and that grows by a call's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        own = self.key(x)
+        cache["k"] = torch.cat([cache["k"], own], 1) if cache else own
+        return (x @ cache["k"].mT).softmax(-1) @ cache["k"]
+
+
+def test_a_cache_grows_step_by_step_through_a_bound_forward() -> None:
+    """Dynamo takes sizes of 0 and 1 for constants, and frees the others later."""
+    torch._dynamo.reset()
+    model = Decoder()
+    compiled = torch.compile(model.forward, backend="fxround", options={"policy": "identity"})
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for length in (3, 1, 1, 1):
+            x = torch.randn(1, length, 4)
+            # A tolerance: the captured graph need not call the kernels that eager PyTorch calls.
+            torch.testing.assert_close(compiled(x, ours), model(x, theirs))
+    assert ours["k"].shape == (1, 6, 4)
+    torch.testing.assert_close(ours["k"], theirs["k"])
