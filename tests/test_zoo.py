@@ -59,9 +59,9 @@ CHOSEN = [
     "transformers/swinv2",
     "transformers/t5",
     "transformers/timesformer",
-    "transformers/vit_mae",
+    "transformers/yolos",
     "transformers/wav2vec2",
-    "transformers/xlnet",
+    "transformers/mamba2",
     "transformers/yoso",
 ]
 OTHERS = [policy for policy in POLICIES if policy != FUSED]
