@@ -99,13 +99,15 @@ def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: b
         os.close(reader)
         _judge(subject, writer, limits, policies, gradient)
     os.close(writer)
-    text, ended = b"", ""
+    text, piece, ended = b"", b"-", ""
     while True:
         ready, _, _ = select.select([reader], [], [], 0.2)
-        piece = os.read(reader, 1 << 16) if ready else None
-        if piece == b"":
+        if ready:
+            piece = os.read(reader, 1 << 16)
+            text += piece
+        # A process that the model itself started may hold the pipe open.
+        if piece == b"" or not ready and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             break
-        text += piece or b""
         if not ended and time.time() - began > limits.clock:
             ended = "time"
         if not ended and _gigabytes(child) > limits.memory:
