@@ -106,7 +106,7 @@ def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: b
             piece = os.read(reader, 1 << 16)
             text += piece
         # A process that the model itself started may hold the pipe open.
-        if piece == b"" or not ready and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if piece == b"" or (not ready and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             break
         if not ended and time.time() - began > limits.clock:
             ended = "time"
