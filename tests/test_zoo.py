@@ -33,7 +33,7 @@ CHOSEN = [
     "transformers/clip",
     "transformers/convbert",
     "transformers/convnext",
-    "transformers/ctrl",
+    "transformers/gpt_bigcode",
     "transformers/deberta-v2",
     "transformers/dpt",
     "transformers/electra",
