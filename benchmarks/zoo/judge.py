@@ -163,11 +163,15 @@ def gradients(model: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 @dataclasses.dataclass
 class Judge:
-    """The questions about one subject, in order; ``record`` grows as they are answered, ``report`` is told of it."""
+    """The questions about one subject, in order; ``record`` grows as they are answered, ``report`` is told of it.
+
+    gradient, unfused: whether to ask for gradients, and whether fusing changes a bit.
+    """
 
     subject: Subject
     policies: Sequence[str] = tuple(POLICIES)
     gradient: bool = True
+    unfused: bool = True
     report: Report = lambda record: None
 
     def __post_init__(self) -> None:
@@ -213,12 +217,15 @@ class Judge:
         with torch.no_grad():
             base.prepare(*example.args, **example.kwargs)
         self.record["nodes"] = len(base.captured.graph.graph.nodes)
-        self.record["policies"] = {
-            name: self._policy(name, _under(base, name, name == FUSED), example, exact) for name in self.policies
-        }
-        if FUSED in self.policies:
-            fixed = _under(base, FUSED, True)
-            self._fused(fixed, _under(base, FUSED, False), example)
+        fixed = None
+        self.record["policies"] = answers = {}
+        for name in self.policies:
+            module = _under(base, name, name == FUSED)
+            answers[name] = self._policy(name, module, example, exact)
+            fixed = module if name == FUSED else fixed
+        if fixed is not None:
+            if self.unfused:
+                self._fused(fixed, _under(base, FUSED, False), example)
             self._row(fixed, example)
             if self.gradient:
                 self._gradient(fixed, example)
