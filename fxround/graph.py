@@ -34,6 +34,7 @@ from fxround.errors import CaptureError
 from fxround.marks import mark_values
 from fxround.refusals import (
     EXPECTED,
+    RESULT,
     LeftToPython,
     explained,
     refuse_unsupported_tensors,
@@ -316,6 +317,9 @@ def _trace(
         except LeftToPython:
             raise
         except Exception as e:  # whatever a model's own code raises, told with its line
+            made = re.match(r"Found <class '([^']+)'> in output", str(e))
+            if made:
+                raise LeftToPython(model, [(made[1], RESULT, "")]) from None
             raise explained(model, e) from e
     refuse_unsupported_nodes(joint.graph_module)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads)

@@ -74,6 +74,10 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
 
 
+# The kind of an object that a model makes and returns, and that is no tensor, tuple, list or dict.
+RESULT: Final = "result"
+
+
 class LeftToPython(CaptureError):
     """What a graph cannot hold: a change of Python state, or a tensor that is found through a Python object.
 
@@ -83,7 +87,10 @@ class LeftToPython(CaptureError):
     def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
         self.reads = reads
         verb = "relies on" if reads else "changes"
-        lines = [f"  {verb} {source} ({kind}){f' at {line}' if line else ''}" for source, kind, line in found[:8]]
+        lines = [
+            f"  {'returns' if kind == RESULT else verb} {source} ({kind}){f' at {line}' if line else ''}"
+            for source, kind, line in found[:8]
+        ]
         more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
         super().__init__(
             "\n".join(
@@ -92,7 +99,8 @@ class LeftToPython(CaptureError):
                     *lines,
                     *more,
                     "  A call of the compiled module does this in the way of torch.compile. To observe, evaluate or "
-                    "export the model, return what it changes, register it as a buffer, or pass it as a tensor.",
+                    "export the model, return what it changes, register it as a buffer, or pass it as a tensor; "
+                    "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False).",
                 ]
             )
         )
@@ -119,7 +127,6 @@ _ADVICE: Final = (
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
     ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
     ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
-    ("not a known type", "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False)"),
 )
 
 

@@ -236,3 +236,27 @@ def test_what_a_call_sets_and_resets_is_no_change_while_it_is_so() -> None:
         FLAG.on = True
         assert torch.equal(compiled(x), expected)
     assert FLAG.on is False and FLAG.active is None
+
+
+class Box:
+    """What PyTorch knows no leaves of, as transformers' caches."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+def test_an_object_that_the_model_makes_is_returned_with_the_rounded_values() -> None:
+    class Boxing(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Box]:
+            box = Box()
+            box.kept.append(x / 3)
+            return x + 1, box
+
+    x = torch.arange(12.0).reshape(4, 3) / 16
+    compiled = fxround.compile(Boxing(), "bfloat16")
+    for _ in range(2):
+        result, box = compiled(x)
+        assert isinstance(box, Box) and torch.equal(result, fxround.round(x + 1, "bfloat16"))
+        assert torch.equal(box.kept[0], fxround.round(x.double() / 3, "bfloat16").float())
+    with pytest.raises(CaptureError, match=r"(?s)returns .*Box.* \(result\).*use_cache=False"):
+        next(iter(compiled.observe(x)))
