@@ -199,14 +199,13 @@ def transposed(
     taps, begin = len(w[0][0]), dilation * (len(w[0][0]) - 1) - pad
     wide = (len(x[0][0]) - 1) * stride + 1
     turned = [[[row[o][taps - 1 - t] for t in range(taps)] for row in w] for o in range(len(w[0]))]
-    right = size + dilation * (taps - 1) - wide - begin
-    spread = [
-        [
-            [0.0] * begin + [row[p // stride] if p % stride == 0 else 0.0 for p in range(wide)] + [0.0] * right
-            for row in i
-        ]
-        for i in x
-    ]
+
+    def at(row: list[float], p: int) -> float:
+        return row[p // stride] if 0 <= p < wide and p % stride == 0 else 0.0
+
+    # A padding beyond the kernel's reach cuts elements off: begin is negative then.
+    places = range(-begin, size + dilation * (taps - 1) - begin)
+    spread = [[[at(row, p) for p in places] for row in i] for i in x]
     return convolution(spread, turned, 1, 0, dilation, how)
 
 

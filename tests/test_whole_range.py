@@ -1,14 +1,12 @@
 """float64 operands of every exponent, in every deterministic mode, against rational arithmetic (``rationals``).
 
-A run draws anew, and prints its seed where it fails: FXROUND_RANGE_SEED=n draws as it did. FXROUND_RANGE_ROUNDS=100
-draws a hundred times as much (about an hour on one processor).
+FXROUND_RANGE_SEED=n draws others than seed 0 does, FXROUND_RANGE_ROUNDS=100 a hundred times as many.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from fxround.specialize import contract_kernel, fused_kernel, map_kernel
 OPS = torch.ops.fxround
 RNG = torch.tensor([0, 0])
 NO_KEY = (0, 0, 0, 0)
-SEED = int(os.environ.get("FXROUND_RANGE_SEED", time.time_ns() % 10**9))
+SEED = int(os.environ.get("FXROUND_RANGE_SEED", 0))
 ROUNDS = int(os.environ.get("FXROUND_RANGE_ROUNDS", 1))
 DETERMINISTIC = [name for name, mode in MODES.items() if mode.deterministic]
 WIDE = ["custom(51,-900,0x1p+1023,signed+inf+nan+zero)", "custom(30,-500,0x1p+600,signed+inf+nan+zero)"]
