@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,8 @@ def _usual(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {key: _usual(inner) for key, inner in value.items()}
         return {key: inner for key, inner in kept.items() if key not in USUAL or inner != USUAL[key]}
+    if isinstance(value, str):  # where packages lie is no result
+        return re.sub(r"[^\s'\"(]*/site-packages/", "", value)
     return float(f"{value:.1e}") if isinstance(value, float) else value
 
 
