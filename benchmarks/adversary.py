@@ -230,7 +230,7 @@ def batch(name: str, rng: np.random.Generator, count: int, points: list[Point]) 
 def search(
     name: str, count: int, seed: int = 0, dtype: Any = np.float64, size: int = BATCH, rounding: str = NEAREST
 ) -> Found:
-    """The worst of so many samples, the same for the same seed; of binary32 arguments, if dtype is float32.
+    """The worst of ``count`` samples, the same for the same seed; of binary32 arguments, if dtype is float32.
 
     ``size``: how many are drawn before the worst are looked at. ``rounding``: of the results.
     """

@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (1)")
     parser.add_argument("--seed", type=int, default=0, help="of the first hundred; the next ones follow (0)")
-    parser.add_argument("--modules", type=int, default=5, help="a module after so many hundreds of graphs (5)")
+    parser.add_argument("--modules", type=int, default=5, help="one module after N hundreds of graphs (5)")
     parser.add_argument("--output", type=Path, help="a file to which failures are appended")
     given_ = parser.parse_args()
     counts: Counter[str] = Counter()

@@ -30,7 +30,7 @@ from fxround.errors import FxroundError
 POLICIES: Final[Mapping[str, float]] = {
     "identity": 1.0, "reproducible": 1.0, "stochastic": 2.0, "up_down": 2.0, "bfloat16": 2.0**16
 }  # fmt: skip
-# An error may be so many times that of stock float32: another order of the same operations. It is never asked to be
+# An error may be this multiple of stock float32's: another order of the same operations. It is never asked to be
 # below FLOOR times the unit roundoff, and errors that exceed ALL say nothing.
 SLACK: Final = 16.0
 FLOOR: Final = 64 * 2.0**-24

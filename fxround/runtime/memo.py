@@ -35,7 +35,7 @@ def held(value: object) -> int:
 
 
 class Memo(Generic[P, T]):
-    """A function that remembers what it returned, up to so many bytes."""
+    """A function that remembers what it returned, up to ``most`` bytes."""
 
     def __init__(self, function: Callable[P, T], most: int) -> None:
         self.function, self.most, self.bytes = function, most, 0
