@@ -120,7 +120,7 @@ def test_a_walk_survives_what_it_meets_and_is_taken_up_again(tmp_path: Path) -> 
 
 
 def test_a_hang_without_work_ends_by_the_clock() -> None:
-    record = alone(Subject("timm", "sleeps", lambda: time.sleep(60)), Limits(10, 1), ("identity",), False)  # type: ignore[arg-type, return-value]
+    record = alone(Subject("timm", "sleeps", lambda: time.sleep(60)), Limits(10, 5), ("identity",), False)  # type: ignore[arg-type, return-value]
     assert record["outcome"] == "time" and record["stage"] == "build"
 
 

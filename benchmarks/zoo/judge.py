@@ -171,8 +171,8 @@ class Judge:
     subject: Subject
     policies: Sequence[str] = tuple(POLICIES)
     gradient: bool = True
-    unfused: bool = True
     report: Report = lambda record: None
+    unfused: bool = True
 
     def __post_init__(self) -> None:
         self.record: Record = {"name": self.subject.title, "outcome": "running", "stage": "build", "misfits": []}

@@ -114,6 +114,10 @@ def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: b
             ended = "memory"
         if ended:
             os.kill(child, signal.SIGKILL)
+    # What the process wrote between the last look at the pipe and its end.
+    while piece != b"" and select.select([reader], [], [], 0)[0]:
+        piece = os.read(reader, 1 << 16)
+        text += piece
     os.close(reader)
     _, status, usage = os.wait4(child, 0)
     reports = [json.loads(text) for text in text.decode().splitlines() if text.endswith("}")]
