@@ -1,4 +1,4 @@
-"""The thread's floating-point state: stock operators compute by IEEE 754 only where the processor is told to.
+"""The thread's floating-point state, on which the results of stock operators depend.
 
 ``torch.set_flush_denormal(True)``, and libraries linked with ``-ffast-math``, make the processor take subnormal numbers
 for zero; a C library can change how it rounds. fxround's kernels set their own state. PyTorch's operators (relu, amax,

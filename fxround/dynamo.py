@@ -122,7 +122,7 @@ _GRAPHS: Final = 64
 
 @contextlib.contextmanager
 def replaying(model: nn.Module) -> Iterator[None]:
-    """The settings for calls by way of ``torch.compile``; what Dynamo refuses is told as a CaptureError."""
+    """The settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError."""
     from torch._dynamo import config, exc
 
     with config.patch(

@@ -177,4 +177,5 @@ def test_a_cache_grows_step_by_step_through_a_bound_forward() -> None:
             # A tolerance: the captured graph need not call the kernels that eager PyTorch calls.
             torch.testing.assert_close(compiled(x, ours), model(x, theirs))
     assert ours["k"].shape == (1, 6, 4)
+    # As above: eager PyTorch made the other one.
     torch.testing.assert_close(ours["k"], theirs["k"])

@@ -243,7 +243,7 @@ class Judge:
             exact = self._yardstick(example, stock)
         except Unbuildable:
             raise
-        except Exception as e:
+        except Exception as e:  # stock PyTorch does not run it: the record says why
             raise Unbuildable(f"{type(e).__name__}: {brief(e)}") from e
         if any(t.isnan().any() for t in floats(stock)):
             raise Unbuildable("the stock result holds NaN")
@@ -335,7 +335,7 @@ class Judge:
         except FxroundError as e:
             found["reason"] = f"{type(e).__name__}: {brief(e)}"
             return
-        except Exception as e:
+        except Exception as e:  # recorded as a misfit
             self._foreign(e)
             found["reason"] = f"{type(e).__name__}: {brief(e)}"
             return

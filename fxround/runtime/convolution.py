@@ -73,7 +73,7 @@ class Windows:
 
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """Row-major, with so many zeros around it; fewer than none takes elements away."""
+    """Row-major, with this many zeros on each side; a negative number takes elements away."""
     edges = [p for d in reversed(range(x.dim() - 2)) for p in (before[d], after[d])]
     return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
 
