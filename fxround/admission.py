@@ -68,7 +68,7 @@ def _listed(dtypes: set[torch.dtype]) -> str:
 
 
 def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Raise what the model itself raises for these arguments: a wrong size is reported in the model's own words, with its own line.
+    """Raise what the model itself raises for these arguments, in its own words and with its own line.
 
     A copy is asked, as a call may change buffers and arguments. False: the model cannot be copied.
     """
