@@ -54,8 +54,8 @@ def compile(
     """A module that computes ``model`` with the roundings of ``policy``.
 
     model: any ``nn.Module`` that can be captured whole; it is shared, not copied; or a function of tensors, a loss for
-    instance. policy: a preset's name, a
-    format or a rounding as text, a path to a TOML file, a dict or a Policy. example_inputs: captures at once (a
+    instance. policy: a preset's name, a format or a rounding as text, a floating-point dtype, a path to a TOML file, a
+    dict or a Policy. example_inputs: captures at once (a
     tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
     strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
     all random bits. fuse: whether chains of pointwise operations run in one pass over memory, which changes no bit;

@@ -22,12 +22,14 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.dynamo import aside
+from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.program import Program, Statement
 from fxround.runtime.execute import Draw, run_map, storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
+RoundingLike = str | Rounding | Format | torch.dtype
 
 
 def rounding_program(rounding: Rounding) -> Program:
@@ -38,33 +40,34 @@ def rounding_program(rounding: Rounding) -> Program:
 @overload
 def round(
     x: Tensor,
-    rounding: str | Rounding,
+    rounding: RoundingLike,
     seed: int = 0,
     sample: int = 0,
     out: Tensor | None = None,
-    gradient: str | Gradient = STRAIGHT,
+    gradient: RoundingLike | Gradient = STRAIGHT,
 ) -> Tensor: ...
 
 
 @overload
 def round(
-    x: FloatArray, rounding: str | Rounding, seed: int = 0, sample: int = 0, out: FloatArray | None = None
+    x: FloatArray, rounding: RoundingLike, seed: int = 0, sample: int = 0, out: FloatArray | None = None
 ) -> FloatArray: ...
 
 
 def round(
     x: Any,
-    rounding: str | Rounding,
+    rounding: RoundingLike,
     seed: int = 0,
     sample: int = 0,
     out: Any = None,
-    gradient: str | Gradient = STRAIGHT,
+    gradient: RoundingLike | Gradient = STRAIGHT,
 ) -> Any:
     """Round every element of ``x`` to the values of a format.
 
     x: a torch tensor (float32, float64, float16, bfloat16) or NumPy array (the first three) of any shape
-    and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``. seed, sample:
-    what the random bits of the stochastic modes are a function of, beside the element's row-major index.
+    and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``, a Format or a
+    floating-point dtype, as in ``torch.bfloat16``. seed, sample: what the random bits of the stochastic modes are a
+    function of, beside the element's row-major index.
     out: written to and returned, of x's shape and dtype; x itself, or memory apart from x's.
     gradient: what happens to the gradient of a tensor:
     ``straight_through``; ``zero_clamped``, zero where the rounding clamped; a rounding, by which it is rounded, with
@@ -79,7 +82,7 @@ def round(
         return _rounded(x, rounding, seed, sample, out, gradient)
 
 
-def _rounded(x: Any, rounding: str | Rounding, seed: int, sample: int, out: Any, gradient: str | Gradient) -> Any:
+def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any) -> Any:
     parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
     if how.zero_clamped and not clamps(parsed):
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")

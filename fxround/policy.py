@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 from fxround.errors import PolicyError, shown
 from fxround.keys import check_keys, nearest, toml
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats import FORMATS, OTHER_NAMES, Format
+from fxround.numerics.formats import FORMATS, Format, candidates, other_numbers, own_name, spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
@@ -114,6 +114,7 @@ class Rule:
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
             object.__setattr__(self, "order", str(_parsed(Order.parse, self.order, "order")))
+        object.__setattr__(self, "gradient", spelt(self.gradient))
         object.__setattr__(self, "gradient", self._full_gradient())
         for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
             if said is not None and said not in known:
@@ -297,25 +298,30 @@ class Policy:
 
     @staticmethod
     def preset(name: str) -> Policy:
-        """One of PRESETS, or any format or rounding by its text ("e4m3fn", "e5m2/stochastic/saturate").
+        """One of PRESETS, or any format or rounding by its text ("e4m3fn", "e5m2/stochastic/saturate", "fp16").
 
         A format's policy rounds every result, weight and input to it and accumulates in binary32.
         """
+        name = own_name(name)
         if name in PRESETS:
             return PRESETS[name]
         try:
             return _in_format(name, Rounding.parse(name))
         except ValueError as error:
-            if any(mark in name for mark in "/(:"):
+            if any(mark in name for mark in "/(:") or other_numbers(name):
                 raise PolicyError(f"policy {shown(name)}: {error}") from error
             known = list(dict.fromkeys([*PRESETS, *FORMATS]))
-            other = OTHER_NAMES.get(name.lower())
+            other = candidates(name)
             near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, known)
             raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
 
     @staticmethod
-    def parse(source: str | Path | Mapping[str, Any] | Rounding | Policy) -> Policy:
-        """A policy from a preset's name, a rounding, a path to a .toml file, a dict, or a policy."""
+    def parse(source: Any) -> Policy:
+        """A policy from a preset's name, a rounding, a path to a .toml file, a dict, or a policy.
+
+        A rounding is a text, a Rounding, a Format, or a floating-point dtype of PyTorch or NumPy.
+        """
+        source = spelt(source)
         if isinstance(source, Policy):
             return source
         if isinstance(source, Mapping):
@@ -326,7 +332,9 @@ class Policy:
             return _read(Path(source))
         if isinstance(source, str):
             return Policy.preset(source)
-        raise TypeError(f"a policy is a name, a path, a dict, a Rounding or a Policy; got {type(source).__name__}")
+        raise TypeError(
+            f"a policy is a name, a path, a dict, a dtype, a Rounding or a Policy; got {type(source).__name__}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; ``Policy.from_dict(p.to_dict()) == p``. What a rule leaves unsaid is left out."""
@@ -338,10 +346,12 @@ class Policy:
     def from_dict(data: Mapping[str, Any]) -> Policy:
         """The policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
         check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
-        rows = data.get("rules", [])
-        for row in rows:
+        rows = []
+        for row in data.get("rules", []):
             if not isinstance(row, Mapping):
                 raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {shown(row)}")
+            row = {key: spelt(value) for key, value in row.items()}
+            rows.append(row)
             check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
         rules = tuple(Rule(**row) for row in rows)
         return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
@@ -422,6 +432,7 @@ def _with_wide(text: str, dtype: str) -> str:
 
 def _canonical(text: object, field: str, kept: str) -> str | None:
     """A rounding's text with all its parts, so that equal rules are equal; ``kept`` stays as it is."""
+    text = spelt(text)
     if text is None or text == kept:
         return text if text is None else kept
     if not isinstance(text, str | Rounding | Accumulation):
@@ -436,8 +447,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     _parsed(lambda t: Accumulation.parse(_with_dtype(_with_wide(t, "binary32"), "binary32")), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
-    spelt = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
-    return " ".join([_full_rounding(step), *spelt])
+    said = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
+    return " ".join([_full_rounding(step), *said])
 
 
 def _full_rounding(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 import fxround
 from fxround.numerics.exact import round_float
+from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 from fxround.training import compile_optimizer
 
@@ -105,6 +106,7 @@ def test_the_gradient_passes_straight_through() -> None:
         (torch.zeros(3), "ieee(9,8)", ValueError, r"values of ieee\(9,8\) that a binary32 tensor cannot store"),
         (torch.zeros(3), "stochastic", ValueError, "no format is named"),
         (torch.zeros(3), "bfloat16/stochastic:33", ValueError, "stochastic:1 to stochastic:32"),
+        (torch.zeros(3), torch.int8, ValueError, "is a dtype of integers or truth values"),
         (torch.zeros(3), 7, TypeError, "a rounding is a text"),
     ],
 )
@@ -246,3 +248,10 @@ def test_a_tensor_without_memory_is_refused() -> None:
     for empty in (x, torch._efficientzerotensor((3,))):  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has no memory"):
             fxround.round(empty, "bfloat16")
+
+
+def test_a_dtype_is_the_rounding_to_its_format() -> None:
+    x = torch.linspace(-500, 500, 1001)
+    for rounding, name in ((torch.float8_e4m3fn, "e4m3fn"), (torch.half, "binary16"), (FORMATS["e5m2"], "e5m2")):
+        assert torch.equal(fxround.round(x, rounding).view(torch.int32), fxround.round(x, name).view(torch.int32))
+    assert torch.equal(fxround.round(x, torch.float16), x.to(torch.float16).float())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from neighbours import ALL_FORMATS
 
-from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import ALIASES, FORMATS, Format
+from fxround.numerics.gradients import Gradient
+from fxround.numerics.modes import Rounding
 
 # precision, emin, maximum, smallest positive value, number of finite magnitudes: IEEE 754-2019 table 3.5,
 # OCP 8-bit floating point 1.0 table 1, OCP Microscaling 1.0 tables 1 to 5.
@@ -167,3 +172,71 @@ def test_describe_golden() -> None:
         "  minus zero  kept\n"
         "  overflow    nan by default; possible: saturate, nan"
     )
+
+
+def test_every_alias_is_another_name_of_a_format() -> None:
+    assert set(ALIASES.values()) <= set(FORMATS)
+    assert all(name == format or name not in FORMATS for name, format in ALIASES.items())
+    for alias, name in ALIASES.items():
+        assert Format.parse(alias) is FORMATS[name]
+        assert Format.parse(f" torch.{alias}-flush") == FORMATS[name].without_subnormals()
+
+
+# Without a row: their NaN is the code of minus zero, which no format of fxround lacks.
+WITHOUT = {"torch.float8_e4m3fnuz", "torch.float8_e5m2fnuz"}
+TORCH_FLOATS = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point})
+
+
+def test_every_floating_dtype_of_torch_is_a_format_with_its_limits() -> None:
+    assert set(TORCH_FLOATS) >= WITHOUT | {"torch.float16", "torch.float8_e8m0fnu"}
+    for name in TORCH_FLOATS:
+        dtype = getattr(torch, name.removeprefix("torch."))
+        if name in WITHOUT:
+            with pytest.raises(ValueError, match="did you mean e"):
+                Format.parse(dtype)
+            continue
+        fmt = Format.parse(dtype)
+        assert fmt == Format.parse(name)
+        if "x2" in name:  # torch.finfo lacks it: two e2m1fn in a byte
+            assert fmt.name == "e2m1fn"
+            continue
+        limits = torch.finfo(dtype)
+        # The least normal number of e8m0fnu is its least number.
+        assert (fmt.maximum, math.ldexp(1.0, fmt.emin)) == (limits.max, limits.smallest_normal)
+        assert math.ldexp(1.0, 1 - fmt.precision) == limits.eps
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_numpys_dtypes_are_formats(name: str) -> None:
+    assert Format.parse(DTYPES[name]).name == Format.parse(np.dtype(DTYPES[name])).name == name
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.quint8, torch.uint16, np.int32, "int4"])
+def test_a_dtype_of_integers_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="is a dtype of integers or truth values, which are not rounded: expected"):
+        Format.parse(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.chalf, np.complex128, "cfloat"])
+def test_a_dtype_of_complex_numbers_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="is a dtype of complex numbers"):
+        Format.parse(dtype)
+
+
+@pytest.mark.parametrize(
+    "name, meant", [("fp8", "e4m3fn or e5m2"), ("FP16", "binary16"), ("BFloat16", "bfloat16"), ("mxfp4", "e2m1fn")]
+)
+def test_an_unsure_name_is_refused_with_what_may_be_meant(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {meant}"):
+        Format.parse(name)
+
+
+def test_roundings_accumulations_and_gradients_take_the_same_names() -> None:
+    assert Rounding.parse(torch.half) == Rounding.parse(FORMATS["binary16"]) == Rounding.parse("binary16")
+    assert str(Rounding.parse("torch.float8_e5m2/stochastic/saturate")) == "e5m2/stochastic/saturate"
+    assert str(Accumulation.parse("bf16 product=half chunk=8 combine=fp32")) == (
+        "bfloat16/nearest_even/inf product=binary16/nearest_even/inf chunk=8 combine=binary32/nearest_even/inf"
+    )
+    assert Accumulation.parse(torch.float32) == Accumulation.parse("binary32")
+    assert str(Gradient.parse("zero_clamped fp8_e5m2")) == "zero_clamped e5m2/nearest_even/inf"
+    assert Gradient.parse(torch.bfloat16) == Gradient.parse(Rounding.parse("bf16")) == Gradient.parse("bfloat16")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,6 +170,10 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.parse("e2m1fn/stochastic/inf"), "cannot overflow"),
         (lambda: Policy.parse("no/such/file.toml"), r"no/such/file\.toml.*cannot be read"),
         (lambda: Rule(rounding="bfloat16", role="wieght"), "did you mean 'weight'"),
+        (lambda: Policy.parse(torch.int64), "policy 'torch.int64': .*is a dtype of integers"),
+        (lambda: Policy.parse("int8"), "is a dtype of integers"),
+        (lambda: Policy.parse("Half"), "did you mean 'binary16'"),
+        (lambda: Rule(rounding=torch.int8), "rounding = 'torch.int8': .*is a dtype of integers"),  # type: ignore[arg-type]
         (lambda: Rule(rounding=3), "rounding is a text"),  # type: ignore[arg-type]
         (lambda: Rule(rounding="native"), "no format is named 'native'"),
         (lambda: Rule(accumulate="identity"), "no format is named 'identity'"),
@@ -327,3 +334,20 @@ def test_operands_are_chosen_by_their_own_role_and_direction() -> None:
         )
     with pytest.raises(PolicyError, match="Make two rules of it"):
         Rule(role="weight", rounding="bfloat16", operands="e4m3fn")
+
+
+@pytest.mark.parametrize("half", ["float16", "fp16", "half", "torch.float16", torch.float16, np.float16])
+def test_other_names_and_dtypes_give_the_policies_of_fxrounds_names(half: Any) -> None:
+    assert Policy.parse(half) is PRESETS["binary16"]
+    assert Rule(rounding=half, accumulate=half) == Rule(rounding="binary16", accumulate="binary16")
+    assert Rule(operands=half, gradient=half) == Rule(operands="binary16", gradient="binary16")
+    rules = Policy.from_dict({"name": "p", "rules": [{"rounding": half, "accumulate": torch.float32}]}).rules
+    assert rules == (Rule(rounding="binary16", accumulate="binary32"),)
+
+
+def test_other_names_in_longer_texts() -> None:
+    assert Policy.parse("fp8_e4m3/stochastic/saturate") == Policy.parse("e4m3fn/stochastic/saturate")
+    assert Policy.parse(torch.float8_e5m2) == Policy.parse("e5m2") and Policy.parse(torch.bfloat16).name == "bfloat16"
+    toml = '[[rules]]\nrounding = "half"\naccumulate = "float32 chunk=8 combine=torch.float32"\n'
+    assert Policy.from_toml(toml).rules == (Rule(rounding="binary16", accumulate="binary32 chunk=8 combine=binary32"),)
+    assert Policy.parse("fp8") is PRESETS["fp8"]

@@ -17,9 +17,10 @@ is how FP8 tensor cores are modelled (partial sums of n products in one format, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fxround.errors import shown
+from fxround.numerics.formats import spelt
 from fxround.numerics.modes import Rounding
 
 _OPTIONS: Final = ("product", "chunk", "combine")
@@ -50,8 +51,12 @@ class Accumulation:
         return any(r is not None and r.mode.random_bits for r in (self.step, self.product, self.combine))
 
     @staticmethod
-    def parse(text: str | Rounding | Accumulation) -> Accumulation:
-        """``rounding [product=rounding] [chunk=n combine=rounding]``; raises ValueError naming the wrong part."""
+    def parse(text: Any) -> Accumulation:
+        """``rounding [product=rounding] [chunk=n combine=rounding]``, or what ``Rounding.parse`` takes.
+
+        Raises ValueError naming the wrong part.
+        """
+        text = spelt(text)
         if isinstance(text, Accumulation):
             return text
         if isinstance(text, Rounding):

@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
 
 from fxround.errors import shown
 
@@ -39,6 +41,29 @@ def number(text: str) -> float:
     except ValueError:
         raise ValueError(f"{shown(text)} is no number") from None
     return value
+
+
+def spelt(value: Any) -> Any:
+    """The text of a format, or of a dtype of PyTorch or NumPy; anything else as it is."""
+    if isinstance(value, Format):
+        return str(value)
+    # This module knows nothing of torch, whose dtypes say what they are: str(torch.half) is "torch.float16".
+    if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+        return str(value)
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return np.dtype(value).name
+    return value
+
+
+def own_name(name: str) -> str:
+    """The name that fxround has for a format: ``"binary16"`` of ``"half"``. A name that nothing has stays as it is.
+
+    ``-flush`` and what follows a slash, the mode and the overflow of a rounding, stay too.
+    """
+    head, slash, rest = name.partition("/")
+    row = head.strip().removesuffix(FLUSH)
+    known = ALIASES.get(row.removeprefix("torch."))
+    return name if known is None else f"{known}{head.strip().removeprefix(row)}{slash}{rest}"
 
 
 @dataclass(frozen=True)
@@ -185,14 +210,16 @@ class Format:
         return fmt if subnormals else fmt.without_subnormals()
 
     @staticmethod
-    def parse(text: str) -> Format:
-        """A named format, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each with ``-flush`` if wanted.
+    def parse(text: Any) -> Format:
+        """A format by its name or one of ALIASES, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each with
+        ``-flush`` if wanted; or by a floating-point dtype of PyTorch or NumPy.
 
-        Raises ValueError with the nearest known names.
+        Raises ValueError with the nearest known names, and for the dtype of integers or of complex numbers.
         """
+        text = spelt(text)
         if not isinstance(text, str):
-            raise TypeError(f"a format is a text like 'e4m3fn', got {type(text).__name__}")
-        base = text.strip()
+            raise TypeError(f"a format is a text like 'e4m3fn' or a floating-point dtype, got {type(text).__name__}")
+        base = own_name(text.strip())
         row = base.removesuffix(FLUSH)
         return Format._row(row, text) if row == base else Format._row(row, text).without_subnormals()
 
@@ -216,7 +243,13 @@ class Format:
                 nan="nan" in flags,
                 zero="zero" in flags,
             )
-        near = OTHER_NAMES.get(base.lower()) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
+        numbers = other_numbers(base)
+        if numbers:
+            raise ValueError(
+                f"{shown(text)} is a dtype of {numbers}, which are not rounded: expected a floating-point format, like "
+                "'bfloat16', 'float16' or 'e4m3fn'"
+            )
+        near = candidates(base) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
             f"no format is named {shown(text)}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
@@ -243,18 +276,50 @@ _ROWS: Final[tuple[Format, ...]] = (
     Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
 )
 
-# What the formats are called elsewhere: for messages.
-OTHER_NAMES: Final = MappingProxyType(
+# What the formats are called elsewhere, the one list of it. PyTorch's dtypes are here without "torch."; float8_e4m3
+# is what ml_dtypes calls the format with infinities, fp8_e4m3 what hardware calls the one without.
+ALIASES: Final = MappingProxyType(
     {
-        **dict.fromkeys(("float64", "fp64", "f64", "double"), ("binary64",)),
-        **dict.fromkeys(("float32", "fp32", "f32", "float", "single"), ("binary32",)),
-        **dict.fromkeys(("float16", "fp16", "f16", "half"), ("binary16",)),
-        **dict.fromkeys(("bf16", "torch.bfloat16"), ("bfloat16",)),
-        **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
-        "float8_e4m3fn": ("e4m3fn",),
-        "float8_e5m2": ("e5m2",),
-        **dict.fromkeys(("fp4", "mxfp4"), ("e2m1fn",)),
+        **dict.fromkeys(("float64", "fp64", "f64", "double"), "binary64"),
+        **dict.fromkeys(("float32", "fp32", "f32", "float", "single"), "binary32"),
+        **dict.fromkeys(("float16", "fp16", "f16", "half"), "binary16"),
+        **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+        **dict.fromkeys(("float8_e5m2", "fp8_e5m2", "f8e5m2"), "e5m2"),
+        **dict.fromkeys(("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "f8e4m3fn"), "e4m3fn"),
+        **dict.fromkeys(("float8_e4m3", "f8e4m3"), "e4m3"),
+        **dict.fromkeys(("float8_e8m0fnu", "fp8_e8m0"), "e8m0fnu"),
+        **dict.fromkeys(("float6_e3m2fn", "fp6_e3m2"), "e3m2fn"),
+        **dict.fromkeys(("float6_e2m3fn", "fp6_e2m3"), "e2m3fn"),
+        **dict.fromkeys(("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1"), "e2m1fn"),
     }
 )
+# Names of more than one format, or of none that is quite theirs: for messages.
+_UNSURE: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
+        **dict.fromkeys(("float8_e4m3fnuz", "fp8_e4m3fnuz"), ("e4m3fn", "e4m3")),
+        **dict.fromkeys(("float8_e5m2fnuz", "fp8_e5m2fnuz"), ("e5m2",)),
+        **dict.fromkeys(("fp4", "mxfp4", "float4"), ("e2m1fn",)),
+        **dict.fromkeys(("fp6", "float6"), ("e3m2fn", "e2m3fn")),
+    }
+)
+_OTHER_TYPES: Final = re.compile(
+    r"(torch\.)?((?P<complex>c(omplex|float|double|half)[0-9]*)|bool_?|q?u?int[0-9]*(_t)?|q?u?int[0-9]+x[0-9]+"
+    r"|bits[0-9x]+|long|short|byte|char|ulong)"
+)
+
+
+def other_numbers(name: str) -> str:
+    """What the numbers of a dtype are that is none of floating point, for messages; "" for any other name."""
+    found = _OTHER_TYPES.fullmatch(name)
+    return "" if not found else "complex numbers" if found["complex"] else "integers or truth values"
+
+
+def candidates(name: str) -> tuple[str, ...]:
+    """The formats that somebody may mean by a name that is none: for messages."""
+    low = name.lower().removeprefix("torch.")
+    known = low if low in FORMATS else ALIASES.get(low)
+    return (known,) if known else _UNSURE.get(low, ())
+
 
 FORMATS: Final = MappingProxyType({row.name: row for row in _ROWS})

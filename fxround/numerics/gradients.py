@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
 from fxround.errors import shown
-from fxround.numerics.formats import Format
+from fxround.numerics.formats import Format, spelt
 from fxround.numerics.modes import Rounding
 
 STRAIGHT: Final = "straight_through"
@@ -41,10 +41,11 @@ class Gradient:
         return " ".join(said) or STRAIGHT
 
     @staticmethod
-    def parse(text: str | Gradient) -> Gradient:
+    def parse(text: Any) -> Gradient:
         """``straight_through``, or ``zero_clamped``, a rounding, or both; raises ValueError naming the wrong part."""
         if isinstance(text, Gradient):
             return text
+        text = str(text) if isinstance(text, Rounding) else spelt(text)
         words = text.split() if isinstance(text, str) else []
         if words == [STRAIGHT]:
             return Gradient()

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
 from fxround.errors import shown
-from fxround.numerics.formats import Format, Overflow
+from fxround.numerics.formats import Format, Overflow, spelt
 
 B = TypeVar("B")
 
@@ -135,15 +135,20 @@ class Rounding:
         return (Rounding.parse, (str(self),))
 
     @staticmethod
-    def parse(text: str | Rounding) -> Rounding:
+    def parse(text: Any) -> Rounding:
         """``format[/mode[/overflow]]``; the mode defaults to nearest_even, the overflow to the format's own.
 
+        text: a str; or a Rounding, or what ``Format.parse`` takes: a Format, or a dtype of PyTorch or NumPy.
         Raises ValueError naming the part that is wrong.
         """
+        text = spelt(text)
         if isinstance(text, Rounding):
             return text
         if not isinstance(text, str):
-            raise TypeError(f"a rounding is a text like 'e4m3fn/stochastic/saturate', got {type(text).__name__}")
+            raise TypeError(
+                "a rounding is a text like 'e4m3fn/stochastic/saturate' or a floating-point dtype, got "
+                f"{type(text).__name__}"
+            )
         parts = [p.strip() for p in text.split("/")]
         if len(parts) > 3:
             raise ValueError(f"{shown(text)} has {len(parts)} parts; expected format[/mode[/overflow]]")
