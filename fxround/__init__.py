@@ -4,7 +4,8 @@
     compiled(x)                                          # the same bits for the same (seed, sample), anywhere
     compiled.coverage()                                  # what is rounded, and what is not, with the reason
 
-Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need.
+Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need. A star import
+leaves Python's builtins alone: ``fxround.compile``, ``fxround.round`` and ``fxround.hash`` go by their full names.
 """
 
 from fxround.analysis.culprits import LocalizeReport
@@ -12,8 +13,9 @@ from fxround.analysis.localize import localize
 from fxround.analysis.perturb import perturb
 from fxround.analysis.report import VariabilityReport
 from fxround.analysis.variability import variability
-from fxround.compiler import RoundedModule, compile
-from fxround.eager import round
+from fxround.compiler import RoundedModule
+from fxround.compiler import compile as compile
+from fxround.eager import round as round
 from fxround.errors import (
     CaptureError,
     FxroundError,
@@ -22,7 +24,7 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
-from fxround.hashing import hash
+from fxround.hashing import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.loading import LoadedModule, load
 from fxround.numerics.formats import FORMATS, Format
@@ -30,9 +32,11 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.compiled import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
+from fxround.training import RoundedOptimizer, compile_optimizer
 
 formats, modes, policies = FORMATS, MODES, PRESETS
 
+# Neither compile, round nor hash: a star import would put them in the place of the builtins.
 __all__ = [
     "CaptureError",
     "Format",
@@ -44,6 +48,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RoundedModule",
+    "RoundedOptimizer",
     "Rounding",
     "Rule",
     "SelftestFailed",
@@ -53,16 +58,14 @@ __all__ = [
     "VariabilityReport",
     "VerificationError",
     "check_invariance",
-    "compile",
+    "compile_optimizer",
     "formats",
-    "hash",
     "instruction_set",
     "load",
     "localize",
     "modes",
     "perturb",
     "policies",
-    "round",
     "selftest",
     "variability",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize`` and ``invariance``.
+"""The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize``, ``invariance`` and ``doctor``.
 
 What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
 the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="how many bits of a digit classifier survive rounding every operation?")
-    demo.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    demo.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
     demo.add_argument("--samples", type=int, default=10, help="perturbed runs (default 10)")
     demo.add_argument("--seed", type=int, default=0, help="of the training and of the samples (default 0)")
     demo.add_argument("--output", type=Path, default=Path(FOLDER), help=f"folder for the full table ({FOLDER})")
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
     )
-    inspect.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    inspect.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
     inspect.add_argument("--shape", action="append", default=[], help="of a float32 example input, like 1,3,224,224")
     inspect.add_argument("--graph", action="store_true", help="print the graph as well")
     inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_variability(commands)
     add_localize(commands, _loaded, _named)
     add_invariance(commands, _loaded)
+    doctor = commands.add_parser("doctor", help="does this installation work, and what is it made of?")
+    doctor.add_argument("--json", action="store_true", help="print what was found as JSON and nothing else")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -89,7 +92,7 @@ def _add_variability(commands: Any) -> None:
         "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
     )
     study.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
-    study.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    study.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
     study.add_argument(
         "--samples", type=_samples, default=10, metavar="N|auto", help="runs of every batch (default 10)"
     )
@@ -179,6 +182,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
     print(text) if arguments.json else show.demo(found, arguments.output)
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from fxround.doctor import diagnose
+
+    found = diagnose()
+    print(found.to_json() if arguments.json else found)
+    return 1 if found.problems else 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

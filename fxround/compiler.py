@@ -101,7 +101,7 @@ class RoundedModule(nn.Module):
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         self.__dict__.update({name: getattr(model, name) for name in shared})
         self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
-        self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _processes=1)
+        self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__["_repeats"] = Repeats()
         self.__dict__["_differentiated"] = set()
 
@@ -113,7 +113,7 @@ class RoundedModule(nn.Module):
     advance: bool
     _repeats: Repeats
     _rank: int
-    _processes: int
+    _world_size: int
     _entries: dict[Any, list[Entry]]
     _left: dict[Any, LeftToPython]
     _replay: Replay | None
@@ -165,7 +165,7 @@ class RoundedModule(nn.Module):
             return entry.run(leaves, self.rng)
         seed, sample = self.rng.tolist()
         result = entry.run(leaves, random_state(seed, sample + self._rank))
-        self.reseed(*following(seed, sample, self._processes))
+        self.reseed(*following(seed, sample, self._world_size))
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
@@ -275,16 +275,18 @@ class RoundedModule(nn.Module):
         self.rng = random_state(seed, sample)
         return self
 
-    def distribute(self, rank: int, processes: int) -> RoundedModule:
+    def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
         """Train as one of several processes, each of which draws random bits of its own.
 
-        A call that trains draws with the sample + rank and leaves the sample + processes behind. So (seed, sample)
-        stays the same in every process, and one process that makes the calls of all, in the order of their ranks, draws
-        the same bits. Other calls draw with the sample. Returns the module itself. ValueError for a rank outside.
+        rank, world_size: as ``torch.distributed`` counts them; processes: an older name of world_size. A call that
+        trains draws with the sample + rank and leaves the sample + world_size behind. So (seed, sample) stays the same
+        in every process, and one process that makes the calls of all, in the order of their ranks, draws the same
+        bits. Other calls draw with the sample. Returns the module itself. ValueError for a rank outside.
         """
-        if not 0 <= rank < processes:
-            raise ValueError(f"rank {rank} of {processes} processes: expected 0 to {processes - 1}")
-        self.__dict__.update(_rank=rank, _processes=processes)
+        world_size = world_size or processes
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of a world_size of {world_size}: expected 0 to world_size - 1")
+        self.__dict__.update(_rank=rank, _world_size=world_size)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -130,9 +130,9 @@ def random_state(seed: int, sample: int) -> Tensor:
     return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
 
 
-def following(seed: int, sample: int, processes: int = 1) -> tuple[int, int]:
+def following(seed: int, sample: int, world_size: int = 1) -> tuple[int, int]:
     """What (seed, sample) become after a training call of each process: 2^32 samples are a seed's."""
-    return (seed, sample + processes) if sample + 2 * processes <= 1 << 32 else (seed + 1, 0)
+    return (seed, sample + world_size) if sample + 2 * world_size <= 1 << 32 else (seed + 1, 0)
 
 
 class LoadedModule(nn.Module):

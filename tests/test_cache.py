@@ -379,3 +379,24 @@ def test_a_tilde_and_an_empty_home_name_the_users_own_directory(
         assert cache.directory() == own / ".cache" / "fxround"
     monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
     assert cache.directory() is None
+
+
+def test_usage_counts_entries_and_says_why_a_directory_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "new" / "cache"
+    monkeypatch.setenv(cache.VARIABLE, str(place))
+    assert cache.usage() == cache.Usage(place)
+    assert not place.exists()
+    place.mkdir(mode=0o700, parents=True)
+    for name, size in (("a.code", 3), ("b.code", 4), ("c.part", 100)):
+        (place / name).write_bytes(b"x" * size)
+    assert cache.usage() == cache.Usage(place, 2, 7)
+    place.chmod(0o777)
+    assert cache.usage() == cache.Usage(place, 2, 7, "not used: another user can write to it")
+    monkeypatch.setenv(cache.VARIABLE, str(place / "a.code"))
+    assert cache.usage().problem == "cannot be read: Not a directory"
+    monkeypatch.setenv(cache.VARIABLE, str(place / "a.code" / "below"))
+    assert cache.usage().problem == "cannot be read: Not a directory"
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    assert cache.usage() == cache.Usage(None)

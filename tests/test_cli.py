@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from email.message import Message
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import fxround
-from fxround import cli, demo
+from fxround import cli, demo, doctor, refusals
 from fxround.inspection import to_networkx
 
 
@@ -167,6 +168,53 @@ def test_mistakes_end_with_a_message(
     assert status == 2
     assert error.strip().startswith("fxround: ")
     assert message in error
+
+
+def test_doctor_prints_what_the_installation_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "doctor")
+    assert status == 0 and "The core works." in text
+    for fact in (torch.__version__, np.__version__, "processor", "threads", "instruction sets", "cache", "GPU"):
+        assert fact in text
+    status, text, _ = run(capsys, "doctor", "--json")
+    data = json.loads(text)
+    assert status == 0 and data["problems"] == [] and data["machine"]["threads"] == torch.get_num_threads()
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_doctor_says_which_extra_lacks_what(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "" if name in ("pandas", "joblib") else known(name))
+    declared = Message()
+    for extra in ("report", "demo", "distributed", "dev"):
+        declared["Provides-Extra"] = extra
+    for line in ('pandas>=2; extra == "report"', 'fxround[report]; extra == "demo"', "torch>=2"):
+        declared["Requires-Dist"] = line
+    declared["Requires-Dist"] = 'joblib>=1.4; extra == "distributed"'
+    monkeypatch.setattr(doctor, "metadata", lambda name: declared)
+    status, text, _ = run(capsys, "doctor")
+    assert status == 0
+    assert doctor.diagnose().missing == {"report": ("pandas",), "demo": ("pandas",), "distributed": ("joblib",)}
+    assert "joblib missing: pip install 'fxround[distributed]'" in text
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({"round": lambda x, form: x}, "rounded to bfloat16 is 1.00390625 and should be 1.0"),
+        ({"round": lambda x, form: 1 // 0}, "no kernel can be compiled and run: ZeroDivisionError"),
+        ({"_version": lambda name: ""}, "torch, numpy, networkx, llvmlite not installed"),
+        ({"require_tested_torch": lambda: refusals.require_tested_torch("1.0")}, "the tested range; this is 1.0"),
+    ],
+)
+def test_doctor_ends_with_status_1_where_the_core_is_broken(
+    broken: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in broken.items():
+        monkeypatch.setattr(doctor, name, value)
+    status, text, _ = run(capsys, "doctor")
+    assert status == 1 and "BROKEN: " in text and message in text
 
 
 @pytest.mark.parametrize("command", ["demo", "inspect", "variability", "localize", "invariance"])

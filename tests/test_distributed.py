@@ -153,14 +153,15 @@ def test_wrong_modules_and_ranks_are_told() -> None:
     compiled = fxround.compile(nn.Linear(2, 2), "reproducible")
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         average_in_order(compiled)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        compiled.distribute(2, 2)
+    for wrong in ({"world_size": 2}, {"processes": 2}, {}):
+        with pytest.raises(ValueError, match=f"rank 2 of a world_size of {2 if wrong else 0}"):
+            compiled.distribute(2, **wrong)
 
 
 def test_a_rank_draws_bits_of_its_own() -> None:
     x = torch.ones(50, 6)
     alone = fxround.compile(build(), "stochastic", seed=3)
-    second = fxround.compile(build(), "stochastic", seed=3).distribute(1, 2)
+    second = fxround.compile(build(), "stochastic", seed=3).distribute(rank=1, world_size=2)
     first_call, second_call = alone(x), alone(x)
     assert torch.equal(second(x), second_call) and not torch.equal(first_call, second_call)
     assert second.rng.tolist() == alone.rng.tolist() == [3, 2]

@@ -59,6 +59,7 @@ RANKS = {
     "training": 5,
     "significance": 5,
     "show": 5,
+    "doctor": 5,
     "demo": 5,
     "cli": 5,
     "__main__": 5,

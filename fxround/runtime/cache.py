@@ -24,6 +24,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -59,6 +60,35 @@ def directory() -> Path | None:
     if os.path.isabs(shared):
         return Path(shared) / "fxround"
     return None if home is None else home / ".cache" / "fxround"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The directory (None: switched off), how many entries and bytes are in it, and why it is not used ("": it is)."""
+
+    directory: Path | None
+    entries: int = 0
+    bytes: int = 0
+    problem: str = ""
+
+
+def usage() -> Usage:
+    """What the cache holds, and whether this process could add to it; nothing is written."""
+    place = directory()
+    if place is None:
+        return Usage(None)
+    try:
+        with os.scandir(place) as listing:
+            sizes = [s.st_size for f in listing if f.name.endswith(_ENTRY) and (s := _status(f)) is not None]
+        private = _is_private(place.stat())
+    except FileNotFoundError:
+        above = next(folder for folder in place.parents if folder.exists())
+        writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+        return Usage(place, problem="" if writable else f"cannot be made: {above} is not writable")
+    except OSError as error:
+        return Usage(place, problem=f"cannot be read: {error.strerror}")
+    problem = "" if os.access(place, os.W_OK | os.X_OK) else "not writable"
+    return Usage(place, len(sizes), sum(sizes), problem if private else "not used: another user can write to it")
 
 
 def _home() -> Path | None:

@@ -48,7 +48,7 @@ def average_in_order(ddp: DistributedDataParallel, policy: Any = None) -> None:
     """Average the gradients of a compiled module's processes in the order of their ranks, by DDP's own hook.
 
     ddp: ``DistributedDataParallel(fxround.compile(model, ...))``, before its first backward. Its module also becomes
-    ``distribute(rank, processes)``: every process draws other random bits. policy: how sums and quotients of
+    ``distribute(rank, world_size)``: every process draws other random bits. policy: how sums and quotients of
     gradients are rounded; None is the module's own.
 
     Raises TypeError for another module, and what DDP raises where a hook is registered already.
@@ -64,7 +64,7 @@ def average_in_order(ddp: DistributedDataParallel, policy: Any = None) -> None:
     ddp.register_comm_hook(_State(module, programs, group), _average)
 
 
-def average_program(policy: Policy, path: str, dtype: torch.dtype, processes: int) -> Program:
+def average_program(policy: Policy, path: str, dtype: torch.dtype, world_size: int) -> Program:
     """The program of (g_0, ..., g_(N-1)) -> gradient, for a parameter of the module ``path``.
 
     Raises TypeError for a dtype that no kernel stores.
@@ -78,15 +78,16 @@ def average_program(policy: Policy, path: str, dtype: torch.dtype, processes: in
         found = policy.assign(**place, dtype=own, direction="backward")
         return str(found.rounding) if found is not None and found.rounding is not None else f"{own}/nearest_even"
 
-    sums = [f"t{r - 1} = add({'x0' if r == 1 else f't{r - 2}'}, x{r}) @ {rounding('add')}" for r in range(1, processes)]
-    total = f"t{processes - 2}" if sums else "x0"
-    return Program.parse("; ".join([*sums, f"t{processes - 1} = div({total}, {processes}) @ {rounding('div')}"]))
+    others = range(1, world_size)
+    sums = [f"t{r - 1} = add({'x0' if r == 1 else f't{r - 2}'}, x{r}) @ {rounding('add')}" for r in others]
+    total = f"t{world_size - 2}" if sums else "x0"
+    return Program.parse("; ".join([*sums, f"t{world_size - 1} = div({total}, {world_size}) @ {rounding('div')}"]))
 
 
-def _programs(module: RoundedModule, policy: Policy, processes: int) -> dict[int, tuple[int, Program]]:
+def _programs(module: RoundedModule, policy: Policy, world_size: int) -> dict[int, tuple[int, Program]]:
     """The number and the program of each parameter, by its id."""
     return {
-        id(p): (k, average_program(policy, name.rpartition(".")[0], p.dtype, processes))
+        id(p): (k, average_program(policy, name.rpartition(".")[0], p.dtype, world_size))
         for k, (name, p) in enumerate(module.named_parameters())
         if p.requires_grad
     }
