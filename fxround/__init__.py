@@ -32,6 +32,7 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.compiled import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
+from fxround.summaries import Coverage, Operation, Summary
 from fxround.training import RoundedOptimizer, compile_optimizer
 
 formats, modes, policies = FORMATS, MODES, PRESETS
@@ -39,12 +40,14 @@ formats, modes, policies = FORMATS, MODES, PRESETS
 # Neither compile, round nor hash: a star import would put them in the place of the builtins.
 __all__ = [
     "CaptureError",
+    "Coverage",
     "Format",
     "FxroundError",
     "InvarianceReport",
     "LoadedModule",
     "LocalizeReport",
     "NotInvariant",
+    "Operation",
     "Policy",
     "PolicyError",
     "RoundedModule",
@@ -53,6 +56,7 @@ __all__ = [
     "Rule",
     "SelftestFailed",
     "SelftestReport",
+    "Summary",
     "UnsupportedOperator",
     "UnsupportedRounding",
     "VariabilityReport",

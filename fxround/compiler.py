@@ -14,12 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround import inspection
 from fxround.admission import arguments, asked, baked, class_of, is_opaque, kind, require_arguments, require_dtypes
 from fxround.arithmetic import require_ieee_arithmetic
 from fxround.differentiation import Step, differentiable_later, step_of
@@ -37,6 +35,7 @@ from fxround.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.replay import Replay
 from fxround.runtime import library
 from fxround.runtime.schedule import schedule
+from fxround.views import Shown
 
 PolicyLike = Any
 
@@ -81,7 +80,7 @@ def compile(
     return compiled
 
 
-class RoundedModule(nn.Module):
+class RoundedModule(Shown):
     """A model with every rounding explicit. Made by ``fxround.compile``; called like the model itself.
 
     Calling raises what capturing raises. Gradients flow to the shared parameters and to the arguments, by a backward
@@ -105,8 +104,6 @@ class RoundedModule(nn.Module):
         self.__dict__["_repeats"] = Repeats()
         self.__dict__["_differentiated"] = set()
 
-    source: nn.Module
-    policy: Policy
     strict: bool | None
     rng: Tensor
     fuse: bool
@@ -117,7 +114,6 @@ class RoundedModule(nn.Module):
     _entries: dict[Any, list[Entry]]
     _left: dict[Any, LeftToPython]
     _replay: Replay | None
-    _latest: Entry | None
     _differentiated: set[int]
 
     @property
@@ -304,63 +300,11 @@ class RoundedModule(nn.Module):
             self.reseed(*state_of(saved, f"{prefix}{RNG_BUFFER}"))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def graph_text(self, backward: bool = False) -> str:
-        """The latest graph as text, one line a node: the forward graph, or the backward one.
-
-        Raises ValueError for a backward graph where the latest call wanted no gradients.
-        """
-        return inspection.graph_text(self.backward_graph if backward else self.graph)
-
-    def summary(self) -> Any:
-        """A table of the latest call's operations, forward and backward: node, operator, module, source, rounding."""
-        return inspection.summary(self._called.lowered)
-
-    def coverage(self) -> Any:
-        """What is rounded, native (with the reason) and data movement in the latest call, forward and backward."""
-        return inspection.coverage(self._called.lowered)
-
-    def draw(self, path: str | Path) -> Path:
-        """Write the latest graph to an SVG file."""
-        return inspection.draw(self.graph, path, title=type(self.source).__name__)
-
-    def to_networkx(self) -> nx.DiGraph:
-        """The latest graph for networkx."""
-        return inspection.to_networkx(self.graph)
-
-    def _repr_html_(self) -> str:
-        title = f"{type(self.source).__name__}, policy {self.policy.name}"
-        return inspection.html(self.graph, title=title) if self._latest else f"<pre>{title}: not captured yet</pre>"
-
     @property
-    def _called(self) -> Entry:
-        if self._latest is None:
-            raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
-        return self._latest
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """The lowered (forward) graph that ran or was captured last. Raises ValueError before that."""
-        return self._called.step.shown.forward if self._called.step else self._called.lowered
-
-    @property
-    def lowered(self) -> fx.GraphModule:
-        """The whole lowered graph of the latest call, forward and backward: what ``observe_step`` walks along."""
-        return self._called.lowered
-
-    @property
-    def backward_graph(self) -> fx.GraphModule:
-        """The backward graph of the latest call. Raises ValueError where it wanted no gradients."""
-        if self._called.step is None:
-            raise ValueError(
-                "the latest call wanted no gradients, so there is no backward graph: call the module with gradients "
-                "enabled, and parameters or arguments that require them"
-            )
-        return self._called.step.shown.backward
-
-    @property
-    def captured(self) -> Captured:
-        """The graph before any pass, of the same call as ``graph`` (the joint graph, where gradients were wanted)."""
-        return self._called.captured
+    def _graphs(self) -> int:
+        """How many graphs are captured: by training flags, grad mode, dtypes and sizes."""
+        replayed = len(self._replay.entries) if self._replay else 0
+        return sum(map(len, self._entries.values())) + replayed
 
     def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
         """Write a .pt2 that ``fxround.load`` (and ``torch.export.load`` after ``import fxround``) runs: the same bits.

@@ -80,8 +80,13 @@ class Site:
     direction: Direction = "forward"
 
     def __str__(self) -> str:
-        where = f" at {self.source}: {self.code}" if self.source else ""
-        return f"{self.operator} in {self.path or 'the root module'}{where}"
+        return placed(self.operator, self.path, self.source, self.code)
+
+
+def placed(operator: str, path: str, source: str, code: str) -> str:
+    """An operator and where it comes from, for messages: module path, source line and its text."""
+    where = f" at {source}: {code}" if source else ""
+    return f"{operator} in {path or 'the root module'}{where}"
 
 
 @dataclass(frozen=True)

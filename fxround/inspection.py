@@ -12,9 +12,9 @@ Why it is safe. Tables are data (``to_dict``, ``to_json``), and text and HTML ar
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +25,7 @@ from torch import fx
 
 from fxround.drawing import Legend, svg
 from fxround.graph import PORT, Port, Site, located, operator_name, site
-from fxround.table import Table
-
-# What carries no arithmetic: left out of the summary and the drawing.
-SILENT: Final = ("movement", "integer")
+from fxround.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
 
 STATUS_COLOURS: Final = {
     "rounded": ("#e6f5ee", "#2b8a63"),
@@ -39,17 +36,6 @@ STATUS_COLOURS: Final = {
 }
 _STRIPES: Final = ("#2b8a63", "#7048e8", "#c2255c", "#1c7ed6", "#e67700", "#0b7285", "#5c940d", "#495057")
 _UNCLASSIFIED: Final = "not classified"
-
-
-@dataclass(frozen=True)
-class Coverage(Table):
-    """Node and operation counts by what was done; ``unrounded`` names each float operation left to a stock kernel."""
-
-    unrounded: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a table's, and ``unrounded``."""
-        return super().to_dict() | {"unrounded": list(self.unrounded)}
 
 
 def described(node: fx.Node) -> Site | None:
@@ -72,45 +58,45 @@ def graph_text(gm: fx.GraphModule) -> str:
     return "\n".join(lines)
 
 
-def summary(gm: fx.GraphModule, *, movement: bool = False) -> Table:
+def summary(gm: fx.GraphModule, *, movement: bool = False, backward: bool | None = None) -> Summary:
     """One row an operation: node, operator, module path, source line, rounding, accumulator.
 
-    ``movement`` adds data movement and integer operations.
+    movement: adds data movement and integer operations. backward: True for the operations of the backward pass alone,
+    False for the others alone.
     """
-    rows = [
-        (node.name, entry.operator, entry.path, entry.source, *_decision(entry))
-        for node, entry in _sites(gm)
-        if movement or entry.status not in SILENT
-    ]
-    columns = ("node", "operator", "module", "source", "rounding", "accumulate")
-    return Table(columns, tuple(rows), note=_counts(gm))
+    found = _listed(gm, backward)
+    return summary_of((o for o in found if movement or o.status not in SILENT), note=counted(found))
 
 
-def coverage(gm: fx.GraphModule) -> Coverage:
+def coverage(gm: fx.GraphModule, *, backward: bool | None = None) -> Coverage:
     """How many nodes and operations are rounded, exact, native or data movement, with the reasons.
 
     Operations are counted at the sizes of the example that the graph was captured with; a multiply-add is two.
+    backward: as in ``summary``.
     """
-    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for node, entry in _sites(gm):
-        operator = entry.operator if entry.status == "native" else ""
-        groups[entry.status, operator, entry.reason].append(operations(node, entry))
-    total = sum(map(sum, groups.values())) or 1
-    order = ("rounded", "exact", "native", *SILENT)
-    rows = tuple(
-        (status, operator, len(counts), sum(counts), 100 * sum(counts) / total, reason)
-        for (status, operator, reason), counts in sorted(groups.items(), key=lambda item: order.index(item[0][0]))
-    )
-    unrounded = tuple(
-        f"{node.name}: {entry} ({entry.reason})" for node, entry in _sites(gm) if entry.status == "native"
-    )
-    columns = ("status", "operator", "nodes", "operations", "%", "reason")
-    note = (
-        "Every float operation is rounded or exact."
-        if not unrounded
-        else f"{len(unrounded)} float operations are not rounded."
-    )
-    return Coverage(columns, rows, note=note, unrounded=unrounded)
+    return coverage_of(_listed(gm, backward))
+
+
+def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
+    """The operations of a graph, data movement included."""
+    return [
+        Operation(
+            node=node.name,
+            operator=entry.operator,
+            module=entry.path,
+            source=entry.source,
+            **dict(zip(("rounding", "accumulate"), _decision(entry), strict=True)),
+            status=entry.status,
+            reason=entry.reason,
+            direction=entry.direction,
+            kind=entry.kind,
+            role=entry.role,
+            operations=operations(node, entry),
+            code=entry.code,
+        )
+        for node, entry in _sites(gm)
+        if backward is None or backward == (entry.direction == "backward")
+    ]
 
 
 def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
@@ -200,11 +186,6 @@ def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Site]]:
         entry = described(node)
         if entry is not None and node.op == "call_function":
             yield node, entry
-
-
-def _counts(gm: fx.GraphModule) -> str:
-    counts = Counter(entry.status for _, entry in _sites(gm))
-    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
 def _decision(entry: Site) -> tuple[str, str]:

@@ -1,10 +1,11 @@
-"""Keys: what a policy's tables may hold, the known word that an unknown one is like, and values of TOML."""
+"""Keys: what a policy's tables may hold, what its globs select, the known word that is like an unknown one, TOML."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fxround.errors import PolicyError, shown
@@ -25,6 +26,19 @@ def check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) 
         if not isinstance(value, allowed[key]) and not (allowed[key] is list and isinstance(value, tuple)):
             expected = allowed[key].__name__
             raise PolicyError(f"{what}: {key!r} is {shown(value)} ({type(value).__name__}), expected {expected}")
+
+
+def selects(match: str, operator: str | None, *, path: str, name: str, kind: str) -> bool:
+    """Whether a glob over module paths, and one over operators and kinds (None: any), speak of an operation.
+
+    path, name, kind: the operation's, as in "layer1.conv", "aten.mm.default", "contraction". A module's path speaks of
+    what is inside it as well.
+    """
+    parts = name.split(".")
+    names = (kind, name, ".".join(parts[:2]), parts[1]) if len(parts) > 1 else (kind, name)
+    if operator is not None and not any(fnmatchcase(word, operator) for word in names):
+        return False
+    return fnmatchcase(path, match) or fnmatchcase(path, f"{match}.*")
 
 
 def toml(value: str | bool) -> str:

@@ -13,13 +13,12 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, shown
-from fxround.keys import check_keys, nearest, toml
+from fxround.keys import check_keys, nearest, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, Format, candidates, other_numbers, own_name, spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
@@ -172,19 +171,13 @@ class Rule:
         entering = kind == "placeholder" or (role in ENTERING and direction != "update")
         if role != self.role and (self.role is not None or entering):
             return False
-        return self._selects(path, operator, kind)
+        return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
     def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
         """Whether the rule speaks of an operand, of this role and direction, of an operation in the module ``path``."""
         if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
             return False
-        return self._selects(path, operator, kind)
-
-    def _selects(self, path: str, operator: str, kind: str) -> bool:
-        names = (kind, operator, *_short(operator))
-        if self.operator is not None and not any(fnmatchcase(name, self.operator) for name in names):
-            return False
-        return fnmatchcase(path, self.match) or fnmatchcase(path, f"{self.match}.*")
+        return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
 
 @dataclass(frozen=True)
@@ -463,12 +456,6 @@ def _parsed(parse: Any, text: str, field: str) -> Any:
         return parse(text)
     except (ValueError, TypeError, AttributeError) as error:
         raise PolicyError(f"{field} = {shown(text)}: {error}") from error
-
-
-def _short(operator: str) -> tuple[str, ...]:
-    """Shorter names of ``aten.mm.default``: ``aten.mm`` and ``mm``."""
-    parts = operator.split(".")
-    return (".".join(parts[:2]), parts[1]) if len(parts) > 1 else ()
 
 
 def _read(path: Path) -> Policy:

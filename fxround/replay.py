@@ -49,7 +49,7 @@ class Replay:
     def __init__(self, host: Host) -> None:
         # Dynamo keeps its backend beside the model's code, which outlives the model: it must hold neither.
         self._host = weakref.ref(host)
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
         self._thread = _Thread()
         self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True)
 
@@ -85,15 +85,15 @@ class Replay:
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """The number of a new graph."""
-        self._entries.append(self.living.receive(graph, inputs))
-        return len(self._entries) - 1
+        self.entries.append(self.living.receive(graph, inputs))
+        return len(self.entries) - 1
 
     def run(self, number: int, inputs: Sequence[Any]) -> Any:
         """The results of a graph."""
         self._thread.ran = True
         if self._thread.preparing:
             raise _Prepared
-        return self.living.run(self._entries[number], inputs)
+        return self.living.run(self.entries[number], inputs)
 
 
 def _backend(replay: weakref.ref[Replay]) -> Callable[..., Any]:

@@ -56,11 +56,7 @@ class Table:
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``. Raises ImportError naming the extra where pandas is missing."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError("pandas is needed here and not installed: pip install 'fxround[report]'") from error
-        return pandas.DataFrame(list(self), columns=list(self.columns))
+        return data_frame(list(self), list(self.columns))
 
     @property
     def _numeric(self) -> list[bool]:
@@ -108,6 +104,15 @@ class Tabled(ABC):
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def data_frame(rows: list[dict[str, Any]], columns: list[str]) -> Any:
+    """The rows as a ``pandas.DataFrame``. Raises ImportError naming the extra where pandas is missing."""
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError as error:
+        raise ImportError("pandas is needed here and not installed: pip install 'fxround[report]'") from error
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def _shown(value: Value) -> str:

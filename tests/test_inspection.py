@@ -6,6 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import fx
 
+import fxround
 from fxround.drawing import DUMMY, GAP, HEIGHT, WIDTH, Legend, svg
 from fxround.graph import META, PORT, Port, Site
 from fxround.inspection import coverage, draw, graph_text, html, operations, summary, to_networkx
@@ -240,3 +242,103 @@ def test_what_depends_on_no_input_stands_just_above_its_use() -> None:
     tops = dict(zip(graph, (y for _, y in rectangles(svg(graph, Legend("")))), strict=True))
     assert tops["x"] < tops["a"] < tops["b"] < tops["c"]
     assert (tops["w"], tops["v"]) == (tops["b"], tops["a"])
+
+
+def test_rows_are_typed(gm: fx.GraphModule) -> None:
+    found = summary(gm)
+    assert isinstance(found, fxround.Summary) and len(found.operations) == len(found)
+    first = found[0]
+    assert isinstance(first, fxround.Operation)
+    assert (first.node, first.module, first.status, first.kind, first.direction) == (
+        "mm", "fc", "rounded", "contraction", "forward"
+    )  # fmt: skip
+    assert first.operations == 2 * 4 * 5 * 3 and first.code == "y = fc(x)"
+    with pytest.raises(FrozenInstanceError):
+        first.node = "other"  # type: ignore[misc]
+    group = coverage(gm)[0]
+    assert (group.status, group.nodes, group.operations) == ("rounded", 1, 120)
+
+
+def test_a_summary_is_sorted_and_filtered_and_stays_a_summary(gm: fx.GraphModule) -> None:
+    found = summary(gm)
+    assert [row["node"] for row in found.sort("node")] == ["i0", "mm", "relu", "sum_1"]
+    costly = found.sort("operations", "node", reverse=True)
+    assert [o.node for o in costly.operations] == ["mm", "relu", "i0", "sum_1"] and costly.note == found.note
+    chosen = found.filter(status="native")
+    assert [o.node for o in chosen.operations] == ["i0", "sum_1"] and chosen.note == "2 native"
+    assert [o.node for o in found.filter("fc").operations] == [o.node for o in found.operations if o.module == "fc"]
+    assert [o.node for o in found.filter(operator="mm").operations] == ["mm"]
+    assert [o.node for o in found.filter(operator="contraction", status="rounded").operations] == ["mm"]
+    assert len(found.filter(direction="backward")) == 0 and len(found.filter("f")) == 0
+    with pytest.raises(ValueError, match="no field 'operatons' to sort by; did you mean 'operations'"):
+        found.sort("operatons")
+    with pytest.raises(ValueError, match="no status is named 'rouded'; did you mean 'rounded'"):
+        found.filter(status="rouded")
+
+
+def test_a_coverage_is_sorted_and_filtered(gm: fx.GraphModule) -> None:
+    table = coverage(gm)
+    assert [g.operations for g in table.sort("operations", reverse=True).groups] == [120, 20, 20, 1, 0]
+    native = table.filter(status="native")
+    assert native.unrounded == table.unrounded and [g.operator for g in native.groups] == [
+        "aten.i0.default",
+        "aten.sum.default",
+    ]
+    rounded = table.filter(operator="mm")
+    assert [(g.status, g.percent) for g in rounded.groups] == [("rounded", 100.0)] and rounded.unrounded == ()
+    assert rounded.line == "1 rounded; 100 % of the arithmetic is rounded or exact"
+    assert table.line.startswith("1 rounded, 1 exact, 2 native, 2 movement; 86.96 %")
+
+
+def test_data_frames_have_every_field(gm: fx.GraphModule) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = summary(gm).to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.columns) == [f.name for f in fields(fxround.Operation)]
+    assert frame["operations"].sum() == 120 + 20 + 20 + 1
+    assert list(summary(gm).filter("nowhere").to_pandas().columns) == list(frame.columns)
+    assert list(coverage(gm).to_pandas()["nodes"]) == [1, 1, 1, 1, 2]
+
+
+def test_forward_and_backward_are_listed_apart() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    compiled = fxround.compile(model, "reproducible", example_inputs=torch.ones(2, 3))
+    whole, forward, backward = (compiled.summary(backward=b) for b in (None, False, True))
+    assert {o.direction for o in forward.operations} == {"forward"} != {o.direction for o in whole.operations}
+    assert {o.direction for o in backward.operations} == {"backward"}
+    assert sorted(forward.rows + backward.rows) == sorted(whole.rows)
+    assert sum(g.nodes for b in (True, False) for g in compiled.coverage(backward=b).groups) == (
+        sum(g.nodes for g in compiled.coverage().groups)
+    )
+    compiled.eval()
+    with torch.no_grad():
+        compiled(torch.ones(2, 3))
+    assert compiled.summary(backward=False).rows == compiled.summary().rows
+    for listed in (compiled.summary, compiled.coverage):
+        with pytest.raises(ValueError, match="wanted no gradients"):
+            listed(backward=True)
+
+
+def test_a_compiled_module_prints_policy_coverage_and_cost_and_captures_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    compiled = fxround.compile(model, "stochastic", seed=5)
+    assert repr(compiled) == (
+        "RoundedModule(\n"
+        "  policy='stochastic', seed=5, sample=0\n"
+        "  (not captured yet: call it, or prepare(*example_inputs))\n"
+        "  (source): Sequential(\n"
+        "    (0): Linear(in_features=3, out_features=2, bias=True)\n"
+        "    (1): Tanh()\n"
+        "  )\n"
+        ")"
+    )
+    assert not compiled._entries
+    with torch.no_grad():
+        compiled(torch.ones(4, 3))
+    operations = sum(o.operations for o in compiled.summary().operations)
+    rounded = len(compiled.summary().filter(status="rounded"))
+    text = repr(compiled).splitlines()
+    assert text[2].startswith(f"  coverage: {rounded} rounded, ")
+    assert text[2].endswith("100 % of the arithmetic is rounded or exact")
+    assert text[3] == f"  cost: {operations:,} operations, 1 captured graph"
+    assert "2 captured graphs" in repr(compiled.train().prepare(torch.ones(4, 3)))

@@ -24,8 +24,8 @@ from torch import Tensor, fx
 
 from fxround.analysis.figures import Place
 from fxround.graph import Site, float_values, site
-from fxround.inspection import SILENT
 from fxround.policy import Assignment, Policy
+from fxround.summaries import SILENT
 
 Capture = Literal["outputs", "layers", "nodes"]
 Isolate = Literal["layers", "operators"]

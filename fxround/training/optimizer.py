@@ -29,6 +29,7 @@ from fxround.loading import random_state, state_of
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
+from fxround.summaries import Coverage, Summary
 from fxround.training.inplace import InPlace, in_place
 from fxround.training.updates import UPDATES, Update, update_of
 
@@ -157,11 +158,11 @@ class RoundedOptimizer(torch.optim.Optimizer):
         """The graphs of the steps taken so far, one line an operation."""
         return "\n\n".join(inspection.graph_text(compiled.lowered) for compiled in self._taken())
 
-    def summary(self) -> Any:
+    def summary(self) -> Summary:
         """A table of the operations of the latest new graph: node, operator, path, rounding."""
         return inspection.summary(self._taken()[-1].lowered)
 
-    def coverage(self) -> Any:
+    def coverage(self) -> Coverage:
         """What is rounded and what is not in the latest new graph."""
         return inspection.coverage(self._taken()[-1].lowered)
 

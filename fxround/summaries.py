@@ -1,0 +1,209 @@
+"""What ``summary()`` and ``coverage()`` return: tables whose rows are typed, to be sorted, filtered and counted.
+
+A ``Summary`` has one ``Operation`` a row. A ``Coverage`` groups operations by what was done with them. Both are tables
+(``fxround.table``): printed, as JSON, as HTML, and as data frames.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, TypeVar
+
+from fxround.graph import Direction, Status, placed
+from fxround.keys import nearest, selects
+from fxround.table import Table, data_frame
+
+# What carries no arithmetic: left out of the summary and the drawing.
+SILENT: Final = ("movement", "integer")
+_ORDER: Final = ("rounded", "exact", "native", *SILENT)
+_SHOWN: Final = ("node", "operator", "module", "source", "rounding", "accumulate")
+_COVERED: Final = ("status", "operator", "nodes", "operations", "%", "reason")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a graph, and what was done with it.
+
+    node        the node's name in the graph
+    operator    like "aten.mm.default"
+    module      the path of the module that it comes from; "" is the root
+    source      the model's line, "file:number"; "" where it is unknown
+    rounding    of the result, "format/mode/overflow"; else the status and the reason
+    accumulate  of each step of an accumulator, "" where there is none
+    status      "rounded", "exact", "native" (a stock kernel's), "movement" or "integer"
+    reason      why it is native, or exact; "" where nothing is to be said
+    direction   "forward", "backward" or "update"
+    kind        a kind of operator, as in a policy's rules
+    role        what the value is to the model, as in a policy's rules
+    operations  arithmetic operations at the sizes of the captured example; a multiply-add is two
+    code        the text of the model's line
+    """
+
+    node: str
+    operator: str
+    module: str
+    source: str
+    rounding: str
+    accumulate: str
+    status: Status
+    reason: str
+    direction: Direction
+    kind: str
+    role: str
+    operations: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {placed(self.operator, self.module, self.source, self.code)} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations of one status, and if native of one operator and reason: nodes, operations, share of all operations in
+    percent."""
+
+    status: Status
+    operator: str
+    nodes: int
+    operations: int
+    percent: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary(Table):
+    """A table of operations, in the order of the graph; ``operations`` are its rows as data with more fields."""
+
+    operations: tuple[Operation, ...] = ()
+
+    def __getitem__(self, index: int) -> Operation:
+        return self.operations[index]
+
+    def sort(self, *by: str, reverse: bool = False) -> Summary:
+        """The same rows by one or more fields of ``Operation``, those that are equal as before.
+
+        Raises ValueError for another field.
+        """
+        return summary_of(_sorted(self.operations, by, reverse), self.note)
+
+    def filter(
+        self,
+        module: str = "*",
+        operator: str | None = None,
+        status: str | None = None,
+        direction: str | None = None,
+    ) -> Summary:
+        """The rows of a module and what is inside it, of an operator or kind, of a status and of a direction.
+
+        module, operator: globs, as in a policy's rules: ``"layer1"``, ``"*.attention"``; ``"mm"``, ``"contraction"``.
+        """
+        return summary_of(_filtered(self.operations, module, operator, status, direction))
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a column for each field of ``Operation``. ImportError without pandas."""
+        return data_frame([asdict(o) for o in self.operations], [f.name for f in fields(Operation)])
+
+
+@dataclass(frozen=True)
+class Coverage(Table):
+    """Node and operation counts by what was done; ``unrounded`` names each float operation left to a stock kernel.
+
+    groups: the rows, typed. operations: what was counted, data movement included.
+    """
+
+    unrounded: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    operations: tuple[Operation, ...] = ()
+
+    def __getitem__(self, index: int) -> Group:
+        return self.groups[index]
+
+    @property
+    def line(self) -> str:
+        """The nodes of each status, and the share of operations that are rounded or exact, in one line."""
+        counts = ", ".join(f"{n:,} {s}" for s in _ORDER if (n := sum(g.nodes for g in self.groups if g.status == s)))
+        native = sum(g.percent for g in self.groups if g.status == "native")
+        return f"{counts or 'no operations'}; {100 - native:.4g} % of the arithmetic is rounded or exact"
+
+    def sort(self, *by: str, reverse: bool = False) -> Coverage:
+        """The same rows by one or more fields of ``Group``. Raises ValueError for another field."""
+        return _coverage(_sorted(self.groups, by, reverse), self.operations)
+
+    def filter(
+        self,
+        module: str = "*",
+        operator: str | None = None,
+        status: str | None = None,
+        direction: str | None = None,
+    ) -> Coverage:
+        """The coverage of some operations alone, chosen as by ``Summary.filter``; percent are of what is left."""
+        return coverage_of(_filtered(self.operations, module, operator, status, direction))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a table's, and ``unrounded``."""
+        return super().to_dict() | {"unrounded": list(self.unrounded)}
+
+
+def summary_of(operations: Iterable[Operation], note: str | None = None) -> Summary:
+    """A table of these operations; note: under it, None for the number of each status."""
+    kept = tuple(operations)
+    rows = tuple(tuple(getattr(o, name) for name in _SHOWN) for o in kept)
+    return Summary(_SHOWN, rows, note=counted(kept) if note is None else note, operations=kept)
+
+
+def coverage_of(operations: Iterable[Operation]) -> Coverage:
+    """The coverage of these operations, data movement included."""
+    kept = tuple(operations)
+    found: defaultdict[tuple[Status, str, str], list[int]] = defaultdict(list)
+    for o in kept:
+        found[o.status, o.operator if o.status == "native" else "", o.reason].append(o.operations)
+    total = sum(map(sum, found.values())) or 1
+    groups = tuple(
+        Group(status, operator, len(counts), sum(counts), 100 * sum(counts) / total, reason)
+        for (status, operator, reason), counts in sorted(found.items(), key=lambda item: _ORDER.index(item[0][0]))
+    )
+    return _coverage(groups, kept)
+
+
+def counted(operations: Iterable[Operation]) -> str:
+    """How many operations have which status."""
+    counts = Counter(o.status for o in operations)
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+def _coverage(groups: tuple[Group, ...], operations: tuple[Operation, ...]) -> Coverage:
+    unrounded = tuple(str(o) for o in operations if o.status == "native")
+    note = (
+        "Every float operation is rounded or exact."
+        if not unrounded
+        else f"{len(unrounded)} float operations are not rounded."
+    )
+    rows = tuple(tuple(asdict(group).values()) for group in groups)
+    return Coverage(_COVERED, rows, "", note, unrounded, groups, operations)
+
+
+R = TypeVar("R", Operation, Group)
+
+
+def _sorted(rows: tuple[R, ...], by: tuple[str, ...], reverse: bool) -> tuple[R, ...]:
+    known = [f.name for f in fields(rows[0])] if rows else list(by)
+    for name in by:
+        if name not in known:
+            raise ValueError(f"there is no field {name!r} to sort by{nearest(name, known)} Fields: {', '.join(known)}")
+    return tuple(sorted(rows, key=lambda row: tuple(getattr(row, name) for name in by), reverse=reverse))
+
+
+def _filtered(
+    operations: Iterable[Operation], module: str, operator: str | None, status: str | None, direction: str | None
+) -> Iterable[Operation]:
+    if status is not None and status not in _ORDER:
+        raise ValueError(f"no status is named {status!r}{nearest(status, _ORDER)} Known: {', '.join(_ORDER)}")
+    return (
+        o
+        for o in operations
+        if selects(module, operator, path=o.module, name=o.operator, kind=o.kind)
+        and status in (None, o.status)
+        and direction in (None, o.direction)
+    )
