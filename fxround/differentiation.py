@@ -27,6 +27,7 @@ from fxround.graph import Captured, Port
 from fxround.passes import optimize
 from fxround.passes.partition import Parts, partition
 from fxround.runtime.schedule import schedule
+from fxround.tracing import uncollected
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Step:
     mutated: frozenset[int]
 
 
+@uncollected()
 def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | None:
     """The step of a lowered joint graph, its parts fused or not; None for a graph of results alone."""
     tangents = [port for port in captured.inputs if port.kind == "tangent"]

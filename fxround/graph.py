@@ -28,6 +28,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxround.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.errors import CaptureError
@@ -294,6 +295,14 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
         node.meta["val"] = target(*args, **kwargs)
 
 
+def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module that computes the graph. Its Python code is written when it is called or printed for the first time.
+
+    Most graphs are only read by the next pass, and writing their code would take as long as the passes.
+    """
+    return _LazyGraphModule(root, graph)
+
+
 def fake_mode(graph: fx.GraphModule) -> Any:
     """The mode that owns the graph's fake values (and its symbolic sizes)."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
@@ -375,7 +384,6 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
     output.meta["desc"] = [output.meta["desc"][i] for i in kept]
     for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
         graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _drop_aliases(graph: fx.GraphModule) -> None:
@@ -404,7 +412,7 @@ def _renamed(graph: fx.GraphModule) -> fx.GraphModule:
         new.target = new.name if node.op == "placeholder" else node.target
         new.meta = dict(node.meta)
         copies[node] = new
-    return fx.GraphModule(graph, copy)
+    return module_of(graph, copy)
 
 
 def _input_name(port: Port) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import fx
 
-from fxround.graph import ORIGIN, settle
+from fxround.graph import ORIGIN, module_of, settle
 from fxround.passes.assign import assign
 from fxround.passes.choose import choose
 from fxround.passes.classify import classify
@@ -62,7 +62,7 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     Raises PolicyError, UnsupportedOperator or UnsupportedRounding for what the policy asks in vain, and
     VerificationError if a pass broke an invariant.
     """
-    lowered = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    lowered = module_of(graph, copy.deepcopy(graph.graph))
     for node in lowered.graph.nodes:
         node.meta[ORIGIN] = node.name
     settle(lowered)
@@ -70,7 +70,6 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         step(lowered, plan)
         verify(lowered, step.__name__)
     verify_accounted(lowered)
-    lowered.recompile()
     return lowered
 
 
@@ -84,7 +83,6 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
     fused = fuse(hoist(choose(lowered)))
     settle(fused, [node for node in fused.graph.nodes if _is_made(node)])
     verify(fused, fuse.__name__)
-    fused.recompile()
     return fused
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.graph import float_value, site
+from fxround.graph import float_value, module_of, site
 from fxround.ops import argument
 from fxround.passes.pointwise import literal
 from fxround.passes.rewrite import become, rng_of
@@ -55,7 +55,7 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         made[node] = copied.node_copy(node, lambda used: made[used])
-    chosen = fx.GraphModule(graph, copied)
+    chosen = module_of(graph, copied)
     for node in chosen.graph.nodes:
         place, value = site(node), float_value(node)
         if node.op != "call_function" or place is None or place.status != "exact":

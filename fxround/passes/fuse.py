@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.graph import META, float_value, site
+from fxround.graph import META, float_value, module_of, site
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.ops import argument, rule_of
@@ -86,7 +86,7 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
             continue
         for node in unit.nodes:
             made[node] = fused.node_copy(node, lambda used: made[used])
-    return fx.GraphModule(graph, fused)
+    return module_of(graph, fused)
 
 
 @dataclass(frozen=True)

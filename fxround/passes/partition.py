@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph import PORT, PORTS, Port, site
+from fxround.graph import PORT, PORTS, Port, module_of, site
 from fxround.passes.rewrite import rng_of
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def _extracted(
             copies[node].meta = dict(node.meta)
     part.output(fx.map_arg(tuple(outputs), copies.__getitem__))
     part.output_node().meta[PORTS] = ports
-    return fx.GraphModule(joint, part)
+    return module_of(joint, part)
 
 
 def _reached(

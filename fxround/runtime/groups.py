@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.graph import float_value
+from fxround.graph import float_value, module_of
 from fxround.kernel import Map
 from fxround.runtime import texts
 from fxround.runtime.execute import LOADS, NO_KEY, STORAGES, Draw
@@ -54,7 +54,7 @@ def grouped(
         for i, old in enumerate(unit.results()):
             made[old] = found.call_function(operator.getitem, (whole, i))
             made[old].meta = dict(old.meta)
-    return fx.GraphModule(parts, found)
+    return module_of(parts, found)
 
 
 def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
@@ -64,7 +64,7 @@ def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[f
     for node in nodes:
         made[node] = inside.node_copy(node, lambda used: made[used])
     inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
-    return fx.GraphModule(graph, inside)
+    return module_of(graph, inside)
 
 
 def is_operand(node: fx.Node) -> bool:

@@ -67,9 +67,7 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
             made[node].target = KERNELS[node.target]
         if dead.get(node):
             direct.call_function(buffers.release, tuple(made[value] for value in dead[node]))
-    scheduled = fx.GraphModule(graph, direct)
-    scheduled.recompile()
-    return scheduled
+    return fx.GraphModule(graph, direct)
 
 
 def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:

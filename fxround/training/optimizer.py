@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from fxround import inspection
 from fxround.entry import Function
 from fxround.formulas import decompositions
-from fxround.graph import DIRECTION, PORT, ROLE, Captured, capture, site
+from fxround.graph import DIRECTION, PORT, ROLE, Captured, capture, module_of, site
 from fxround.loading import random_state, state_of
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
@@ -235,7 +235,7 @@ def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Ca
 
 def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], path: str) -> fx.GraphModule:
     """A copy whose values say what they are to an optimizer, for the passes."""
-    placed = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    placed = module_of(graph, copy.deepcopy(graph.graph))
     entering = ("weight", "gradient", *("state" for _ in update.states))
     names = ("weight", "gradient", *update.states, *numbers)
     output: Any = placed.graph.output_node()
