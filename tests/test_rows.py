@@ -31,10 +31,22 @@ def normalized(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) * 0.5 + x.mean(-1, keepdim=True)
 
 
+class Tempered(nn.Module):
+    """A softmax with a learnt temperature: a parameter of no dimensions is among a chain's operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x * self.scale, -1) * self.scale
+
+
 CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "layer_norm": (nn.LayerNorm(192), (2100, 192)),
     "softmax": (nn.Softmax(-1), (3, 5, 160, 260)),
     "log_softmax": (nn.LogSoftmax(-1), (2200, 250)),
+    "temperature": (Tempered(), (2200, 250)),
     "two statistics": (Applied(normalized), (4300, 130)),
 }
 

@@ -245,7 +245,8 @@ class Rows(nn.Module):
         if len(known) < len(calls) or BLOCK * wide > _MOST or rows * wide < _LEAST:
             return None
         inner = [i for i in range(self.inputs, len(table)) if i not in self.stored]
-        widths, dtypes = tuple(x.shape[-1] for x in table), tuple(x.dtype for x in table)
+        # An operand may be a number: a tensor of no dimensions.
+        widths, dtypes = tuple(x.shape[-1] if x.dim() else 1 for x in table), tuple(x.dtype for x in table)
         sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
         addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
         ends = list(accumulate((_aligned(few * sizes[i]) for i in inner), initial=_aligned(8 * addresses)))
