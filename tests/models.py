@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxround
+
 
 @dataclass(frozen=True)
 class Example:
@@ -22,6 +24,15 @@ class Example:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Callable[[Any], Tensor]
+
+
+def unfused(compiled: fxround.RoundedModule) -> fxround.RoundedModule:
+    """The same captured graphs, an operation at a time."""
+    compiled.__dict__["fuse"] = False
+    try:
+        return compiled.with_policy(compiled.policy)
+    finally:
+        compiled.__dict__["fuse"] = True
 
 
 class DigitsCNN(nn.Module):

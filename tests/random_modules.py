@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from models import unfused
 from random_builder import Model
 from random_judge import in_binary64
 from random_reference import by_reference, encodings
@@ -117,15 +118,6 @@ def same(got: Any, want: Any, what: str) -> None:
         assert one is None or torch.equal(encodings(one.detach()), encodings(other.detach())), (
             f"{what}: result {i} differs"
         )
-
-
-def unfused(compiled: fxround.RoundedModule) -> fxround.RoundedModule:
-    """The same captured graphs, an operation at a time."""
-    compiled.__dict__["fuse"] = False
-    try:
-        return compiled.with_policy(compiled.policy)
-    finally:
-        compiled.__dict__["fuse"] = True
 
 
 def judge_module(model: nn.Module, policy: str, folder: Path) -> None:

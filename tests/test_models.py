@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import ZOO, build
+from models import ZOO, build, unfused
 from torch import Tensor
 
 import fxround
@@ -18,7 +18,7 @@ from fxround.runtime import buffers
 
 
 class Case:
-    """One model of the zoo, compiled by two policies, captured once each."""
+    """One model of the zoo, captured once."""
 
     def __init__(self, name: str) -> None:
         self.name, self.example = name, build(name)
@@ -36,7 +36,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_identity_gives_the_bits_of_the_captured_graph(case: Case) -> None:
-    compiled = fxround.compile(case.example.model, "identity")
+    compiled = case.stochastic.with_policy("identity")
     result = case.run(compiled)
     entry = compiled._latest
     assert isinstance(entry, Entry)
@@ -56,7 +56,7 @@ def test_no_float_operation_is_left_unrounded(case: Case) -> None:
 
 
 def test_fusion_changes_no_bit(case: Case) -> None:
-    compiled = fxround.compile(case.example.model, "stochastic", example_inputs=case.inputs, seed=3, fuse=False)
+    compiled = unfused(case.stochastic)
     assert compiled._latest is not None and compiled._latest.fused is compiled._latest.lowered
     assert torch.equal(case.run(compiled), case.run(case.stochastic))
 
