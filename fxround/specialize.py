@@ -329,6 +329,13 @@ def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, r
 
 
 @lru_cache(maxsize=1024)
+def scatter_format(accumulate: Rounding, storage: Storage) -> Format:
+    """What holds every sum of a scatter into zeros, as it is stored."""
+    carriers = (CARRIER_OF[storage],)
+    inside = chain_rounding(accumulate, _accumulator(accumulate, carriers), carriers).format
+    return inside if inside.within(FORMAT_OF[storage]) else FORMAT_OF[storage]
+
+
 def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
     """Contributions added to a destination one after the other, each addition rounded by ``accumulate``.
 

@@ -20,10 +20,16 @@ from fxround.numerics.modes import Rounding
 
 Row = list[float]
 BITS: Final = 600
+_BINARY32: Final = Rounding.parse("binary32")
 
 
 def _softplus(x: Any) -> Any:
-    return gmpy2.log1p(gmpy2.exp(x)) if x < 0 else x + gmpy2.log1p(gmpy2.exp(-x))
+    # Beyond 10000 every format sees the same, and exp would leave MPFR's range.
+    return gmpy2.log1p(gmpy2.exp(x)) if x < 0 else x + gmpy2.log1p(gmpy2.exp(-min(x, 10000)))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 - 1 / (1 + gmpy2.exp(min(x, 10000))) if x > 0 else 1 / (1 + gmpy2.exp(-x))
 
 
 # What MPFR computes, and the exact results, that no number of bits would show to be exact.
@@ -34,13 +40,13 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[Any], Any], dict[float, float]]]] = {
     "log1p": (gmpy2.log1p, {0.0: 0.0, -1.0: -math.inf, math.inf: math.inf}),
     "tanh": (gmpy2.tanh, {0.0: 0.0, math.inf: 1.0, -math.inf: -1.0}),
     "erf": (gmpy2.erf, {0.0: 0.0, math.inf: 1.0, -math.inf: -1.0}),
-    "sigmoid": (lambda x: 1 / (1 + gmpy2.exp(-x)), {0.0: 0.5, math.inf: 1.0, -math.inf: 0.0}),
+    "sigmoid": (_sigmoid, {0.0: 0.5, math.inf: 1.0, -math.inf: 0.0}),
     "softplus": (_softplus, {math.inf: math.inf, -math.inf: 0.0}),
     "rsqrt": (gmpy2.rec_sqrt, {0.0: math.inf, math.inf: 0.0}),
 }
 
 
-def _function(name: str, x: float, rounding: Rounding) -> float:
+def _function(name: str, x: float, rounding: Rounding, near: Fraction | None) -> float:
     compute, exact = FUNCTIONS[name]
     outside = (name in ("log", "rsqrt") and x < 0) or (name == "log1p" and x < -1)
     if math.isnan(x) or outside:
@@ -49,19 +55,38 @@ def _function(name: str, x: float, rounding: Rounding) -> float:
         # An odd function keeps the sign of a zero, and rsqrt of one has it.
         odd = x == 0 and name in ("expm1", "log1p", "tanh", "erf", "rsqrt")
         return round_float(math.copysign(exact[x], x) if odd else exact[x], rounding)
+    found = _exactly(lambda: compute(gmpy2.mpfr(x)))
+    return _decided(found, x < 0 and name in ("expm1", "log1p", "tanh", "erf"), f"{name}({x.hex()})", rounding, near)
+
+
+def _exactly(compute: Callable[[], Any]) -> Any:
     with gmpy2.context(precision=BITS, emin=gmpy2.get_emin_min(), emax=gmpy2.get_emax_max()):
-        found = compute(gmpy2.mpfr(x))
-        sign = -1 if found < 0 or (found == 0 and x < 0 and name in ("expm1", "log1p", "tanh", "erf")) else 1
-        if abs(found) > gmpy2.mpfr(2) ** 2000:
-            return rationals.rounded(sign * Fraction(2) ** 2000, False, rounding)
-        if abs(found) < gmpy2.mpfr(2) ** -2000:
-            return rationals.rounded(sign * Fraction(1, 2**2000), False, rounding)
-        numerator, denominator = found.as_integer_ratio()
-    value, near = Fraction(int(numerator), int(denominator)), Fraction(1, 2**50)
+        return compute()
+
+
+def _decided(found: Any, negative_zero: bool, what: str, rounding: Rounding, near: Fraction | None) -> float:
+    """R of what MPFR found, which is good to nearly BITS bits; Undecided within ``near`` of a boundary.
+
+    near: None for an operand of 32 bits, whose result is exact or that far from a boundary, unless it tends to one;
+    then MPFR's last rounding says on which side it is.
+    """
+    sign = -1 if found < 0 or (found == 0 and negative_zero) else 1
+    if abs(found) > gmpy2.mpfr(2) ** 2000:
+        return rationals.rounded(sign * Fraction(2) ** 2000, False, rounding)
+    if abs(found) < gmpy2.mpfr(2) ** -2000:
+        return rationals.rounded(sign * Fraction(1, 2**2000), False, rounding)
+    numerator, denominator = found.as_integer_ratio()
+    value = Fraction(int(numerator), int(denominator))
+    if near is None:
+        beside = value - abs(value) * Fraction((found.rc > 0) - (found.rc < 0), 2 ** (BITS - 10))
+        return rationals.rounded(beside, False, rounding)
     low, high = (rationals.rounded(value * (1 + part), False, rounding) for part in (-near, near))
     if low != high:
-        raise Undecided(f"{name}({x.hex()}) lies too near a boundary of {rounding}")
+        raise Undecided(f"{what} lies too near a boundary of {rounding}")
     return low
+
+
+_NEAR: Final = Fraction(1, 2**50)
 
 
 class Undecided(ValueError):
@@ -74,19 +99,38 @@ class Arithmetic:
 
     value: Rounding
     step: Rounding
+    # Over binary32 operands: chains have their range, and functions are correctly rounded.
+    short: bool = False
+
+    @property
+    def chain(self) -> Rounding:
+        return rationals.in_chain(self.step) if self.short else self.step
 
     def __getattr__(self, name: str) -> Callable[..., float]:
         if name in rationals.OPERATORS:
             return lambda *xs: rationals.OPERATORS[name][1](*xs, self.value)
         if name in FUNCTIONS:
-            return lambda x: _function(name, x, self.value)
+            near = None if self.short else _NEAR
+            return lambda x: _function(name, x, self.value, near)
         raise AttributeError(name)
 
+    def pow(self, x: float, c: float) -> float:
+        """x^c of x >= 0 and c > 0. Exact powers are left open."""
+        if math.isnan(x) or x in (0.0, 1.0, math.inf):
+            return round_float(abs(x), self.value)
+        found = _exactly(lambda: gmpy2.mpfr(x) ** gmpy2.mpfr(c))
+        return _decided(found, False, f"{x.hex()} ** {c}", self.value, _NEAR)
+
     def total(self, x: Sequence[float]) -> float:
-        return round_float(rationals.lanes(list(x), 16, self.step), self.value)
+        return round_float(rationals.lanes(list(x), 16, self.chain), self.value)
 
     def dot(self, a: Sequence[float], b: Sequence[float]) -> float:
-        return rationals.contraction(a, b, self.step, self.value)
+        return rationals.contraction(a, b, self.chain, self.value)
+
+    def added(self, x: Sequence[float], begin: float = 0.0) -> float:
+        """What a scatter makes of what was there, and of what is added one after the other."""
+        acc = rationals.sequential(x, self.chain, begin)[-1] if len(x) else begin
+        return round_float(round_float(acc, _BINARY32) if self.short else acc, self.value)
 
     def kept(self, x: float) -> float:
         """What a selection or a change of sign gives: rounded where the policy's rule speaks of it."""

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from fxround.numerics.exact import floor_log2, round_exact, round_float
+from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 
 NAN: Final = math.nan
+Array = npt.NDArray[Any]
+Place = tuple[int, ...]
 Contraction = Callable[[Sequence[float], Sequence[float]], float]
 
 
@@ -25,6 +32,17 @@ def sign(x: float) -> float:
 def rounded(value: Fraction, negative_zero: bool, rounding: Rounding) -> float:
     """R of a rational; ``negative_zero`` says what a zero is."""
     return round_exact(value, value < 0 or (value == 0 and negative_zero), rounding)
+
+
+def in_chain(rounding: Rounding) -> Rounding:
+    """docs/numerics.md, section 3, over operands of at most 32 bits: what has binary32's exponents has binary64's in a
+    chain, but the hardware's own."""
+    fmt, like = rounding.format, FORMATS["binary32"]
+    if str(rounding) == "binary32/nearest_even/inf" or rounding.overflow != "inf":
+        return rounding
+    if (fmt.emin, fmt.emax, fmt.subnormals) != (like.emin, like.emax, True):
+        return rounding
+    return Rounding(fmt.with_range_of(FORMATS["binary64"]), rounding.mode, "inf")
 
 
 def is_down(rounding: Rounding) -> bool:
@@ -162,72 +180,72 @@ def exact_sum(x: Sequence[float], rounding: Rounding) -> float:
     return rounded(sum(map(Fraction, x), Fraction(0)), False, rounding)
 
 
-def convolution(
-    x: list[list[list[float]]], w: list[list[list[float]]], stride: int, pad: int, dilation: int, how: Contraction
-) -> list[list[list[float]]]:
-    """One-dimensional: k over (channel, tap), padding contributing products with +0."""
-    taps, size = len(w[0][0]), len(x[0][0])
-    count = (size + 2 * pad - dilation * (taps - 1) - 1) // stride + 1
+@dataclass(frozen=True)
+class Windows:
+    """How a kernel walks over an image of any number of dimensions."""
 
-    def at(row: list[float], place: int) -> float:
-        return row[place] if 0 <= place < size else 0.0
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
 
-    def result(image: list[list[float]], filters: list[list[float]], p: int) -> float:
-        pairs = [
-            (at(row, p * stride + t * dilation - pad), filters[c][t])
-            for c, row in enumerate(image)
-            for t in range(taps)
-        ]
-        return how([a for a, _ in pairs], [b for _, b in pairs])
+    def place(self, result: Place, tap: Place) -> Place:
+        """The element of the image under a tap of the kernel, for one element of the result."""
+        steps = zip(result, tap, self.stride, self.pad, self.dilation, strict=True)
+        return tuple(p * s + t * d - q for p, t, s, q, d in steps)
 
-    return [[[result(image, filters, p) for p in range(count)] for filters in w] for image in x]
+    def counts(self, image: Sequence[int], taps: Sequence[int]) -> Place:
+        """The size of the result."""
+        rows = zip(image, taps, self.stride, self.pad, self.dilation, strict=True)
+        return tuple((n + 2 * q - d * (t - 1) - 1) // s + 1 for n, t, s, q, d in rows)
 
 
-def transposed(
-    x: list[list[list[float]]],
-    w: list[list[list[float]]],
-    stride: int,
-    pad: int,
-    dilation: int,
-    size: int,
-    how: Contraction,
-) -> list[list[list[float]]]:
+def at(plane: Array, place: Place) -> float:
+    """An element, or the +0 around them."""
+    inside = all(0 <= p < n for p, n in zip(place, plane.shape, strict=True))
+    return float(plane[place]) if inside else 0.0
+
+
+def convolution(x: Array, w: Array, windows: Windows, how: Contraction) -> Array:
+    """k over (channel of the group, tap), padding contributing products with +0."""
+    taps, own, results = w.shape[2:], w.shape[1], w.shape[0] // windows.groups
+    out = np.empty((len(x), len(w), *windows.counts(x.shape[2:], taps)))
+    for n, o, *p in np.ndindex(out.shape):
+        first = o // results * own
+        left = [at(x[n, first + c], windows.place(tuple(p), t)) for c in range(own) for t in np.ndindex(taps)]
+        out[(n, o, *p)] = how(left, w[o].ravel().tolist())
+    return out
+
+
+def transposed(x: Array, w: Array, windows: Windows, size: Sequence[int], how: Contraction) -> Array:
     """The plain convolution over the input with stride - 1 zeros between its elements and the kernel turned around.
 
-    w: (channels of x, channels of the result, taps). size: of the result.
+    w: (channels of x, channels of the result in a group, taps). size: of the result.
     """
-    taps, begin = len(w[0][0]), dilation * (len(w[0][0]) - 1) - pad
-    wide = (len(x[0][0]) - 1) * stride + 1
-    turned = [[[row[o][taps - 1 - t] for t in range(taps)] for row in w] for o in range(len(w[0]))]
+    taps, own, results = w.shape[2:], w.shape[0] // windows.groups, w.shape[1]
+    out = np.empty((len(x), results * windows.groups, *size))
+    turned = [tuple(n - 1 - t for n, t in zip(taps, tap, strict=True)) for tap in np.ndindex(taps)]
 
-    def at(row: list[float], p: int) -> float:
-        return row[p // stride] if 0 <= p < wide and p % stride == 0 else 0.0
+    def spread(plane: Array, q: Place, tap: Place) -> float:
+        """What lies under a tap among the zeros that are between the elements and around them."""
+        steps = zip(q, tap, windows.stride, windows.pad, windows.dilation, strict=True)
+        places = [divmod(p + d - t * e, s) for p, t, s, d, e in steps]
+        return 0.0 if any(between for _, between in places) else at(plane, tuple(p for p, _ in places))
 
-    # A padding beyond the kernel's reach cuts elements off: begin is negative then.
-    places = range(-begin, size + dilation * (taps - 1) - begin)
-    spread = [[[at(row, p) for p in places] for row in i] for i in x]
-    return convolution(spread, turned, 1, 0, dilation, how)
+    for n, o, *q in np.ndindex(out.shape):
+        first, column = o // results * own, o % results
+        left = [spread(x[n, first + c], tuple(q), t) for c in range(own) for t in turned]
+        out[(n, o, *q)] = how(left, [float(w[(first + c, column, *t)]) for c in range(own) for t in turned])
+    return out
 
 
-def weight_gradient(
-    small: list[list[list[float]]],
-    image: list[list[list[float]]],
-    taps: int,
-    stride: int,
-    pad: int,
-    dilation: int,
-    how: Contraction,
-) -> list[list[list[float]]]:
+def weight_gradient(small: Array, image: Array, taps: Sequence[int], windows: Windows, how: Contraction) -> Array:
     """k over (image, pixel of ``small``): of the result's gradient, or of a transposed convolution's input."""
-    size = len(image[0][0])
-
-    def result(o: int, c: int, t: int) -> float:
-        left, right = [], []
-        for these, those in zip(small, image, strict=True):
-            for p, value in enumerate(these[o]):
-                place = p * stride + t * dilation - pad
-                left.append(value)
-                right.append(those[c][place] if 0 <= place < size else 0.0)
-        return how(left, right)
-
-    return [[[result(o, c, t) for t in range(taps)] for c in range(len(image[0]))] for o in range(len(small[0]))]
+    own, results = image.shape[1] // windows.groups, small.shape[1] // windows.groups
+    out = np.empty((small.shape[1], own, *taps))
+    pixels = list(np.ndindex(small.shape[2:]))
+    for o, c, *t in np.ndindex(out.shape):
+        channel = o // results * own + c
+        right = [at(these[channel], windows.place(p, tuple(t))) for these in image for p in pixels]
+        out[(o, c, *t)] = how(small[:, o].ravel().tolist(), right)
+    return out

@@ -11,69 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 import formula_rationals as again
-import numpy as np
 import torch
 from formula_rationals import Arithmetic
 from layers import Calls
-from test_whole_range import DETERMINISTIC, NO_KEY, ROUNDS, Operands, check
-from torch import Tensor, fx
+from test_whole_range import DETERMINISTIC, ROUNDS, Operands, check
+from torch import Tensor
 from torch.nn import functional as F
+from whole import Reference, drawn
 
 import fxround
 from fxround import Policy, Rule
-from fxround.kernel import Reduce
-from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
-from fxround.numerics.orders import Order
-from fxround.program import Program
-from fxround.runtime import reference
-from fxround.specialize import contract_kernel, map_kernel, sum_kernel
 
-aten, OPS = torch.ops.aten, torch.ops.fxround
+aten = torch.ops.aten
 COUNT = 5
 
-
-class Reference(fx.Interpreter):
-    """The NumPy reference in place of compiled kernels."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        run = _RUN.get(target)
-        if run is None:
-            assert "fxround" not in str(target), target
-            return super().call_function(target, args, kwargs)
-        return run(*args)
-
-
-def _pointwise(xs: list[Tensor], text: str, dtype: torch.dtype, *rest: Any) -> Tensor:
-    body = map_kernel(Program.parse(text), ("f64",) * len(xs), "f64").body
-    shape = torch.broadcast_shapes(*(x.shape for x in xs))
-    found = body.evaluate(*(x.expand(shape).double().numpy() for x in xs))[0]
-    return torch.from_numpy(np.broadcast_to(found, shape).copy())
-
-
-def _sum(x: Tensor, dims: list[int], keepdim: bool, order: str, step: str, value: str, *rest: Any) -> Tensor:
-    kernel = sum_kernel(Order.parse(order), Rounding.parse(step), Rounding.parse(value), "f64", "f64")
-    assert isinstance(kernel, Reduce)
-    dims = [d % x.dim() for d in dims]
-    kept = [d for d in range(x.dim()) if d not in dims]
-    rows = x.permute(*kept, *sorted(dims)).reshape(math.prod(x.shape[d] for d in kept), -1)
-    found = torch.from_numpy(np.array(reference.reduce(kernel, rows.numpy(), NO_KEY)))
-    return found.reshape([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
-
-
-def _matmul(a: Tensor, b: Tensor, step: str, value: str, *rest: Any) -> Tensor:
-    kernel = contract_kernel(Accumulation.parse(step), Rounding.parse(value), ("f64", "f64"), "f64")
-    left, right = (t.reshape(-1, *t.shape[-2:]).numpy() for t in (a, b))
-    return torch.from_numpy(np.array(reference.contract(kernel, left, right, NO_KEY))).reshape(
-        *a.shape[:-1], b.shape[-1]
-    )
-
-
-_RUN: dict[Any, Callable[..., Tensor]] = {
-    OPS.pointwise.default: _pointwise,
-    OPS.sum.default: _sum,
-    OPS.matmul.default: _matmul,
-}
 
 # Each: the operator on rows x, y, z (two of five elements), and its formula on one row of each.
 ROWS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -186,22 +138,6 @@ POINTS: dict[str, tuple[Callable[..., Any], Callable[..., float]]] = {
 }
 
 
-def _operands(draw: Operands, shape: tuple[int, ...], value: Rounding) -> list[Tensor]:
-    """x, y, z: of every exponent, of the format's own, and of a few binades around 1, where functions bend."""
-    count = math.prod(shape)
-
-    def one() -> Tensor:
-        wide, near = draw.values(count, 0.04), np.ldexp(draw.significands(count), draw.rng.integers(-5, 4, count) - 52)
-        fmt = value.format
-        own = np.ldexp(draw.significands(count), draw.rng.integers(fmt.emin - 8, fmt.emax + 2, count) - 52)
-        sign = draw.rng.choice([-1.0, 1.0], count)
-        kind = draw.rng.integers(0, 3)
-        mixed = draw.some(0.4, wide, draw.some(0.6, near * sign, own * sign))
-        return torch.from_numpy([mixed, near * sign, wide][kind]).reshape(shape)
-
-    return [one() for _ in range(3)]
-
-
 def test_formulas_round_every_operation() -> None:
     for turn in range(ROUNDS):
         draw = Operands("formulas", turn)
@@ -212,7 +148,7 @@ def test_formulas_round_every_operation() -> None:
         policy = Policy("drawn", (Rule(rounding=str(value), accumulate=str(step)),))
         names = [str(n) for n in draw.rng.permutation([*ROWS, *POINTS])[: 14 if ROUNDS == 1 else None]]
         functions = [(ROWS.get(n) or POINTS[n])[0] for n in names]
-        x, y, z = _operands(draw, (2, COUNT), value)
+        x, y, z = drawn(draw, [(2, COUNT)] * 3, value)
 
         def forward(x: Tensor, y: Tensor, z: Tensor, functions: Any = functions) -> list[Tensor]:
             return [f(x, y, z) for f in functions]
@@ -227,7 +163,7 @@ def test_formulas_round_every_operation() -> None:
                 compared += len(told)
                 rows = (x.tolist(), y.tolist(), z.tolist())
                 check([g for g, _ in told], [w for _, w in told], name, str(value), str(step), rows)
-            x, y, z = _operands(draw, (2, COUNT), value)
+            x, y, z = drawn(draw, [(2, COUNT)] * 3, value)
         assert compared > 500
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -153,19 +154,9 @@ def accumulation(draw: Operands, mode: str, formats: list[str]) -> Accumulation:
 
 def chained(how: Accumulation, store: Rounding, short: bool) -> rationals.Contraction:
     """The contraction by rational numbers. short: of operands of at most 32 bits, so that chains have their range."""
-    step, combine = (r if r is None or not short else _inside(r) for r in (how.step, how.combine))
+    step, combine = (r if r is None or not short else rationals.in_chain(r) for r in (how.step, how.combine))
     assert step is not None
     return lambda a, b: rationals.contraction(a, b, step, store, how.product, how.chunk, combine)
-
-
-def _inside(rounding: Rounding) -> Rounding:
-    """docs/numerics.md, section 3: what has binary32's exponents has binary64's in a chain, but the hardware's own."""
-    fmt, like = rounding.format, FORMATS["binary32"]
-    if str(rounding) == "binary32/nearest_even/inf" or rounding.overflow != "inf":
-        return rounding
-    if (fmt.emin, fmt.emax, fmt.subnormals) != (like.emin, like.emax, True):
-        return rounding
-    return Rounding(fmt.with_range_of(FORMATS["binary64"]), rounding.mode, "inf")
 
 
 CHAIN_FORMATS = ["binary32", "bfloat16", "binary16", "e4m3fn", "tf32", *WIDE]
@@ -215,33 +206,71 @@ def lists(x: Tensor) -> Any:
     return x.tolist()
 
 
-def test_convolutions_and_their_gradients() -> None:
-    for turn in range(2 * ROUNDS):
-        draw = Operands("convolutions", turn)
+@dataclass(frozen=True)
+class Plane:
+    """Shapes of a convolution and of a transposed one that has the first one's result as its input."""
+
+    image: tuple[int, ...]
+    channels: int
+    results: int
+    taps: tuple[int, ...]
+    windows: rationals.Windows
+    extra: tuple[int, ...]
+
+
+def plane(draw: Operands, dims: int) -> Plane:
+    """Small ones, of which each dimension has its own stride, padding, dilation and output padding."""
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in draw.rng.integers(low, high, dims))
+
+    groups = int(draw.rng.integers(1, 3))
+    stride, dilation = each(1, 3), each(1, 3)
+    windows = rationals.Windows(stride, each(0, 2), dilation, groups)
+    # PyTorch's condition: below the stride or below the dilation.
+    extra = tuple(int(draw.rng.integers(0, max(s, d))) for s, d in zip(stride, dilation, strict=True))
+    image = (7,) if dims == 1 else each(3, 5 if dims == 2 else 4)
+    channels, results = (groups * int(n) for n in draw.rng.integers(1, 3, 2))
+    return Plane(image, channels, results, each(1, 3), windows, extra)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_and_their_gradients(dims: int) -> None:
+    for turn in range((2 if dims == 2 else 1) * ROUNDS):
+        draw = Operands("convolutions", dims, turn)
         how, store = accumulation(draw, draw.choice(DETERMINISTIC), CHAIN_FORMATS), Rounding.parse("binary64")
-        stride, pad, dilation = (int(draw.rng.integers(low, 3)) for low in (1, 0, 1))
+        this = plane(draw, dims)
+        windows, groups = this.windows, this.windows.groups
+        shape = (2, this.channels, *this.image)
+        taps = (this.results, this.channels // groups, *this.taps)
         # Products at the ends, sums that cancel: factors of one chain, cut in the shapes wanted.
-        a, b = (np.asarray(v) for v in draw.chain(2 * 2 * 7))
-        x, w = torch.from_numpy(a).reshape(2, 2, 7), torch.from_numpy(b[:12]).reshape(3, 2, 2)
-        tail = (str(how), str(store), RNG, 0)
-        exact = chained(how, store, False)
-        geometry = ([stride], [pad], [dilation], False, [0], 1)
-        y = OPS.convolution(x, w, *geometry, *tail)
-        check(y, rationals.convolution(lists(x), lists(w), stride, pad, dilation, exact), how, geometry)
-        g = torch.from_numpy(draw.values(y.numel(), 0.01)).reshape(y.shape)
-        got = OPS.convolution_input_gradient(g, w, [2, 2, 7], *geometry, *tail)
-        check(got, rationals.transposed(lists(g), lists(w), stride, pad, dilation, 7, exact), how, geometry)
-        got = OPS.convolution_weight_gradient(g, x, [3, 2, 2], *geometry, *tail)
-        check(got, rationals.weight_gradient(lists(g), lists(x), 2, stride, pad, dilation, exact), how, geometry)
+        a, b = (np.asarray(v) for v in draw.chain(max(math.prod(shape), math.prod(taps))))
+        x, w = a[: math.prod(shape)].reshape(shape), b[: math.prod(taps)].reshape(taps)
+        tail, exact = (str(how), str(store), RNG, 0), chained(how, store, False)
+        steps = [list(v) for v in (windows.stride, windows.pad, windows.dilation)]
+
+        def tensors(*xs: Any) -> list[Tensor]:
+            return [torch.from_numpy(v) for v in xs]
+
+        geometry = (*steps, False, [0] * dims, groups)
+        y = OPS.convolution(*tensors(x, w), *geometry, *tail)
+        check(y, rationals.convolution(x, w, windows, exact), how, geometry)
+        g = draw.values(y.numel(), 0.01).reshape(y.shape)
+        got = OPS.convolution_input_gradient(*tensors(g, w), shape, *geometry, *tail)
+        check(got, rationals.transposed(g, w, windows, this.image, exact), how, geometry)
+        got = OPS.convolution_weight_gradient(*tensors(g, x), taps, *geometry, *tail)
+        check(got, rationals.weight_gradient(g, x, this.taps, windows, exact), how, geometry)
         # A transposed convolution: the weight's gradient runs over the pixels of its input.
-        geometry = ([stride], [0], [dilation], True, [0], 1)
-        z = OPS.convolution(g, w, *geometry, *tail)
-        check(z, rationals.transposed(lists(g), lists(w), stride, 0, dilation, z.shape[2], exact), how, geometry)
-        h = torch.from_numpy(draw.values(z.numel(), 0.01)).reshape(z.shape)
-        got = OPS.convolution_weight_gradient(h, g, [3, 2, 2], *geometry, *tail)
-        check(got, rationals.weight_gradient(lists(g), lists(h), 2, stride, 0, dilation, exact), how, geometry)
-        got = OPS.convolution_input_gradient(h, w, list(g.shape), *geometry, *tail)
-        check(got, rationals.convolution(lists(h), lists(w), stride, 0, dilation, exact), how, geometry)
+        geometry = (*steps, True, list(this.extra), groups)
+        z = OPS.convolution(*tensors(g, w), *geometry, *tail)
+        check(z, rationals.transposed(g, w, windows, z.shape[2:], exact), how, geometry)
+        h = draw.values(z.numel(), 0.01).reshape(z.shape)
+        got = OPS.convolution_weight_gradient(*tensors(h, g), taps, *geometry, *tail)
+        check(got, rationals.weight_gradient(g, h, this.taps, windows, exact), how, geometry)
+        got = OPS.convolution_input_gradient(*tensors(h, w), g.shape, *geometry, *tail)
+        # An output padding that is not below the stride leaves room for more windows than there were.
+        full = rationals.convolution(h, w, windows, exact)[(..., *(slice(n) for n in g.shape[2:]))]
+        check(got, full, how, geometry)
 
 
 def test_reductions_round_every_addition() -> None:

@@ -151,11 +151,12 @@ def embedding_backward(
         ones = torch.ones_like(indices, dtype=torch.int64)
         counts = aten.index_put(torch.zeros([rows], dtype=torch.int64), [indices], ones, True)
         gradient = gradient / counts[indices].unsqueeze(-1).to(gradient.dtype)
-    if padding_idx >= 0:
-        gradient = torch.where((indices == padding_idx).unsqueeze(-1), _zeros(gradient), gradient)
-    empty = torch.zeros([rows, gradient.shape[-1]], dtype=gradient.dtype)
-    result: Tensor = aten.index_put(empty, [indices], gradient, True)
-    return result
+    padded = padding_idx >= 0
+    # What is padding goes to a row of its own, after the others.
+    places = torch.where(indices == padding_idx, rows, indices) if padded else indices
+    empty = torch.zeros([rows + padded, gradient.shape[-1]], dtype=gradient.dtype)
+    result: Tensor = aten.index_put(empty, [places], gradient, True)
+    return result[:-1] if padded else result
 
 
 @formula(aten._weight_norm_interface_backward.default)

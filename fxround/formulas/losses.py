@@ -56,9 +56,10 @@ def smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, beta: floa
 
 @formula(aten.smooth_l1_loss_backward.default)
 def smooth_l1_loss_backward(gradient: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
-    """smooth_l1_loss_backward(g) = where(|d| < b, d / b, sign(d)) * (g / n), d = x - t"""
+    """smooth_l1_loss_backward(g) = where(|d| >= b, sign(d), d / b) * (g / n), d = x - t"""
     d = widened(x) - widened(target)
-    slope = d.sign() if beta == 0 else torch.where(d.abs() < beta, d / beta, d.sign())
+    # In this order: a NaN stays one, of which PyTorch's sign is 0.
+    slope = d.sign() if beta == 0 else torch.where(d.abs() >= beta, d.sign(), d / beta)
     return (slope * _share(widened(gradient), x, reduction)).to(x.dtype)
 
 
@@ -109,16 +110,20 @@ def binary_cross_entropy_with_logits(
 
 
 def _chosen(x: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor, Any, int]:
-    """The classes with ignored ones as 0, whether each is kept, its weight, and the dimension of the classes."""
-    kept = target != ignored
+    """The classes with ignored ones as 0, whether each is kept, its weight or 0, and the dimension of the classes."""
+    kept, dim = target != ignored, min(x.dim() - 1, 1)
     classes = torch.where(kept, target, torch.zeros_like(target))
-    own = None if weight is None else weight.index_select(0, classes.reshape(-1)).reshape(classes.shape)
-    return classes, kept, own, min(x.dim() - 1, 1)
+    if weight is None:
+        return classes, kept, None, dim
+    # An ignored one takes a zero after the last weight: a movement, which rounds nothing.
+    places = torch.where(kept, target, x.shape[dim])
+    own = aten.constant_pad_nd(weight, [0, 1], 0.0).index_select(0, places.reshape(-1)).reshape(classes.shape)
+    return classes, kept, own, dim
 
 
 @formula(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-    """nll_loss(x, t) = sum(-x[t] * weight[t]) / sum(weight[t]), over the targets that are not ignored"""
+    """nll_loss(x, t) = sum(-x[t] * weight[t]) / sum(weight[t]), zeros in the place of targets that are ignored"""
     classes, kept, own, dim = _chosen(x, target, weight, ignore_index)
     terms = -widened(x).gather(dim, classes.unsqueeze(dim)).squeeze(dim)
     zero = torch.zeros([], dtype=terms.dtype)
@@ -126,7 +131,7 @@ def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, i
     if reduction == 0:
         return terms.to(x.dtype), x.new_zeros([])
     dims = list(range(terms.dim()))
-    weights = kept.sum().to(terms.dtype) if own is None else total(torch.where(kept, own, zero), dims)
+    weights = kept.sum().to(terms.dtype) if own is None else total(own, dims)
     summed = total(terms, dims)
     return (summed / weights if reduction == _MEAN else summed).to(x.dtype), weights.to(x.dtype)
 

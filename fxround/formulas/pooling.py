@@ -80,7 +80,7 @@ def _pooled(size: int, kernel: int, stride: int, pad: int, ceil_mode: bool) -> i
 
 @formula(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.adaptive_avg_pool1d.default)
 def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    """adaptive_avg_pool(x) = sum(window) / count, window i of n covering floor(i L / n) to ceil((i + 1) L / n)"""
+    """adaptive_avg_pool(x) = sum(window) / count, window i of n floor(i L / n) to ceil((i + 1) L / n), filled with 0"""
     n = len(output_size)
     sizes = x.shape[-n:]
     w = widened(x)
@@ -99,11 +99,13 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
     steps = {b - a for a, b in pairwise(starts)} or {longest}
     if len(set(lengths)) == 1 and len(steps) == 1:
         return x.unfold(dim, longest, steps.pop())
+    # A zero after the last element is what a shorter window takes: a movement, which rounds nothing.
+    longer = aten.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, 1], 0.0)
     k = torch.arange(longest)
-    index = (_table(starts).unsqueeze(1) + k).clamp(max=size - 1)
-    taken = x.index_select(dim, index.reshape(-1)).unflatten(dim, (len(starts), longest)).movedim(dim + 1, -1)
-    inside = k < _table(lengths).reshape([-1] + [1] * (taken.dim() - dim - 1))
-    return torch.where(inside, taken, torch.zeros([], dtype=x.dtype))
+    index = torch.where(k < _table(lengths).unsqueeze(1), _table(starts).unsqueeze(1) + k, size)
+    taken = longer.index_select(dim, index.reshape(-1)).unflatten(dim, (len(starts), longest))
+    moved: Tensor = taken.movedim(dim + 1, -1)
+    return moved
 
 
 def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], lengths: Sequence[list[int]]) -> Tensor:
@@ -148,7 +150,7 @@ def avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
-    """avg_pool_backward(g) = sum of g / count over the windows of an element, in their order"""
+    """avg_pool_backward(g) = sum of g / count over the windows of an element, in their order; moved where they tile"""
     n = 3 if len(kernel_size) == 3 or x.dim() == 5 else 2
     full = [list(v) * n if len(v) == 1 else list(v) for v in (kernel_size, stride or kernel_size, padding)]
     sizes, outs = list(x.shape[-n:]), list(gradient.shape[-n:])

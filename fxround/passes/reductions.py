@@ -1,7 +1,7 @@
 """Reductions: sums run in a declared order, each addition rounded.
 
 What is true here. ``sum`` follows the policy's Order; products, prefixes and the accumulating scatters ascend. A
-scatter's result is what was accumulated; where the policy's result format is narrower, a rounding follows.
+scatter's result is what was accumulated or was there; where the policy's result format is narrower, a rounding follows.
 
     before   %sum = aten.sum.dim_IntList(%x, [1], True)
     after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", ..., %rng, 4)
@@ -35,7 +35,7 @@ from fxround.passes.rewrite import (
 )
 from fxround.policy import Assignment
 from fxround.refusals import FORMAT_OF
-from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
+from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_format, sum_kernel
 
 aten = torch.ops.aten
 
@@ -125,8 +125,13 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
     if copied:
         evaluate(graph, node)
         round_after(graph, node, rounding, place.number + 1, dtype)
-    elif not keeps(rounding, accumulate.format if accumulate.format.within(stored) else stored):
+    elif not keeps(rounding, scatter_format(accumulate, STORAGES[dtype]) if _is_zero(operands[0]) else stored):
         round_after(graph, node, rounding, place.number + 1)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a scatter begins with zeros, as gradients do. What it keeps elsewhere may lie outside of a format."""
+    return node.target in (aten.full.default, aten.full_like.default) and bool(node.args[1] == 0)
 
 
 _LOWERINGS: Final[dict[str, Callable[[fx.GraphModule, fx.Node, Site, Assignment, Rounding], None]]] = {
