@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.entry import Function
+from fxround.entry import Function, Method
 from fxround.errors import CaptureError
 
 # What tells an error of the model's from one of fxround's.
@@ -91,6 +91,8 @@ def baked(module: nn.Module) -> Any:
 
     Of anything else the type: None in the place of an object is another model.
     """
+    if isinstance(module, Method):
+        module = module.source
     values = tuple((name, _constant(value)) for name, value in vars(module).items() if name not in _MODULE)
     # A hook's number is given once in a process.
     return values, module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, overload
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,9 +22,10 @@ from torch import Tensor, fx, nn
 
 from fxround.admission import arguments, asked, baked, class_of, is_opaque, kind, require_arguments, require_dtypes
 from fxround.arithmetic import require_ieee_arithmetic
+from fxround.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.differentiation import Step, differentiable_later, step_of
 from fxround.dynamo import aside, capturing
-from fxround.entry import Entry, Function, Owner, owner_of, resolved
+from fxround.entry import Entry, Function, Method, Owner, owner_of, resolved
 from fxround.errors import CaptureError, FxroundError
 from fxround.formulas import decompositions
 from fxround.graph import Captured, capture, export_program, inside_backward, trace_example
@@ -36,10 +39,12 @@ from fxround.replay import Replay
 from fxround.runtime import library
 from fxround.runtime.schedule import schedule
 from fxround.views import Shown
+from fxround.watching import unwatched
 
 PolicyLike = Any
 
 
+@overload
 def compile(
     model: nn.Module | Callable[..., Any],
     policy: PolicyLike,
@@ -49,11 +54,31 @@ def compile(
     seed: int = 0,
     fuse: bool = True,
     advance: bool = False,
-) -> RoundedModule:
-    """A module that computes ``model`` with the roundings of ``policy``.
+) -> RoundedModule: ...
+
+
+@overload
+def compile(
+    *, policy: PolicyLike, strict: bool | None = None, seed: int = 0, fuse: bool = True, advance: bool = False
+) -> Callable[[nn.Module | Callable[..., Any]], RoundedModule]: ...
+
+
+def compile(
+    model: nn.Module | Callable[..., Any] | None = None,
+    policy: PolicyLike = None,
+    *,
+    example_inputs: Any = None,
+    strict: bool | None = None,
+    seed: int = 0,
+    fuse: bool = True,
+    advance: bool = False,
+) -> Any:
+    """A module that computes ``model`` with the roundings of ``policy``; without a model, a decorator that makes one.
 
     model: any ``nn.Module`` that can be captured whole; it is shared, not copied; or a function of tensors, a loss for
-    instance. policy: a preset's name, a format or a rounding as text, a floating-point dtype, a path to a TOML file, a
+    instance; or a method of a module, with all that it computes. As a decorator, ``@fxround.compile(policy=...)``
+    stands before a function, or before a method (``forward``) in a class of modules, each of which then compiles its
+    own. policy: a preset's name, a format or a rounding as text, a floating-point dtype, a path to a TOML file, a
     dict or a Policy. example_inputs: captures at once (a
     tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
     strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
@@ -64,12 +89,23 @@ def compile(
     Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
     UnsupportedRounding when the model is captured.
     """
+    if policy is None:
+        raise TypeError("no policy is given: fxround.compile(model, 'stochastic'), or @fxround.compile(policy=...)")
+    if model is None:
+        if example_inputs is not None:
+            raise TypeError("example_inputs is for a model that is given: a decorated function is captured by its call")
+        settings = {"strict": strict, "seed": seed, "fuse": fuse, "advance": advance}
+        return partial(compile, policy=Policy.parse(policy), **settings)
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}: pass an instance, or decorate the class's forward")
     if isinstance(model, RoundedModule | LoadedModule):
         raise TypeError(f"the model is a {type(model).__name__} already; compile the original module")
-    if not callable(model) or isinstance(model, type):
+    if not callable(model):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module or a function of tensors")
     if not isinstance(model, nn.Module):
-        model = Function(model)
+        holder = getattr(model, "__self__", None)
+        method = isinstance(model, MethodType) and isinstance(holder, nn.Module)
+        model = Method(model) if method else Function(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
@@ -96,16 +132,15 @@ class RoundedModule(Shown):
         self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
     ) -> None:
         rng = random_state(seed, sample)
-        super().__init__()
-        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-        self.__dict__.update({name: getattr(model, name) for name in shared})
-        self.__dict__.update(source=model, policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
+        super().__init__(model)
+        if is_plain(model):
+            self.__dict__.update(names_of(model.function))
+        self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__["_repeats"] = Repeats()
-        self.__dict__["_differentiated"] = set()
+        self.__dict__.update(_differentiated=set(), _told=set())
 
     strict: bool | None
-    rng: Tensor
     fuse: bool
     advance: bool
     _repeats: Repeats
@@ -116,15 +151,21 @@ class RoundedModule(Shown):
     _replay: Replay | None
     _differentiated: set[int]
 
-    @property
-    def training(self) -> bool:
-        """The model's own flag: train() and eval() on either module are seen by both."""
-        return bool(self.source.training) if "source" in self.__dict__ else True
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A compiled function is a method where it is found through an instance; a compiled model is itself."""
+        if instance is None or not is_plain(self.source):
+            return self
+        return bound(self, instance, self._like)
 
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "source" in self.__dict__:
-            self.source.training = mode
+    def _like(self, model: nn.Module) -> RoundedModule:
+        """Another model under the same policy and settings, with the first sample of the same seed."""
+        made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
+        made.advance = self.advance
+        return made
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.policy.strict if self.strict is None else self.strict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model computes, rounded as the policy says."""
@@ -136,7 +177,7 @@ class RoundedModule(Shown):
                 "sample has moved on: checkpoint inside of the model, or not at all."
             )
         before = self.rng
-        with aside():
+        with aside(), unwatched():
             result = self._called_with(args, kwargs, leaves, wanted)
         if self.advance and self.rng is before:
             self.reseed(*following(*before.tolist()))
@@ -320,7 +361,10 @@ class RoundedModule(Shown):
             program = export_program(_Exportable(self, entry), args, kwargs, entry.captured.sizes)
         return save(program, path, keep_inputs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        name = global_name(self)
+        if name is not None:
+            return name
         seed, sample = self.rng.tolist()
         args = self.source, self.policy, self.strict, seed, sample, self.fuse
         return RoundedModule, args, {"advance": self.advance}
@@ -372,6 +416,7 @@ class RoundedModule(Shown):
         return None
 
     def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
+        refuse_compiled(self.source)
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)
         formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
@@ -388,8 +433,7 @@ class RoundedModule(Shown):
         raise refusal
 
     def _lowered(self, captured: Captured, owners: tuple[Owner, ...] | None = None) -> Entry:
-        strict = self.policy.strict if self.strict is None else self.strict
-        lowered = lower(captured.graph, Plan(self.policy, strict))
+        lowered = lower(captured.graph, Plan(self.policy, self._is_strict))
         if owners is None:
             owners = tuple(owner_of(self.source, port) for port in captured.entering)
         step = step_of(captured, lowered, self.fuse)
@@ -421,7 +465,8 @@ class _Exportable(nn.Module):
         self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
         self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
         self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
-        owners = tuple((self if o and o[0] is source else o[0], o[1]) if o else None for o in entry.owners)
+        root = source.get_submodule("")
+        owners = tuple((self if o[0] is root else o[0], o[1]) if o else None for o in entry.owners)
         entry = replace(entry, running=entry.fused, owners=owners)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

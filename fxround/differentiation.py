@@ -28,6 +28,7 @@ from fxround.passes import optimize
 from fxround.passes.partition import Parts, partition
 from fxround.runtime.schedule import schedule
 from fxround.tracing import uncollected
+from fxround.watching import unwatched
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if value is None else value for value in ctx.others]
-        found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng)
+        with unwatched():
+            found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng)
         return None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 2))
 
 
@@ -131,11 +133,12 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
         tensors = iter(ctx.saved_tensors)
         inputs = [next(tensors) if value is None else value for value in ctx.others]
-        step, positions = ctx.step()
-        with torch.no_grad():
-            outputs = step.forward(*(inputs[i] for i in positions), ctx.rng)
-        like = [(outputs[i].shape, outputs[i].dtype) for i in step.tangents]
-        found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
+        with unwatched():
+            step, positions = ctx.step()
+            with torch.no_grad():
+                outputs = step.forward(*(inputs[i] for i in positions), ctx.rng)
+            like = [(outputs[i].shape, outputs[i].dtype) for i in step.tangents]
+            found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
         by_input = {positions[i]: gradient for i, gradient in found.items()}
         return None, None, None, *(_final(by_input.get(i)) for i in range(len(ctx.others)))
 

@@ -153,6 +153,39 @@ def owner_of(model: nn.Module, port: Port) -> Owner:
     return model.get_submodule(path), name
 
 
+class Sharing(nn.Module):
+    """A module with the parameters, buffers, submodules and training flag of another, under the same names."""
+
+    source: nn.Module
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        self.__dict__.update({name: getattr(source, name) for name in shared}, source=source)
+
+    @property
+    def training(self) -> bool:
+        """The other module's own flag: train() and eval() on either are seen by both."""
+        return bool(self.source.training) if "source" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "source" in self.__dict__:
+            self.source.training = mode
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The other module's submodule, whatever names this one has of its own; the other module itself for ""."""
+        return self.source.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The other module's parameter."""
+        return self.source.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """The other module's buffer."""
+        return self.source.get_buffer(target)
+
+
 class Function(nn.Module):
     """A function of tensors as a module without parameters, so that it is captured like one."""
 
@@ -163,3 +196,16 @@ class Function(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result."""
         return self.function(*args, **kwargs)
+
+
+class Method(Function, Sharing):
+    """A method of a module, as a module that shares its state; what is captured for it is that method alone."""
+
+    def __init__(self, function: Any) -> None:
+        Sharing.__init__(self, function.__self__)
+        self.__dict__["function"] = function
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag by the module's own ``train``."""
+        self.source.train(mode)
+        return self

@@ -477,8 +477,9 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _module_path(path: str) -> str:
-    """Dynamo spells a path ``L['self'].layer1.0``; users spell it ``layer1.0``."""
-    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).lstrip(".")
+    """Dynamo spells a path ``L['self'].layer1.0``; users spell it ``layer1.0``. A compiled method's is its module's."""
+    path = re.sub(r"^function\.__self__\.?", "", re.sub(r"^L\['\w+'\]\.?", "", path))
+    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")
 
 
 def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:

@@ -37,13 +37,13 @@ class Repeats:
                 f"sample {sample}: every call draws the same random bits, so that the errors of an iteration add up as "
                 "if they were one. Pass advance=True to fxround.compile, or call reseed(seed, sample=i) before step i.",
                 UserWarning,
-                stacklevel=_callers(),
+                stacklevel=callers(),
             )
         self._drawn = rng
         self._returned = [weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _callers() -> int:
+def callers() -> int:
     """The stack level, for ``warnings.warn`` in the function that asks, of the code that called the module."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxround", "torch"):

@@ -9,19 +9,19 @@ import textwrap
 from pathlib import Path
 
 import networkx as nx
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxround import inspection
+from fxround.attributes import Reaching
 from fxround.entry import Entry
 from fxround.graph import Captured
 from fxround.policy import Policy
 from fxround.summaries import Coverage, Summary
 
 
-class Shown(nn.Module):
+class Shown(Reaching):
     """A compiled module as far as it is looked at: ``_latest`` is what the latest call captured."""
 
-    source: nn.Module
     policy: Policy
     rng: Tensor
     _latest: Entry | None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -28,7 +30,10 @@ def blocks(text: str, language: str) -> list[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": document.stem}
+    # A module that can be imported, as that of a user's file can: Dynamo does, for functions that a graph inlines.
+    module = ModuleType(document.stem)
+    monkeypatch.setitem(sys.modules, document.stem, module)
+    namespace = vars(module)
     for block in blocks(document.read_text(encoding="utf-8"), "python"):
         exec(compile(block, document.name, "exec"), namespace)
 

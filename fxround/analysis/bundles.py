@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fxround.graph import ORIGIN, Site, site
 from fxround.numerics.accumulation import Accumulation
-from fxround.passes.rewrite import RNG, decided
+from fxround.passes.rewrite import decided, is_random_state
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Bundle:
         def used(node: fx.Node) -> Any:
             if node in own:
                 return own[node]
-            return rng if node.op == "placeholder" and node.target == RNG else value(origin(node))
+            return rng if is_random_state(node) else value(origin(node))
 
         for node in self.nodes:
             if node.op == "placeholder":

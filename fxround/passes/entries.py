@@ -33,6 +33,8 @@ def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
     mode = fake_mode(graph)
     with graph.graph.inserting_after(last[-1]) if last else graph.graph.inserting_before(next(iter(graph.graph.nodes))):
         rng = graph.graph.placeholder(RNG)
+    # The name of an argument of the graph's code: where a buffer of the model has it already, another.
+    rng.target = rng.name
     rng.meta[PORT] = Port("random")
     rng.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
 

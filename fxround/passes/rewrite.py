@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxround.errors import UnsupportedRounding
-from fxround.graph import META, ORIGIN, PORT, Site, evaluate, float_value, site
+from fxround.graph import META, ORIGIN, PORT, Port, Site, evaluate, float_value, site
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
@@ -60,8 +60,14 @@ def decided(place: Site) -> tuple[Assignment, Rounding] | None:
 
 def rng_of(graph: fx.GraphModule) -> fx.Node:
     """The placeholder of (seed, sample)."""
-    found: fx.Node = next(node for node in graph.graph.nodes if node.op == "placeholder" and node.target == RNG)
+    found: fx.Node = next(node for node in graph.graph.nodes if is_random_state(node))
     return found
+
+
+def is_random_state(node: fx.Node) -> bool:
+    """Whether a node is the placeholder of (seed, sample); a buffer of the model may have its name."""
+    port: Port | None = node.meta.get(PORT)
+    return node.op == "placeholder" and port is not None and port.kind == "random"
 
 
 def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[Any]) -> None:
