@@ -25,8 +25,8 @@ PLACES = torch.tensor([[0, 1, 0, 0], [2, 2, 1, 2]])
 
 NORMS = {
     "group_norm": Case(
-        [(2, 4, 2, 2), (4,), (4,)],
-        lambda x, w, b: aten.native_group_norm(x, w, b, x.shape[0], 4, 4, 2, 1e-5),
+        [(2, 4, 1, 3), (4,), (4,)],
+        lambda x, w, b: aten.native_group_norm(x, w, b, x.shape[0], 4, 3, 2, 1e-5),
         lambda o, x, w, b: again.group_norm(o, x, w, b, 2),
         3,
     ),
@@ -175,7 +175,7 @@ WINDOWS = {
     "adaptive_avg_pool1d all": _adaptive("avg", (1, 1, 19), (1,)),
     "adaptive_avg_pool2d": _adaptive("avg", (1, 2, 5, 4), (3, 3)),
     "adaptive_avg_pool2d long": _adaptive("avg", (1, 1, 9, 10), (2, 3)),
-    "adaptive_avg_pool3d": _adaptive("avg", (1, 1, 3, 4, 3), (2, 2, 2)),
+    "adaptive_avg_pool3d": _adaptive("avg", (1, 1, 5, 4, 3), (2, 2, 2)),
     "adaptive_max_pool1d": _adaptive("max", (1, 2, 5), (3,)),
     "adaptive_max_pool2d": _adaptive("max", (1, 1, 5, 4), (3, 3)),
     "max_pool2d": Case(

@@ -81,14 +81,14 @@ ACTIVATIONS = {
 }
 NORMS = {
     "layer_norm": Case(
-        [(3, 4), (3, 4), (3, 1), (3, 1), (4,)],
-        lambda g, x, m, r, w: aten.native_layer_norm_backward(g, x, [4], m, r, w, w, ALL),
+        [(3, 5), (3, 5), (3, 1), (3, 1), (5,)],
+        lambda g, x, m, r, w: aten.native_layer_norm_backward(g, x, [5], m, r, w, w, ALL),
         backward.layer_norm,
         3,
     ),
     "group_norm": Case(
-        [(2, 4, 2), (2, 4, 2), (2, 2), (2, 2), (4,)],
-        lambda g, x, m, r, w: aten.native_group_norm_backward(g, x, m, r, w, x.shape[0], 4, 2, 2, ALL),
+        [(2, 4, 3), (2, 4, 3), (2, 2), (2, 2), (4,)],
+        lambda g, x, m, r, w: aten.native_group_norm_backward(g, x, m, r, w, x.shape[0], 4, 3, 2, ALL),
         lambda o, g, x, m, r, w: backward.group_norm(o, g, x, m, r, w, 2),
         3,
     ),
@@ -177,7 +177,7 @@ WINDOWS = {
     "avg_pool2d apart": _avg((4, 6), (2, 2), Pool((2, 3), (2, 3), (0, 0), divisor=7)),
     "avg_pool3d": _avg((3, 3, 2), (2, 3, 2), Pool((2, 3, 1), (1, 1, 1), (0, 1, 0))),
     "adaptive_avg_pool2d": _adaptive((5, 4), (3, 3)),
-    "adaptive_avg_pool3d": _adaptive((3, 2, 3), (2, 2, 2)),
+    "adaptive_avg_pool3d": _adaptive((5, 2, 3), (2, 2, 2)),
     "max_pool2d": Case(
         [(1, 2, 2, 3), (1, 2, 3, 4)],
         lambda g, x: aten.max_pool2d_with_indices_backward(g, x, [2, 2], [1, 1], [0, 0], [1, 1], False, MAXIMA),
