@@ -5,6 +5,8 @@ Seed and length of a run are those of test_whole_range.
 
 from __future__ import annotations
 
+import math
+
 import array_rationals as again
 import derivative_rationals as backward
 import pytest
@@ -20,6 +22,7 @@ from whole import Case, compare, drawn, narrowed
 
 import fxround
 from fxround import Policy, Rule
+from fxround.formulas import FORMULAS
 from fxround.numerics.modes import Rounding
 
 aten = torch.ops.aten
@@ -248,6 +251,12 @@ INDEXED = {
 )
 def test_derivatives_round_every_operation(cases: dict[str, Case], dtype: torch.dtype) -> None:
     compare(cases, dtype, 2 * ROUNDS)
+
+
+def test_the_gradient_of_smooth_l1_loss_keeps_a_nan() -> None:
+    x = torch.tensor([math.nan, 2.0, 0.0])
+    got = FORMULAS[aten.smooth_l1_loss_backward.default](torch.tensor(1.0), x, torch.zeros(3), SUM, 0.7)
+    assert math.isnan(got[0]) and got[1:].tolist() == [1, 0]
 
 
 def test_a_compiled_backward_graph_has_the_derivatives() -> None:
