@@ -180,6 +180,7 @@ def test_policy_and_model_are_fixed(model: Plain, name: str, advice: str) -> Non
         setattr(compiled, name, "other")
 
 
+@pytest.mark.filterwarnings("ignore:the compiled Plain is applied to its own result")
 @pytest.mark.parametrize("policy", ["bfloat16", "reproducible", "stochastic"])
 def test_a_methods_calls_of_the_model_are_rounded(model: Plain, policy: str) -> None:
     compiled = fxround.compile(model, policy, seed=1)
@@ -202,6 +203,7 @@ def test_stand_ins_leave_no_subclass_behind(model: Plain) -> None:
     assert Plain.made == before
 
 
+@pytest.mark.filterwarnings("ignore:Plain.encode computes aten.addmm")
 def test_what_a_method_computes_itself_is_refused_if_strict_and_told_if_not(model: Plain) -> None:
     strict = fxround.compile(model, "reproducible")
     with torch.no_grad():
