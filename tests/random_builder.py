@@ -110,6 +110,7 @@ class Builder:
         self.weight = given("w", "parameter", draw(8, 8, 3, 1) / 4, draw(8, 8, 3, 1))
         self.matrix = given("m", "parameter", draw(8, 8) / 2, draw(8, 8))
         self.bias = given("b", "parameter", draw(8), draw(8))
+        self.scale = given("s", "parameter", *(torch.tensor(value, dtype=self.dtype) for value in (2.5, -0.75)))
         self.index = given("i", "argument", *(torch.randint(-2, 2, (8,), generator=generator) for _ in range(2)))
         self.mask = given("k", "argument", *(torch.rand(full, generator=generator) < 0.5 for _ in range(2)))
         self.masks.append(self.mask)

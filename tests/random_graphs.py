@@ -51,6 +51,12 @@ def number(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 
 @operation
+def scaled(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
+    """A learnt number: a parameter of no dimensions."""
+    return b((aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor)[p % 3], x, b.scale)
+
+
+@operation
 def function(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
     if p == 1:
         return b(aten.exp.default, b(aten.clamp.default, x, -4.0, 4.0))
