@@ -13,13 +13,20 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import guards
+import random_graphs
 import torch
+from random_builder import POLICIES, Recipe
+from random_graphs import OPERATIONS, build
+from random_judge import as_if_large
 from torch import Tensor
 
 import fxround  # noqa: F401  registers the operators
+from fxround.passes import Plan, lower, optimize
+from fxround.policy import Policy
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.execute import MapCall, array
 from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.schedule import schedule
 from fxround.runtime.texts import pointwise
 
 RNE, SR = "binary32/nearest_even/inf", "bfloat16/stochastic/inf"
@@ -139,7 +146,35 @@ def scatters(draw: Draw) -> Case:
     return lambda x, i, v: OPS.index_put(x, [i], v, SR, RNG, 1), [x, rows, values], "index_put"
 
 
-KINDS: Final = (maps, rounds, reductions, products_of, scans, matmuls, matmuls, convolutions, convolutions, scatters)
+def schedules(draw: Draw) -> Case:
+    """Chains over rows, contractions with the map that follows them, and the buffers between."""
+    steps = [(draw.choice(GATHERED), draw.randrange(3), draw.randrange(3), draw.randrange(8)) for _ in range(3)]
+    chosen = [(OPERATIONS.index(function), *rest) for function, *rest in steps]
+    recipe = Recipe(tuple(chosen), policy=3 + draw.randrange(2), layout=draw.randrange(4), small=draw.randrange(3))
+    model = build(recipe)
+    running = schedule(optimize(lower(model.graph, Plan(Policy.parse(POLICIES[recipe.policy]), False))))
+
+    def call(*inputs: Tensor) -> Any:
+        with as_if_large(recipe.small):
+            return running(*inputs, RNG)
+
+    return call, list(model.inputs), f"schedule of {recipe}"
+
+
+GATHERED: Final = (random_graphs.softmax, random_graphs.convolved, random_graphs.product, random_graphs.scaled)
+KINDS: Final = (
+    maps,
+    rounds,
+    reductions,
+    products_of,
+    scans,
+    matmuls,
+    matmuls,
+    convolutions,
+    convolutions,
+    scatters,
+    schedules,
+)
 
 
 def bits(result: Any) -> list[bytes]:

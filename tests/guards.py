@@ -70,7 +70,10 @@ def everywhere(at_end: bool) -> Iterator[None]:
     """What kernels write, their tables of offsets and their scratch lie at guards."""
 
     def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return empty(shape, torch.empty(tuple(shape), device="meta").stride(), dtype, at_end)
+        made: Any = empty(shape, torch.empty(tuple(shape), device="meta").stride(), dtype, at_end)
+        # As ``buffers.empty`` does: a schedule may release it.
+        made.untyped_storage().lent = True
+        return made
 
     def table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: guarded(make(*args), at_end)
