@@ -26,7 +26,9 @@ CORES: Final = {
     "test_formats": "test_magnitudes_are_the_values_of_all_codes",
     "test_formulas": "test_a_formula_computes_its_operator",
     "test_functions": "test_every_16_bit_input_is_rounded_once",
+    "test_guards": "test_one_element_too_far_ends_the_process",
     "test_pairs": "test_random_pairs_and_hard_cases_are_correctly_rounded",
+    "test_random_models": "test_the_judge_sees_a_fault",
     "test_rounding": "test_boundaries",
 }
 
