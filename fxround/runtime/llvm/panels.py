@@ -1,12 +1,8 @@
-"""A line that k does not walk in one dense run, brought together a panel at a time.
+"""Copies of a line whose elements are not adjacent along k, one panel at a time.
 
-What is true here. ``panels`` copies the elements of one line, in the order of k, into a buffer of ``PANEL`` elements,
-as many as it holds. Of the two innermost dimensions of k it takes a block, and walks that by its smaller step.
-
-Why it is safe. Copies only; what a panel holds is consecutive in k.
-
-    before   x.permute(1, 0, 2).reshape(rows, -1)           # the whole operand, once more
-    after    with panels(b, description, base, memory, buffer) as (elements, number): ...
+``panels`` copies the elements of one line, in the order of k, into a buffer of ``PANEL`` elements, and yields each time
+the buffer holds as many as fit. It takes blocks of the two innermost dimensions of k and walks each block by its
+smaller step, so that memory is read in runs. The whole operand is never copied.
 """
 
 from __future__ import annotations
@@ -21,15 +17,15 @@ from fxround.runtime.llvm.lines import Description
 from fxround.runtime.llvm.loops import I64, PTR, at, count
 from fxround.runtime.llvm.render import bytes_of
 
-# Elements of a panel: it stays in the second-level cache.
+# Elements of a panel, chosen so that a panel stays in the second-level cache.
 PANEL: Final = 1 << 14
 
 
 @contextmanager
 def panels(b: ir.IRBuilder, d: Description, base: Any, memory: Any, buffer: Any, filled: Any) -> Iterator[Any]:
-    """Loop over the panels of the line at ``base``; inside, so many elements stand in the buffer.
+    """Loop over the panels of the line at ``base``; yields the number of elements in the buffer.
 
-    filled(): the place in the buffer, in elements, from which the next panel is written.
+    ``filled()`` gives the place in the buffer, in elements, at which the next panel starts.
     """
     run, step = d.run, d.k_x
     two = b.icmp_signed(">", d.k_dims, I64(1))
@@ -43,6 +39,8 @@ def panels(b: ir.IRBuilder, d: Description, base: Any, memory: Any, buffer: Any,
     with count(b, I64(0), d.length, _most(b, area, I64(1))) as k:
         outer = b.select(two, before, I64(0))
         (corner,) = d.place(b.sdiv(k, _most(b, area, I64(1))), outer, "k_size", ("k_x",))
+        # A panel is ``high`` columns of ``low`` elements. Either the run fits, and panels hold whole runs; or it does
+        # not, then ``wide`` is 1 and a panel is a piece of one run. In both cases its elements are consecutive in k.
         with count(b, I64(0), columns, wide) as c, count(b, I64(0), run, piece) as r:
             high, low = _least(b, wide, b.sub(columns, c)), _least(b, piece, b.sub(run, r))
             offset = b.add(b.add(corner, b.mul(c, column_step)), b.mul(r, step))
@@ -52,7 +50,7 @@ def panels(b: ir.IRBuilder, d: Description, base: Any, memory: Any, buffer: Any,
 
 
 def _copy_block(b: ir.IRBuilder, ends: Any, columns: Any, run: Any, memory: Any) -> None:
-    """target[j * low + i] = source[j * column_step + i * step], the smaller step innermost."""
+    """Set target[j * low + i] = source[j * column_step + i * step], with the smaller step in the inner loop."""
     source, target = ends
     (high, column_step), (low, step) = columns, run
     with b.if_else(b.icmp_signed("==", step, I64(1))) as (dense, strided):

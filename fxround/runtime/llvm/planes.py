@@ -1,18 +1,15 @@
-"""The Contract shape over the windows of few channels: image planes in scratch, vectors along their lines.
+"""The Contract shape on the windows of few channels: image planes in scratch, vectors along their lines.
 
-What is true here. A plane is the padded image of one input channel (or some of its rows), spread by the stride:
-the elements that one tap of the kernel meets, for neighbouring results, are neighbours. Its lines follow one
-another, so that a vector of results goes across the ends of lines, and a tap is one offset. Lanes at the end of a line
-that belong to no result compute on what lies there, and are left out when results are copied to their places.
+A plane is the padded image of one input channel, or some of its rows, split by the stride into parts: the elements that
+one tap of the kernel meets for adjacent results are adjacent in a part. The lines of a part follow one another, so a
+vector of results may cross the end of a line, and a tap is one offset for all results. Lanes between two lines belong
+to no result; they compute on whatever is stored there and are left out when results are copied to their places.
 
     stride 1      x00 x01 x02 | x10 x11 x12                          results are 3 apart, taps 0, 1, 3, 4
     stride 2      x00 x02 | x20 x22 || x01 x03 | x21 x23 || ...      one part for each remainder of row and column
 
-Why it is safe. Each lane takes the steps k = 0, 1, 2, ... from +0 with its own stream, numbered by the place
-of its result: what the packed kernel does (``contract``). What lies outside of the image is never read; it is +0.
-
-    before   a panel of windows packed for each 16 results, for one row of weights
-    after    acc = step(weight[k], plane[tap[k] + i ...], acc), k = 0, 1, 2, ...
+Each lane takes the steps k = 0, 1, 2, ... from +0 with its own stream, which is numbered by the place of its result:
+exactly as the packed kernel does (``contract``). Nothing outside of the image is loaded; it counts as +0.
 """
 
 from __future__ import annotations
@@ -55,10 +52,11 @@ POINTERS: Final = ("layout", "x", "w", "taps", "places", "out", "scratch", "key"
 
 @dataclass(frozen=True)
 class PlanesVariant:
-    """A Contract over planes: lanes of a vector, and how many vectors of results to compute at a time, in turn.
+    """A Contract over planes: lanes of a vector, and the numbers of vectors of results to compute together, in turn.
 
-    step: the stride of the last dimension where it is 1 or 2; 0 where it is told at run time. The code of every other
-    stride is one: its size does not grow with a stride. flat: whether the middle dimension has size 1 and no padding.
+    ``step`` is the stride of the last dimension if that is 1 or 2, and 0 if it is an argument: all other strides share
+    one code, whose size does not grow with the stride. ``flat`` says that the middle dimension has size 1 and no
+    padding.
     """
 
     kernel: Contract
@@ -70,23 +68,27 @@ class PlanesVariant:
 
     @property
     def digest(self) -> str:
-        """The key of its compiled code."""
+        """The key of the compiled code."""
         return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.step}:{self.flat}:{self.machine}"
 
     def scratch_bytes(self, length: int, planes: int, positions: int) -> int:
-        """The weights of an output channel, the planes' elements, and the results of an item with their gaps."""
+        """The bytes of scratch: lifted weights of an output channel, ``planes`` elements, and an item's results with
+        gaps.
+        """
         return bytes_of(self.kernel.accumulator) * (length + planes) + 8 * (positions + self.lanes)
 
 
 def build_planes(variant: PlanesVariant) -> str:
-    """``planes(begin, end, POINTERS...)``; layout: SIZES, int64.
+    """The LLVM text of ``planes(begin, end, POINTERS...)``; the array ``layout`` holds SIZES as int64.
 
-    Items count (image, group, cut of the first dimension), the cuts fastest.
-    x: (images, groups * channels, *image), w: (groups * outputs, length), out: (images, groups * outputs, *results),
-    row-major, three dimensions each. A plane has a part for each remainder by the stride, ``part`` elements apart, of
-    lines0 * lines1 lines of lines2 elements and, at least, as many elements more as a vector has. taps: where in the
-    planes of the group's channels each k is met. places: for each position of a part in which results begin, up
-    to a whole vector, its result's number in the item (any, if it has none).
+    Items count (image, group, cut of the first dimension), the cuts fastest. Tensors are row-major with three spatial
+    dimensions: x (images, groups * channels, *image), w (groups * outputs, length), out (images, groups * outputs,
+    *results).
+
+    A plane has one part for each remainder by the stride, ``part`` elements apart. A part has lines0 * lines1 lines of
+    lines2 elements, and at least a vector of elements after them. taps[k] is the offset in the group's planes of the
+    element of step k for the result at position 0. places[p] is the number within the item of the result at position p
+    of a part (any number where there is none), for all positions up to a whole vector after the last result.
     """
     module = ir.Module("planes")
     args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
@@ -106,7 +108,7 @@ def build_planes(variant: PlanesVariant) -> str:
 
 
 class _Planes:
-    """The results of one item, and the scratch that they are computed in."""
+    """The results of one item, and the scratch in which they are computed."""
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: PlanesVariant) -> None:
         if variant.flat:
@@ -119,24 +121,30 @@ class _Planes:
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
+        # Scratch: the lifted weights of one output channel, the planes, and the results in the stored type.
         self.weights = a["scratch"]
         self.planes = at(b, self.weights, a["length"], self.value)
         self.done = at(b, self.planes, b.mul(a["channels"], a["plane"]), self.value)
 
     def enter(self, item: Any) -> None:
-        """Which rows of which group of which image."""
+        """Find the image, group and rows of an item."""
         b, a = self.b, self.a
         self.line = b.sdiv(item, a["cuts"])
         self.group = b.srem(self.line, a["groups"])
         self.first = b.mul(b.sub(item, b.mul(self.line, a["cuts"])), a["cut"])
         left = b.sub(a["results0"], self.first)
         self.outer = b.select(b.icmp_signed("<", left, a["cut"]), left, a["cut"])
+        # Positions run from the first result's to the last one's, gaps included. A cut of fewer rows than ``cut`` has
+        # fewer vectors; its plane has the same size, and rows beyond the image are +0.
         rows = b.mul(b.sub(self.outer, I64(1)), a["lines1"])
         last = b.mul(b.add(rows, b.sub(a["results1"], I64(1))), a["lines2"])
         self.vectors = b.sdiv(b.add(b.add(last, a["results2"]), I64(self.lanes - 1)), I64(self.lanes))
 
     def fill(self, channel: Any) -> None:
-        """The plane of one input channel: line by line, each writes over what the one before left behind its end."""
+        """Fill the plane of one input channel, line by line.
+
+        A line is stored in whole vectors; the line after it overwrites what it leaves behind its end.
+        """
         b, a = self.b, self.a
         plane = at(b, self.planes, b.mul(channel, a["plane"]), self.value)
         size = b.mul(b.mul(a["image0"], a["image1"]), a["image2"])
@@ -145,6 +153,10 @@ class _Planes:
             number = b.mul(b.add(b.mul(r0, a["stride1"]), r1), a["stride2"])
             part = b.mul(number, a["part"])
             with count(b, I64(1), b.add(a["stride2"], I64(1))) as r2:
+                # The last vector of results reads up to lanes - 1 elements after a part's last line. With 16 lanes that
+                # is these zeros, or what the last line leaves there. With fewer lanes some are whatever scratch held
+                # before: they meet lanes without a result, so they may raise a flag, which costs a second run, and
+                # change no result.
                 end = b.sub(b.mul(b.add(number, r2), a["part"]), I64(self.lanes))
                 b.store(self.steps.zero, at(b, plane, end, self.value), align=4)
             with count(b, I64(0), a["lines0"]) as q0, count(b, I64(0), a["lines1"]) as q1:
@@ -156,14 +168,16 @@ class _Planes:
                 self._fill_line(at(b, image, b.select(inside, row, I64(0)), self.image), inside, line)
 
     def _source(self, d: int, line: Any, remainder: Any) -> tuple[Any, Any]:
-        """Which row of the image a line is, and whether the image has it."""
+        """The row of the image that a line holds, and whether the image has it."""
         b, a = self.b, self.a
         y = b.sub(b.add(b.mul(line, a[f"stride{d}"]), remainder), a[f"padding{d}"])
+        # A negative row is a large number without its sign, so one comparison excludes both sides.
         return y, b.icmp_unsigned("<", y, a[f"image{d}"])
 
     def _fill_line(self, row: Any, inside: Any, line: Any) -> None:
-        """A row of the image to the parts of its columns' remainders."""
+        """Distribute a row of the image to the parts of its columns' remainders."""
         b, a, step = self.b, self.a, self.variant.step
+        # A row outside of the image has size 0: every mask is empty, and the line becomes +0.
         size = b.select(inside, a["image2"], I64(0))
         with count(b, I64(0), a["lines2"], self.lanes) as q:
             column = b.sub(b.mul(q, a["stride2"]), a["padding2"])
@@ -180,14 +194,14 @@ class _Planes:
                     self._put(value, at(b, line, b.mul(r2, a["part"]), self.value), q)
 
     def _read(self, row: Any, column: Any, size: Any) -> Any:
-        """Neighbouring elements of a row, +0 outside of it."""
+        """Adjacent elements of a row, +0 outside of it."""
         b, lanes = self.b, self.lanes
         narrow = [b.trunc(v, I32) for v in (column, size)]
         at_lane, end = b.add(splat(b, narrow[0], lanes), iota(lanes, I32)), splat(b, narrow[1], lanes)
         return masked_load(b, at(b, row, column, self.image), self.image, b.icmp_unsigned("<", at_lane, end), lanes)
 
     def _gather(self, row: Any, column: Any, size: Any) -> Any:
-        """Elements of a row, a stride apart, +0 outside of it."""
+        """Elements of a row that are ``stride2`` apart, +0 outside of it."""
         b, lanes = self.b, self.lanes
         columns = b.add(splat(b, column, lanes), b.mul(iota(lanes), splat(b, self.a["stride2"], lanes)))
         pointers = b.gep(row, [columns], source_etype=self.image)
@@ -195,13 +209,14 @@ class _Planes:
         return gather(b, pointers, self.image, b.icmp_unsigned("<", columns, splat(b, size, lanes)), lanes)
 
     def _put(self, stored: Any, line: Any, place: Any) -> None:
+        """Lift a vector of stored elements and store it in a line."""
         b = self.b
         if ELEMENT_OF[self.kernel.loads[1]] == "u32":
             stored = b.zext(stored, llvm_type("u32", self.lanes))
         b.store(self.steps.lift(1, stored, self.lanes), at(b, line, place, self.value), align=4)
 
     def contract(self, output: Any) -> None:
-        """The item's results of one output channel, with gaps, in scratch."""
+        """Compute the item's results of one output channel, with gaps, in scratch."""
         b, a = self.b, self.a
         channel = b.mul(self.group, a["outputs"])
         weights = at(b, a["w"], b.mul(b.add(channel, output), a["length"]), MEMORY[self.kernel.loads[0]])
@@ -211,6 +226,7 @@ class _Planes:
         size = b.mul(a["results1"], a["results2"])
         whole = b.mul(b.add(b.mul(self.line, a["outputs"]), output), a["results0"])
         self.base = b.mul(b.add(whole, self.first), size)
+        # The widest tiles first; the last width is 1, so every vector is computed.
         vector: Any = I64(0)
         for tile in self.variant.tiles:
             end = b.add(vector, b.mul(b.sdiv(b.sub(self.vectors, vector), I64(tile)), I64(tile)))
@@ -219,7 +235,7 @@ class _Planes:
             vector = end
 
     def _tile(self, position: Any, vectors: int) -> None:
-        """``vectors`` vectors of results from this position on."""
+        """Compute ``vectors`` vectors of results from this position on."""
         b, a, combine = self.b, self.a, self.kernel.combine
         offsets = [b.add(position, I64(v * self.lanes)) for v in range(vectors)]
         states = [self._start(offset) for offset in offsets] if self.kernel.streams else []
@@ -230,6 +246,7 @@ class _Planes:
         else:
             totals = Carried(b, [self.steps.zero] * vectors)
             with count(b, I64(0), a["length"], a["block"]) as k:
+                # A chunk starts from +0; the streams go on.
                 carried.store([self.steps.zero] * vectors + carried.load()[vectors:])
                 end = b.add(k, a["block"])
                 end = b.select(b.icmp_signed("<", end, a["length"]), end, a["length"])
@@ -246,17 +263,20 @@ class _Planes:
             store_vector(b, rounded, at(b, self.done, offset, self.result), self.kernel.result, self.lanes)
 
     def _start(self, offset: Any) -> Any:
+        """The first states of a vector's streams; a lane without a result gets any."""
         b = self.b
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
         return start(b, b.add(splat(b, self.base, self.lanes), places), self.seed, self.lanes, True)
 
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
-        """Steps first ... end."""
+        """Take the steps first ... end, ascending."""
         b = self.b
         with self.steps.along(first, end, carried, vectors) as k:
             values = carried.load()
             one = b.load(at(b, self.weights, k, self.value), typ=self.value, align=4)
             left = splat(b, one, self.lanes)
+            # Results and the elements of one tap have the same distances in a part, so one offset is right for every
+            # lane of every vector. The order of k is the table's, that of the packed kernel.
             line = at(b, here, b.load(at(b, self.a["taps"], k, I64), typ=I64), self.value)
             for v in range(vectors):
                 right = b.load(at(b, line, I64(v * self.lanes), self.value), typ=self.vector, align=4)
@@ -264,13 +284,14 @@ class _Planes:
             carried.store(values)
 
     def deliver(self) -> None:
-        """The results of one output channel to their places, line by line."""
+        """Copy the results of one output channel from scratch to their places, line by line."""
         b, a, lanes = self.b, self.a, self.lanes
         with count(b, I64(0), self.outer) as i0, count(b, I64(0), a["results1"]) as i1:
             line = at(b, self.done, b.mul(b.add(b.mul(i0, a["lines1"]), i1), a["lines2"]), self.result)
             row = b.add(self.base, b.mul(b.add(b.mul(i0, a["results1"]), i1), a["results2"]))
             target = at(b, a["out"], row, self.result)
             with count(b, I64(0), a["results2"], lanes) as j:
+                # The mask leaves out the gap at the end of a line, which in the result is the next line's beginning.
                 left = splat(b, b.trunc(b.sub(a["results2"], j), I32), lanes)
                 value = b.load(at(b, line, j, self.result), typ=ir.VectorType(self.result, lanes), align=2)
                 mask = b.icmp_signed("<", iota(lanes, I32), left)

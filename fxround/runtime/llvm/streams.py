@@ -1,11 +1,7 @@
-"""Streams in registers: one state a lane, advanced where a kernel's formula draws.
+"""Random streams in registers: one state for each lane, advanced where a kernel's formula draws.
 
-What is true here. A kernel that draws nothing carries no state, and gets zeros where a body asks for bits.
-
-Why it is safe. ``start`` and ``advance`` are the functions of ``randomness``, emitted lane by lane.
-
-    before   a generator shared by the threads
-    after    bits, state = advance(b, state, lanes, draws)
+``start`` and ``advance`` are the functions of ``numerics.randomness``, emitted lane by lane. A kernel that draws
+nothing carries no state, and gets zeros where a body asks for random bits.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ def _functions() -> dict[str, Function]:
 
 
 def load_seed(b: ir.IRBuilder, key: Any) -> Any:
-    """What the streams of a call have in common. key: seed low, seed high, sample, node."""
+    """The u64 that all streams of a call share, from the key (seed low, seed high, sample, node)."""
     words = [b.load(at(b, key, I64(i), I32), typ=I32) for i in range(4)]
     (seed,) = emit(_functions()["stream_seed"], b, words, 1)
     return seed
 
 
 def start(b: ir.IRBuilder, element: Any, seed: Any, lanes: int, draws: bool) -> Any:
-    """The first states of the streams numbered ``element`` (u64 lanes)."""
+    """The first states of the streams numbered ``element`` (u64 lanes); zeros if the kernel does not draw."""
     if not draws:
         return literal("u64", 0, lanes)
     (state,) = emit(_functions()["start_stream"], b, [element, splat(b, seed, lanes)], lanes)
@@ -42,7 +38,7 @@ def start(b: ir.IRBuilder, element: Any, seed: Any, lanes: int, draws: bool) -> 
 
 
 def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, Any]:
-    """(random bits, next states)."""
+    """(random bits, next states); zeros and the same states if the kernel does not draw."""
     if not draws:
         return literal("u32", 0, lanes), state
     bits, following = emit(_functions()["advance_stream"], b, [state], lanes)
@@ -51,7 +47,7 @@ def advance(b: ir.IRBuilder, state: Any, lanes: int, draws: bool) -> tuple[Any, 
 
 @cache
 def _drawing(function: Function) -> Function:
-    """(operands..., state) to (result, next state): a function of one result with the word that its stream draws."""
+    """The function (operands..., state) -> (result, next state); the stream's word replaces the random operand."""
     *operands, random = function.params
     state = param("state", "u64")
     word, following = advance_stream(state)
@@ -61,7 +57,10 @@ def _drawing(function: Function) -> Function:
 def apply(
     b: ir.IRBuilder, function: Function, operands: list[Any], state: Any, lanes: int, draws: bool, fuse: Fusion | None
 ) -> tuple[Any, Any]:
-    """(function(operands..., random), next states), the draw and the function in one listing, so that they can fuse."""
+    """(function(operands..., random), next states).
+
+    The draw and the function are one listing, so that operators of both can fuse into one instruction.
+    """
     if not draws:
         (value,) = emit(function, b, [*operands, literal("u32", 0, lanes)], lanes, fuse)
         return value, state
@@ -70,7 +69,7 @@ def apply(
 
 
 def toss(b: ir.IRBuilder, state: Any, lanes: int) -> tuple[Any, Any]:
-    """(32 coins, next states)."""
+    """(a word of 32 coins, next states)."""
     word, following = advance(b, state, lanes, True)
     (coins,) = emit(_functions()["spread_coins"], b, [word], lanes)
     return coins, following

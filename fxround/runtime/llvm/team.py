@@ -1,13 +1,9 @@
-"""What each thread of a team does: it takes pieces of the work, one after the other, until none is left.
+"""The loop of one thread of a team: it takes pieces of work, one after the other, until none is left.
 
-What is true here. A task is an array of 64-bit integers: counters that all members share, the kernel's address, its
-arguments. Which member takes which piece depends on who is quick; what a piece writes does not.
-
-Why it is safe. A counter is read and advanced in one atomic operation, so that every piece is taken once. The kernel
-is called by the platform's convention for integers and pointers, which are one class of argument on 64-bit targets.
-
-    before   a call from Python for each thread, each with a hand-over of its own
-    after    every thread: team(task)
+A task is an array of 64-bit integers: counters that all threads share, the kernel's address, and its arguments. Which
+thread takes which piece depends on timing; what a piece writes does not. A counter is read and advanced by one atomic
+operation, so every piece is taken exactly once. The kernel is called by the platform's convention for integers and
+pointers, which are one class of arguments on 64-bit targets.
 """
 
 from __future__ import annotations
@@ -18,15 +14,15 @@ from llvmlite import ir
 
 from fxround.runtime.llvm.loops import I64, PTR, at, call_address
 
-# next: the piece to be taken next. joined: how many members have begun. first, items: the first item, how many.
+# next: the number of the next piece. joined: how many threads have begun. first, items: the first item and how many.
 HEADER: Final = ("next", "joined", "pieces", "first", "items", "function")
 
 
 def build_team(arguments: int) -> str:
-    """The LLVM text of ``team(task)`` for kernels ``f(begin, end, ...)`` of so many arguments more.
+    """The LLVM text of ``team(task)`` for kernels ``f(begin, end, ...)`` with ``arguments`` further arguments.
 
-    task: HEADER, then three times ``arguments`` numbers: the arguments, what each grows by from member to member, and
-    what each grows by from piece to piece.
+    The task holds HEADER, then three times ``arguments`` numbers: the arguments, what each grows by from thread to
+    thread, and what each grows by from piece to piece.
     """
     module = ir.Module("team")
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), "team")
