@@ -1,9 +1,7 @@
 """Formulas of activations and of arithmetic with a hidden factor.
 
-A formula uses the fewest operations that compute the function; a selection (where, clamp) rounds nothing.
-
-    before   y = aten.gelu.default(x)
-    after    y = (x * 0.5) * (1 + erf(x * sqrt(1/2)))
+A formula uses the fewest operations that compute the function; a selection (where, clamp) rounds nothing. gelu, for
+example, is ``(x * 0.5) * (1 + erf(x * sqrt(1/2)))``.
 """
 
 from __future__ import annotations
@@ -47,7 +45,8 @@ def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 @formula(aten.addcdiv.default)
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     """addcdiv(x, a, b, value) = x + (a / b) * value, a factor of 1 left out"""
-    # Dynamo writes some spellings of addcmul and addcdiv so, before a formula can: one definition for all of them.
+    # Dynamo writes some spellings of addcmul and addcdiv this way before a formula can: all spellings have one
+    # definition.
     return x + scaled(a / b, value)
 
 
@@ -165,7 +164,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 @formula(aten.softshrink.default)
 def softshrink(x: Tensor, lambd: Any = 0.5) -> Tensor:
     """softshrink(x) = where(|x| > c, x - sign(x) * c, x * 0)"""
-    # PyTorch's own, which it puts in the graph above all decompositions.
+    # PyTorch's own formula, which PyTorch puts into the graph before any decomposition applies.
     return torch.where(x.abs() > lambd, x - x.sign() * lambd, x * 0)
 
 

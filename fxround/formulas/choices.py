@@ -1,11 +1,9 @@
-"""Formulas of the larger and the smaller one: zeros are told apart, -0 below +0, and a NaN wins (IEEE 754-2019, 9.6).
+"""Formulas of maxima and minima that distinguish zeros, -0 below +0, and return NaN if any is (IEEE 754-2019, 9.6).
 
-PyTorch's own kernels take either zero, whichever their vectors meet first: in the middle of a tensor another one than
-at its end, so that a row's result could depend on the batch, or on the processor. The same holds for the bits of a
-NaN: a maximum of many gives the one quiet NaN, a maximum of two the bits of its second operand's, or its first's.
-
-    before   torch.maximum(x, y)                    -0 or +0 for (+0, -0), by the position in the tensor
-    after    where(x < y or y is NaN or x is the lower of two zeros, y, x)
+PyTorch's own kernels return either zero, depending on which one their vectors meet first: in the middle of a tensor
+another one than at its end, so that a row's result could depend on the batch, or on the processor. The same holds for
+the bits of a NaN: here a maximum of many gives the one quiet NaN, and a maximum of two gives its second operand if that
+is a NaN, else its first.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from fxround.formulas.table import formula, reduced_dims
 
 aten = torch.ops.aten
 
-# Whether aten.amax and aten.amin mean PyTorch's kernels, as they are.
+# Whether aten.amax and aten.amin mean PyTorch's kernels, without the formulas of this file.
 _RAW: Final[ContextVar[bool]] = ContextVar("raw", default=False)
 
 
@@ -57,12 +55,12 @@ def clamp_max(x: Tensor, max: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, dims: Any, keepdim: bool) -> Tensor:
-    """amax by PyTorch's kernel: for formulas whose result is the same for either zero, and for every NaN."""
+    """Return amax by PyTorch's kernel, for formulas whose result is the same for either zero, and for every NaN."""
     return _raw(torch.amax, x, dims, keepdim)
 
 
 def smallest(x: Tensor, dims: Any, keepdim: bool) -> Tensor:
-    """amin, likewise."""
+    """Return amin by PyTorch's kernel, under the same condition as ``largest``."""
     return _raw(torch.amin, x, dims, keepdim)
 
 
@@ -96,7 +94,9 @@ def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
 
 
 def one_nan(found: Tensor) -> Tensor:
-    """``found`` with the one quiet NaN for any: PyTorch's kernels make 0xffffffff of it where their vectors lie."""
+    """Return ``found`` with the one quiet NaN in place of any NaN: where PyTorch's kernels use vectors they return
+    0xffffffff.
+    """
     return found.masked_fill(found.isnan(), math.nan)
 
 

@@ -1,9 +1,7 @@
-"""Formulas of the derivatives of activations, dropout and embeddings: what AOTAutograd puts in a backward graph.
+"""Formulas of the derivatives of activations, dropout and embeddings, which AOTAutograd puts into a backward graph.
 
-g is the gradient of the result, y the result, x the operand, s and t are values that the formula names.
-
-    before   gx = aten.silu_backward.default(g, x)
-    after    s = sigmoid(x); gx = g * (s * (x * (1 - s) + 1))
+g is the gradient of the result, y the result, x the operand; s and t are values that the formula names. silu's, for
+example, is ``s = sigmoid(x); gx = g * (s * (x * (1 - s) + 1))``.
 """
 
 from __future__ import annotations
@@ -66,7 +64,9 @@ def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> 
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    """(1 + t) * 0.5 + ((x * 0.5) * (1 - t * t)) * (c * (1 + 0.134145 * (x * x))), t the tangent of gelu's formula."""
+    """Return (1 + t) * 0.5 + ((x * 0.5) * (1 - t * t)) * (c * (1 + 0.134145 * (x * x))), t the tanh of gelu's
+    formula.
+    """
     scale = math.sqrt(2.0 / math.pi)
     square = x * x
     t = ((x + (square * x) * 0.044715) * scale).tanh()
@@ -152,7 +152,7 @@ def embedding_backward(
         counts = aten.index_put(torch.zeros([rows], dtype=torch.int64), [indices], ones, True)
         gradient = gradient / counts[indices].unsqueeze(-1).to(gradient.dtype)
     padded = padding_idx >= 0
-    # What is padding goes to a row of its own, after the others.
+    # Gradients of the padding index go to an extra row after the others, which is dropped.
     places = torch.where(indices == padding_idx, rows, indices) if padded else indices
     empty = torch.zeros([rows + padded, gradient.shape[-1]], dtype=gradient.dtype)
     result: Tensor = aten.index_put(empty, [places], gradient, True)

@@ -1,9 +1,7 @@
-"""Formulas of losses and their gradients: one term an element, then the reduction; a mean divides by its count.
+"""Formulas of losses and their gradients: one term per element, then the reduction; a mean divides by its count.
 
-t is the target, g the gradient of the loss, n the number of terms; reduction "none" leaves the terms as they are.
-
-    before   l = aten.mse_loss.default(x, t)
-    after    d = x - t; l = sum(d * d) / n
+t is the target, g the gradient of the loss, n the number of terms; reduction "none" returns the terms. mse_loss, for
+example, is ``d = x - t; l = sum(d * d) / n``.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ def _reduced(terms: Tensor, reduction: int) -> Tensor:
 
 
 def _share(gradient: Tensor, x: Tensor, reduction: int) -> Tensor:
-    """The gradient of one term."""
+    """Return the gradient of one term."""
     return gradient / count(x, list(range(x.dim()))) if reduction == _MEAN else gradient
 
 
@@ -58,7 +56,7 @@ def smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, beta: floa
 def smooth_l1_loss_backward(gradient: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
     """smooth_l1_loss_backward(g) = where(|d| >= b, sign(d), d / b) * (g / n), d = x - t"""
     d = widened(x) - widened(target)
-    # In this order: a NaN stays one, of which PyTorch's sign is 0.
+    # The order of the branches keeps a NaN: it fails the comparison and goes through d / beta, whereas its sign is 0.
     slope = d.sign() if beta == 0 else torch.where(d.abs() >= beta, d.sign(), d / beta)
     return (slope * _share(widened(gradient), x, reduction)).to(x.dtype)
 
@@ -110,12 +108,14 @@ def binary_cross_entropy_with_logits(
 
 
 def _chosen(x: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor, Any, int]:
-    """The classes with ignored ones as 0, whether each is kept, its weight or 0, and the dimension of the classes."""
+    """Return the classes with ignored ones as 0, whether each is kept, its weight or 0, and the dimension of the
+    classes.
+    """
     kept, dim = target != ignored, min(x.dim() - 1, 1)
     classes = torch.where(kept, target, torch.zeros_like(target))
     if weight is None:
         return classes, kept, None, dim
-    # An ignored one takes a zero after the last weight: a movement, which rounds nothing.
+    # An ignored target takes a zero that is appended to the weights: a copy, which rounds nothing.
     places = torch.where(kept, target, x.shape[dim])
     own = aten.constant_pad_nd(weight, [0, 1], 0.0).index_select(0, places.reshape(-1)).reshape(classes.shape)
     return classes, kept, own, dim

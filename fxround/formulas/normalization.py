@@ -1,11 +1,8 @@
 """Formulas of the normalisation layers: two-pass moments, one rsqrt per group, then scale and shift.
 
-Batch norm multiplies rsqrt and weight first (once a channel), layer and group norm multiply by rsqrt, then by weight.
-
-Backwards, h stands for the normalised values d * rsqrt, and the sums are shared by the three gradients.
-
-    before   y = aten.native_layer_norm.default(x, [n], w, b, eps)[0]
-    after    d = x - sum(x) / n; y = (d * rsqrt(sum(d * d) / n + eps)) * w + b
+layer_norm, for example, is ``d = x - sum(x) / n; y = (d * rsqrt(sum(d * d) / n + eps)) * w + b``. Batch norm multiplies
+rsqrt and weight first (once per channel); layer and group norm multiply by rsqrt, then by weight. In the backward
+formulas h stands for the normalised values d * rsqrt, and the three gradients share the sums.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _moments(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean, mean, rsqrt(var + eps)), the statistics with their dimensions kept."""
+    """Return (x - mean, mean, rsqrt(var + eps)), the statistics with their dimensions kept."""
     n = count(x, dims)
     center = total(x, dims, True) / n
     d = x - center
@@ -68,7 +65,7 @@ def batch_norm_inference(
 def _batch_norm_training(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """The result, the mean, rstd and sum(d * d) per channel, and n."""
+    """Return the result, and the mean, rstd and sum(d * d) per channel."""
     w = widened(x)
     dims = [0, *range(2, x.dim())]
     n = count(x, dims)
@@ -110,13 +107,15 @@ def batch_norm(
 
 
 def _normalized_backward(g: Tensor, h: Tensor, dims: Sequence[int]) -> Tensor:
-    """(g - sum(g) / n) - h * (sum(g * h) / n): what is left of a gradient of the normalised values h."""
+    """Return (g - sum(g) / n) - h * (sum(g * h) / n): the gradient g of the normalised values h, without its mean and h
+    parts.
+    """
     n = count(h, dims)
     return (g - total(g, dims, True) / n) - h * (total(g * h, dims, True) / n)
 
 
 def _affine_backward(gradient: Tensor, h: Tensor, dims: Sequence[int], mask: Sequence[bool]) -> tuple[Any, Any]:
-    """The gradients of weight and bias."""
+    """Return the gradients of weight and bias."""
     return total(gradient * h, dims) if mask[1] else None, total(gradient, dims) if mask[2] else None
 
 

@@ -1,12 +1,9 @@
-"""Formulas of pooling: a sum over the window in the order of its elements, divided by the count; and the gradients.
+"""Formulas of pooling and of its gradients: a sum over the window in the order of its elements, divided by the count.
 
-Backwards, every element of a window gets the window's share; where windows overlap, an element adds up its shares in
-the order of the windows.
-
-A window is a view (``unfold``), so no element is copied; windows of unequal lengths are filled with zeros at the end.
-
-    before   y = aten.avg_pool2d.default(x, [2, 2], [2, 2])
-    after    y = sum(x.unfold(2, 2, 2).unfold(3, 2, 2), [-2, -1]) / 4
+avg_pool2d with windows of 2x2, for example, is ``sum(x.unfold(2, 2, 2).unfold(3, 2, 2), [-2, -1]) / 4``. A window is a
+view (``unfold``), so no element is copied; windows of unequal lengths are filled with zeros at the end. In the backward
+formulas every element of a window gets the window's share; where windows overlap, an element adds up its shares in the
+order of the windows.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ aten = torch.ops.aten
 
 
 def _window_counts(size: int, out: int, kernel: int, stride: int, pad: int, include_pad: bool) -> list[int]:
-    """How many elements the average of each window divides by, along one dimension."""
+    """Return how many elements the average of each window divides by, along one dimension."""
     starts = [i * stride - pad for i in range(out)]
     low, high = (-pad, size + pad) if include_pad else (0, size)
     return [min(s + kernel, high) - max(s, low) for s in starts]
 
 
 def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
-    """The product of the counts of each dimension: a number where it is the same everywhere."""
+    """Return the product of the counts of each dimension, as a number where it is the same everywhere."""
     if all(len(set(c)) == 1 for c in counts):
         return math.prod(c[0] for c in counts)
     tables = [_table(c).reshape([-1 if i == d else 1 for i in range(len(counts))]) for d, c in enumerate(counts)]
@@ -40,7 +37,7 @@ def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
 
 
 def _table(values: Sequence[int]) -> Tensor:
-    """An integer tensor of these values, made of operators: a constant would not trace as a function."""
+    """Return an integer tensor of these values, made of operators: a constant tensor would not trace as a function."""
     return torch.cat([torch.full([len(list(run))], value) for value, run in groupby(values)])
 
 
@@ -72,7 +69,9 @@ def avg_pool(
 
 
 def _pooled(size: int, kernel: int, stride: int, pad: int, ceil_mode: bool) -> int:
-    """The number of windows; with ceil_mode a last one that starts inside the input or the left padding."""
+    """Return the number of windows; with ceil_mode including a last one that starts inside the input or the left
+    padding.
+    """
     span = size + 2 * pad - kernel
     out = (-(-span // stride) if ceil_mode else span // stride) + 1
     return out - 1 if ceil_mode and (out - 1) * stride >= size + pad else out
@@ -94,12 +93,12 @@ def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
 
 
 def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tensor:
-    """x with ``dim`` cut in windows and their elements as a new last dimension, zeros after a shorter one."""
+    """Return x with ``dim`` cut into windows and their elements as a new last dimension, zeros after a shorter one."""
     size, longest = x.shape[dim], max(lengths)
     steps = {b - a for a, b in pairwise(starts)} or {longest}
     if len(set(lengths)) == 1 and len(steps) == 1:
         return x.unfold(dim, longest, steps.pop())
-    # A zero after the last element is what a shorter window takes: a movement, which rounds nothing.
+    # Shorter windows are filled from a zero that is appended to the dimension: a copy, which rounds nothing.
     longer = aten.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, 1], 0.0)
     k = torch.arange(longest)
     index = torch.where(k < _table(lengths).unsqueeze(1), _table(starts).unsqueeze(1) + k, size)
@@ -109,15 +108,18 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
 
 
 def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], lengths: Sequence[list[int]]) -> Tensor:
-    """g (..., windows) given to every element of its windows, (..., *sizes): window k of dimension d starts at
-    starts[d][k] and has lengths[d][k] elements, of which those outside of the sizes get nothing."""
+    """Add each element of g (..., windows) to every element of its window, which gives (..., *sizes).
+
+    Window k of dimension d starts at starts[d][k] and has lengths[d][k] elements. Those outside of the sizes get
+    nothing.
+    """
     n = len(sizes)
     flat: Tensor | None = None
     for d, size in enumerate(sizes):
         tap = torch.arange(max(lengths[d]))
         position = _table(starts[d]).unsqueeze(1) + tap
         inside = (tap < _table(lengths[d]).unsqueeze(1)) & (position >= 0) & (position < size)
-        # One row more than there are elements: what is given to nobody.
+        # Elements outside go to an extra row per dimension, which is dropped below.
         own = torch.where(inside, position, size).reshape(_axes(position, d, n))
         flat = own if flat is None else flat * (size + 1) + own
     assert flat is not None
@@ -133,7 +135,7 @@ def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], length
 
 
 def _axes(table: Tensor, d: int, n: int) -> list[int]:
-    """The shape of a (window, tap) table of dimension d among n dimensions of windows and n of taps."""
+    """Return the shape of a (window, tap) table of dimension d among n dimensions of windows and n of taps."""
     shape = [1] * (2 * n)
     shape[d], shape[n + d] = table.shape
     return shape
@@ -165,7 +167,7 @@ def avg_pool_backward(
 
 
 def _repeated(share: Tensor, taps: Sequence[int]) -> Tensor:
-    """Every element repeated over its window, where the windows tile the plane."""
+    """Return every element repeated over its window, for windows that tile the plane."""
     n = len(taps)
     lead, outs = list(share.shape[: share.dim() - n]), list(share.shape[share.dim() - n :])
     apart = share.reshape([*lead, *(size for out in outs for size in (out, 1))])

@@ -1,7 +1,6 @@
-"""Formulas of products: what is left over mm, bmm and convolution is a multiplication or an addition of its own.
+"""Formulas of products: everything besides mm, bmm and convolution is a multiplication or an addition of its own.
 
-before   y = aten.addmm.default(b, x, w)
-after    y = mm(x, w) + b
+addmm, for example, is ``y = mm(x, w) + b``.
 """
 
 from __future__ import annotations

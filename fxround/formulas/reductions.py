@@ -1,9 +1,6 @@
 """Formulas of sums, means, variances, norms of vectors and softmax: a reduction, then its arithmetic.
 
 A mean divides by n (it does not multiply by 1/n), a variance is two-pass, a softmax subtracts the maximum.
-
-    before   y = aten._softmax.default(x, -1, False)
-    after    e = exp(x - amax(x)); y = e / sum(e)
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""RepDL's formulas, for policies whose ``definitions`` are ``"repdl"``: where they differ from fxround's own.
+"""RepDL's formulas, for policies whose ``definitions`` are ``"repdl"``; where RepDL has none, fxround's own apply.
 
-What is true here. A mean is a product with 1/n, batch norm divides by the standard deviation and differentiates mean,
-variance and normalisation one by one, cross entropy has its softmax's gradient, and the gradient of a convolution's
-input visits the kernel in its own order. f stands for 1/n rounded to the dtype. What RepDL lacks has fxround's formula.
-
-Why it is safe. Cross entropy and mean are defined above differentiation, as functions that carry their own backward;
-the rest are definitions of operators like any other. An option that RepDL refuses falls back to fxround's formula.
-
-    before   y = mean(x)        # sum(x) / n
-    after    y = sum(x) * f
-
-RepDL: Xie, Zhang, Chen, arXiv 2510.09180.
+A mean is a product with 1/n, batch norm divides by the standard deviation and differentiates mean, variance and
+normalisation one by one, cross entropy has the gradient of its softmax, and the gradient of a convolution's input
+visits the kernel in its own order. f stands for 1/n rounded to the dtype. Cross entropy and mean are defined before
+differentiation, as functions that carry their own backward; the rest are definitions of operators. An option that RepDL
+refuses falls back to fxround's formula. RepDL: Xie, Zhang, Chen, arXiv 2510.09180.
 """
 
 from __future__ import annotations
@@ -113,7 +107,7 @@ def batch_norm_inference(
 
 
 def _training(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """The result, and per channel the mean, the standard deviation and the variance."""
+    """Return the result, and per channel the mean, the standard deviation and the variance."""
     w, dims = widened(x), [0, *range(2, x.dim())]
     center = _mean(w, dims)
     d = w - channels(center, x)
@@ -183,7 +177,7 @@ def batch_norm_backward(
 
 
 def _input_gradient(g: Tensor, d: Tensor, std: Tensor, weight: Tensor, dims: Sequence[int], train: bool) -> Tensor:
-    """The gradient through the normalisation, and in training those through the variance and the mean."""
+    """Return the gradient through the normalisation and, in training, through the variance and the mean."""
     u = weight / std
     through = channels(u, d) * g
     if not train:
@@ -215,7 +209,9 @@ def convolution_backward(
 
 
 def _both(others: Any, gradient: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> tuple[Any, Any]:
-    """The gradients of weight and bias; the formula leaves that of a weight alone to its operator."""
+    """Return the gradients of weight and bias. The formula of products leaves a lone gradient of a weight to its
+    operator.
+    """
     if others is NotImplemented:
         others = aten.convolution_backward(gradient, x, weight, None, *geometry, [False, True, False])
     return others[1], others[2]
@@ -224,10 +220,11 @@ def _both(others: Any, gradient: Tensor, x: Tensor, weight: Tensor, geometry: Se
 def _convolution_input_gradient(
     g: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """gx[h] = sum of g[(h + padding - k * dilation) / stride] * w[k], k ascending from the kernel's first element.
+    """Return gx[h] = sum of g[(h + padding - k * dilation) / stride] * w[k], k ascending from the kernel's first
+    element.
 
-    g turned around, with stride - 1 zeros between its elements, is convolved with the kernel as it stands: k ascends
-    where a transposed convolution, which turns the kernel around, would let it descend.
+    g is reversed, with stride - 1 zeros between its elements, and convolved with the kernel as stored: then k ascends.
+    A transposed convolution reverses the kernel instead, so that k would descend.
     """
     spatial = list(range(2, x.dim()))
     pads: list[Any] = []
@@ -244,7 +241,7 @@ def _convolution_input_gradient(
 
 
 def _spread(g: Tensor, dim: int, stride: int) -> Tensor:
-    """g with stride - 1 zeros between its elements along dim."""
+    """Return g with stride - 1 zeros between its elements along dim."""
     if stride == 1:
         return g
     gaps = torch.zeros([*g.shape, stride - 1], dtype=g.dtype)

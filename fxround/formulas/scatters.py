@@ -1,9 +1,7 @@
 """Formulas of scatters that do more than add: their sums are those of index_add and scatter_add, in source order.
 
-A mean adds first and divides once by the number of what was added. Products and maxima stay the operators they are.
-
-    before   y = aten._embedding_bag.default(w, indices, offsets)[0]
-    after    y = zeros.index_add(0, bag, w[indices])
+A mean adds first and divides once by the number of terms. Products and maxima stay operators of the graph.
+_embedding_bag, for example, is ``zeros.index_add(0, bag, w[indices])``.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _SUM, _MEAN = 0, 1
 
 
 def _divided(total: Tensor, count: Tensor) -> Tensor:
-    """total / count where something was added."""
+    """Return total / count, with a count of at least 1."""
     return total / count.clamp(min=1).to(total.dtype)
 
 
@@ -57,7 +55,7 @@ def index_reduce(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str
 
 
 def _bags(indices: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The bag of each index, the first index of each bag, and the one behind its last."""
+    """Return the bag of each index, the first index of each bag, and the index after its last."""
     begin = offsets[:-1] if include_last_offset else offsets
     end = torch.full_like(begin[:1], indices.shape[0])
     places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=offsets.device)
@@ -65,12 +63,12 @@ def _bags(indices: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[
 
 
 def _kept(indices: Tensor, padding_idx: int, rows: Any) -> Tensor:
-    """Where an index is none of the padding."""
+    """Return whether each index differs from the padding index."""
     return indices != (padding_idx % rows if padding_idx >= 0 else -1)
 
 
 def _sizes(kept: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """How many indices of each bag are none of the padding."""
+    """Return how many indices of each bag differ from the padding index."""
     before = torch.cat([torch.zeros_like(end[:1]), kept.to(end.dtype).cumsum(0)])
     return before[end] - before[begin]
 
@@ -94,7 +92,7 @@ def embedding_bag(
     rows = weight[indices]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
-    # What is padding goes to a bag of its own, behind the others.
+    # Rows of the padding index go to an extra bag after the others, which is dropped.
     kept = _kept(indices, padding_idx, weight.shape[0])
     bag = torch.where(kept, bag, torch.full_like(bag, begin.shape[0]))
     total = weight.new_zeros(begin.shape[0] + 1, weight.shape[1]).index_add(0, bag, rows)[:-1]

@@ -1,15 +1,9 @@
-"""The table of formulas and the words that they share.
+"""The table of formulas and the helpers that they share.
 
-What is true here. ``@formula(overload)`` makes a function the definition of an operator on floating-point
-operands. float16 and bfloat16 operands are widened to binary32 first (exactly) where the formula says
-``widened``, and the result is rounded back at the end, as PyTorch does.
-
-Why it is safe. A formula that does not apply returns NotImplemented and the operator stays in the graph,
+``@formula(overload)`` makes a function the definition of an operator on floating-point operands. Where a formula calls
+``widened``, float16 and bfloat16 operands are first widened to binary32, which is exact, and the result is rounded back
+at the end, as PyTorch does. A formula that does not apply returns NotImplemented; the operator then stays in the graph,
 where the passes find it in the table of rules or report it.
-
-    before   aten.silu.default(x)
-    after    @formula(aten.silu.default)
-             def silu(x): return x * x.sigmoid()
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from fxround.policy import DEFINITIONS, OWN
 
 aten = torch.ops.aten
 Formula = Callable[..., Any]
-# By whose definitions they are: what others lack has fxround's own.
+# The formulas of each set of definitions. An operator that a set lacks has fxround's own formula.
 TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
 FORMULAS: Final = TABLES[OWN]
 
@@ -36,8 +30,9 @@ FORMULAS: Final = TABLES[OWN]
 def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Formula]:
     """Register a function as the definition of these operators, for floating-point operands only.
 
-    operators: overloads, defined below differentiation (their gradients have overloads of their own), or functions that
-    a model calls (``torch.nn.functional.cross_entropy``), defined above it: their gradients are the definition's.
+    operators: overloads, which are replaced after differentiation (their gradients have overloads of their own), or
+    functions that a model calls (``torch.nn.functional.cross_entropy``), which are replaced before differentiation:
+    their gradients are the definition's.
     """
 
     def register(function: Formula) -> Formula:
@@ -56,7 +51,7 @@ def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Form
 
 
 def _or_else(function: Formula, original: Formula) -> Formula:
-    """``function``, and ``original`` where it does not apply."""
+    """Return ``function``, with ``original`` where it returns NotImplemented."""
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -67,9 +62,9 @@ def _or_else(function: Formula, original: Formula) -> Formula:
 
 
 def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
-    """The table for capture: the formulas over PyTorch's own decompositions of everything else."""
-    # An operator of PyTorch's compiler, which Dynamo makes of addcmul_, addcdiv_ and add_ with a factor. No import of
-    # fxround should load that, so it has no place in FORMULAS.
+    """Return the table for capture: PyTorch's core decompositions, overridden by the formulas."""
+    # Dynamo makes this operator of PyTorch's compiler from addcmul_, addcdiv_ and add_ with a factor. Importing fxround
+    # must not load that compiler, so the operator cannot be a key of FORMULAS.
     from torch._inductor.inductor_prims import fma
 
     return {**core_decompositions(), fma: _multiplied_and_added, **FORMULAS, **TABLES[definitions]}
@@ -80,22 +75,22 @@ def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in binary32 if its dtype has 16 bits."""
+    """Return x in binary32 if its dtype has 16 bits, else x."""
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-    """The sum over dims, of which there may be none."""
+    """Return the sum over dims; x itself if there are none."""
     return torch.sum(x, list(dims), keepdim) if dims else x
 
 
 def count(x: Tensor, dims: Sequence[int]) -> int:
-    """The number of elements that a reduction over dims takes in (symbolic where the batch is)."""
+    """Return the number of elements that a reduction over dims adds up (symbolic where the batch is)."""
     return math.prod(x.shape[d] for d in dims)
 
 
 def reduced_dims(x: Tensor, dims: Sequence[int] | int | None) -> list[int]:
-    """dims as PyTorch means them: None or nothing is all, negative ones count from the end."""
+    """Return dims as non-negative numbers: None or an empty list means all, negative ones count from the end."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(x.dim()))
     listed = [dims] if isinstance(dims, int) else list(dims)
@@ -103,16 +98,16 @@ def reduced_dims(x: Tensor, dims: Sequence[int] | int | None) -> list[int]:
 
 
 def scaled(x: Tensor, factor: Any) -> Tensor:
-    """x * factor, no operation where the factor is 1."""
+    """Return x * factor; x itself, without an operation, if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def channels(v: Tensor, x: Tensor) -> Tensor:
-    """A vector of the channels of x, shaped to broadcast over them."""
+    """Return a vector of the channels of x, shaped to broadcast over x."""
     return v.reshape([1, -1] + [1] * (x.dim() - 2))
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x * weight + bias, what is None left out."""
+    """Return x * weight + bias, without what is None."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias

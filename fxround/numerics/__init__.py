@@ -1,1 +1,3 @@
-"""What rounding means and how it is computed. Imports neither torch nor the rest of the package."""
+"""The specification of rounding and the scalar algorithms that compute it. The package imports neither torch nor the
+rest of fxround.
+"""

@@ -1,17 +1,15 @@
-"""How a contraction accumulates: the rounding of a step, and two optional departures from it.
+"""The arithmetic of an accumulation: the rounding of each step, and two optional variants.
 
-What is true here. For each output element, with a and b the operands along k:
+For each output element, with a and b the operands along the contracted dimension k:
 
     R                            acc = +0; for k ascending: acc = R(a[k] * b[k] + acc), one rounding a step
     R product=P                  acc = R(P(a[k] * b[k]) + acc), the product rounded on its own (unfused)
     R chunk=n combine=C          total = +0; for each run of n products: acc as above from +0, then
                                  total = C(acc + total); the last run may be shorter
 
-Why it is safe. It is data: one text, lossless, that a policy, a graph and a kernel carry. The chunked form
-is how FP8 tensor cores are modelled (partial sums of n products in one format, combined in another).
-
-    before   "FP8 with FP32 accumulation"          # fused? how many bits? after how many products?
-    after    Accumulation.parse("ieee(8,14)/toward_zero chunk=128 combine=binary32")
+The chunked form models FP8 tensor cores, which sum n products in one format and combine the partial sums in another:
+``Accumulation.parse("ieee(8,14)/toward_zero chunk=128 combine=binary32")``. An accumulation is plain data:
+``Accumulation.parse(str(a)) == a``, so policies, graphs and kernels store it as text.
 """
 
 from __future__ import annotations
@@ -28,7 +26,11 @@ _OPTIONS: Final = ("product", "chunk", "combine")
 
 @dataclass(frozen=True)
 class Accumulation:
-    """``step`` rounds every multiply-add; ``product`` the products first; ``chunk`` and ``combine`` go together."""
+    """The roundings of an accumulation, and how many products form a partial sum.
+
+    ``step`` rounds every multiply-add, ``product`` (optional) rounds the products first. ``chunk`` is the number of
+    products in a partial sum and ``combine`` the rounding that adds partial sums; an accumulation has both or neither.
+    """
 
     step: Rounding
     product: Rounding | None = None
@@ -52,9 +54,9 @@ class Accumulation:
 
     @staticmethod
     def parse(text: Any) -> Accumulation:
-        """``rounding [product=rounding] [chunk=n combine=rounding]``, or what ``Rounding.parse`` takes.
+        """Parse ``rounding [product=rounding] [chunk=n combine=rounding]``, or anything that ``Rounding.parse`` takes.
 
-        Raises ValueError naming the wrong part.
+        Raises ValueError, which names the part that is wrong.
         """
         text = spelt(text)
         if isinstance(text, Accumulation):

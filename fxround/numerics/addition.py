@@ -1,14 +1,10 @@
-"""Rounding by one addition, where the grid is uniform: the fast equal of the general algorithm.
+"""A faster rounding algorithm for formats that have their carrier's exponents: one integer addition and a mask.
 
-What is true here. Where a format shares its carrier's exponents, rounding always drops the same d bits of
-an encoding. Stepping away from zero is then a carry out of them: add a number that carries exactly where the
-mode's rule steps, and clear them. A carry out of the maximum gives infinity by itself.
-
-Why it is safe. For each mode the addend is chosen so that low + addend >= 2^d is the rule of ``modes`` (low:
-the d bits lost); the tests compare every mode with the specification, and with the general path.
-
-    before   select(rule(odd, low == half, low > half, ...), above, below)
-    after    (code + addend) >> d << d
+For such a format, rounding always drops the same number d of low bits of an encoding. A step away from zero is a carry
+out of these bits, so the algorithm adds a number that carries exactly where the mode's rule steps, and clears the low
+bits: ``(code + addend) >> d << d``. A carry out of the maximum gives infinity. With low the value of the d bits, each
+addend is chosen so that low + addend >= 2^d is the rule of ``modes``; the tests compare every mode with the
+specification and with the general algorithm of ``rounding``.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, select,
 
 @dataclass(frozen=True)
 class Terms:
-    """What addends are made of: 2^d and its half, the lowest kept bit, the sign, and the random bits."""
+    """The values that addends are made of: 2^d and its half, the lowest kept bit, the sign and the random bits."""
 
     unit: int
     half: int
@@ -41,10 +37,11 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
         "nearest_away": lambda t: t.half,
         "nearest_zero": lambda t: t.half - 1,
         "toward_zero": lambda t: 0,
+        # t.odd ^ t.odd is a zero of the encoding's type.
         "toward_positive": lambda t: select(t.negative, t.odd ^ t.odd, t.unit - 1),
         "toward_negative": lambda t: select(t.negative, t.unit - 1, t.odd ^ t.odd),
         "away_from_zero": lambda t: t.unit - 1,
-        # floor(low 2^32 / 2^d) + r >= 2^32 exactly if low + floor(r 2^d / 2^32) >= 2^d.
+        # The general rule steps where floor(low 2^32 / 2^d) + r >= 2^32. That is low + floor(r 2^d / 2^32) >= 2^d.
         "stochastic": lambda t: t.drawn,
         "stochastic_equal": lambda t: select(t.coin, t.unit - 1, t.odd ^ t.odd),
         "up_down": lambda t: t.odd + (t.half - 1),
@@ -53,7 +50,9 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
 
 
 def is_one_addition(rounding: Rounding, carrier: Carrier) -> bool:
-    """Whether the grid is uniform and a carry out of the maximum lands on infinity, as the overflow asks."""
+    """Whether the format has its carrier's exponents and a carry out of its maximum gives infinity, as its overflow
+    asks.
+    """
     fmt = rounding.format
     uniform = fmt.emin == carrier.format.emin and fmt.subnormals and fmt.precision > 1
     top = carrier.ordinal(fmt.maximum) + (1 << (carrier.format.precision - fmt.precision)) == carrier.infinity
@@ -62,7 +61,7 @@ def is_one_addition(rounding: Rounding, carrier: Carrier) -> bool:
 
 
 def round_by_addition(x: Expr, rounding: Rounding, carrier: Carrier, random: Expr | None, any_nan: bool) -> Expr:
-    """R(x) for a rounding that ``is_one_addition``. any_nan: as in ``rounding.round_expr``."""
+    """Return R(x) for a rounding that satisfies ``is_one_addition``. any_nan: as in ``rounding.round_expr``."""
     code, mode = bits(x), rounding.mode
     drop = carrier.format.precision - rounding.format.precision
     unit = 1 << drop
@@ -87,7 +86,7 @@ def round_by_addition(x: Expr, rounding: Rounding, carrier: Carrier, random: Exp
 
 
 def _drawn(random: Expr, count: int, drop: int, carrier: Carrier) -> Expr:
-    """The highest ``count`` random bits, scaled from 32 bits to the ``drop`` bits lost."""
+    """Return the highest ``count`` random bits, scaled from 32 bits to the ``drop`` bits lost."""
     unused = 32 - count
     drawn = (random >> unused) << unused if unused else random
     drawn = widen(drawn) if carrier.code == "u64" else drawn
@@ -95,8 +94,9 @@ def _drawn(random: Expr, count: int, drop: int, carrier: Carrier) -> Expr:
 
 
 def _jitter(code: Expr, unit: int, rounding: Rounding, carrier: Carrier, coin: Expr) -> Expr:
-    """One unit up or down: zeros, infinities and NaNs stay, the maximum steps down only."""
+    """Move an encoding one unit up or down. Zeros, infinities and NaNs stay; the maximum moves down only."""
     ordinal = ordinal_of(code, carrier)
     up = coin & (ordinal < carrier.ordinal(rounding.format.maximum))
     moved = select(up, code + unit, code - unit)
+    # One unsigned comparison excludes zero, whose ordinal wraps around, and everything from infinity on.
     return select((ordinal - 1) < (carrier.infinity - 1), moved, code)

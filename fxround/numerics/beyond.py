@@ -1,14 +1,12 @@
-"""Random rounding of what lies beyond binary64: a value, and the size of what it lost.
+"""Random rounding to binary64 itself, where no wider carrier holds the exact value.
 
-What is true here. A binary64 result t and an estimate e of its error say where the exact value t + e lies
-between two neighbouring binary64 numbers: the kept one is t, or t's neighbour towards zero where e points
-inwards; the lost fraction is |e| / ulp, or one minus it. The rule of a mode that draws needs no more.
+The exact value is given as t + e: t is the nearest binary64 number and e an estimate of its error. It lies between t
+and a neighbour of t. The kept value, the one nearer to zero, is t, or t's neighbour towards zero if e points inwards;
+the lost fraction is |e| / ulp, or one minus that. The modes that draw need nothing else. For a product:
+``round_beyond(a * b, fma(a, b, -t), Rounding.parse("binary64/stochastic"), random)``.
 
-Why it is safe. ``e`` is exact for sums and a few ulps of itself off elsewhere, so the fraction is good to 2^-32
-as that of narrower formats is; where e underflows (results below 2^-960) it is zero, and the result is t.
-
-    before   t = a * b                          # the end of the carrier: nothing left to round
-    after    round_beyond(a * b, fma(a, b, -t), Rounding.parse("binary64/stochastic"), random)
+``e`` is exact for sums and within a few ulps of itself otherwise, so the fraction is good to 2^-32, as for narrower
+formats. Where e underflows (results below 2^-960) it is zero and the result is t.
 """
 
 from __future__ import annotations
@@ -22,7 +20,11 @@ MODES_BEYOND = ("stochastic", "stochastic_equal")
 
 
 def round_beyond(t: Expr, error: Expr, rounding: Rounding, random: Expr) -> Expr:
-    """R(t + error) for R = binary64 in one of ``MODES_BEYOND``: t the nearest binary64, |error| at most half an ulp."""
+    """Return R(t + error) for R = binary64 in one of ``MODES_BEYOND``.
+
+    t: the nearest binary64 number to the exact value (f64). error: the exact value minus t (f64), at most half an ulp.
+    random: 32 random bits (u32).
+    """
     carrier = CARRIERS["f64"]
     code = bits(t)
     ordinal = ordinal_of(code, carrier)
@@ -30,6 +32,7 @@ def round_beyond(t: Expr, error: Expr, rounding: Rounding, random: Expr) -> Expr
     inexact = (error < 0.0) | (error > 0.0)
     inward = inexact & ~(((bits(error) ^ code) >> 63).equals(0))
     kept = select(inward, ordinal - 1, ordinal)
+    # From here on ``kept`` is the neighbour towards zero, and the fraction is measured in the ulp above it.
     outward_fraction = _fraction(error, kept)
     fraction = select(inward, ~outward_fraction, outward_fraction)
     unused = 32 - rounding.mode.random_bits
@@ -54,10 +57,10 @@ def round_beyond(t: Expr, error: Expr, rounding: Rounding, random: Expr) -> Expr
 
 
 def _fraction(error: Expr, kept: Expr) -> Expr:
-    """u32: floor(2^32 |error| / ulp), ulp the spacing above ``kept``.
+    """Return floor(2^32 |error| / ulp) as a u32, where ulp is the spacing above ``kept``.
 
-    With significand s and exponent fields f of the error and g of kept, it is s * 2^(f - g + 32): a shift to
-    the right, since |error| <= ulp / 2 makes g - f at least 53.
+    With significand s and exponent fields f of the error and g of kept, it is s * 2^(f - g + 32): a shift to the right,
+    since |error| <= ulp / 2 makes g - f at least 53.
     """
     ordinal = ordinal_of(bits(error), CARRIERS["f64"])
     field = ordinal >> 52

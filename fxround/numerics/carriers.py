@@ -1,12 +1,8 @@
-"""Carriers: binary32 and binary64, the types that hold the values of every narrower format.
+"""Carriers: binary32 and binary64, the types that hold the values of all narrower formats.
 
-What is true here. A float's encoding without its sign is its ordinal: it grows with the magnitude, by one
-from each float to the next, and every ordinal above infinity's is a NaN.
-
-Why it is safe. ``Carrier.require`` refuses a format that the carrier does not hold exactly, with its range.
-
-    before   0x7f800000, 0x7fffff, 23, 127 in each function
-    after    CARRIERS["f32"].infinity, .trailing, .bias
+The encoding of a float without its sign bit is its *ordinal*. Ordinals grow with the magnitude, by one from each float
+to the next, and every ordinal above infinity's is a NaN. ``Carrier.require`` refuses a format whose values the carrier
+does not hold exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from fxround.numerics.scalar import WIDTH, Expr, Type, bits, const, from_bits, s
 
 @dataclass(frozen=True)
 class Carrier:
-    """The type that holds the values of narrower formats: its own format, and where its fields lie."""
+    """The type that holds the values of narrower formats: its own format, and the layout of its encoding."""
 
     type: Type
     code: Type
@@ -30,7 +26,7 @@ class Carrier:
 
     @property
     def trailing(self) -> int:
-        """Bits of the trailing significand: precision - 1."""
+        """The number of bits of the trailing significand: precision - 1."""
         return self.format.precision - 1
 
     @property
@@ -40,27 +36,27 @@ class Carrier:
 
     @property
     def infinity(self) -> int:
-        """The ordinal of infinity: every larger ordinal is a NaN."""
+        """The ordinal of infinity. Every larger ordinal is a NaN."""
         return ((1 << (WIDTH[self.code] - 1)) - 1) >> self.trailing << self.trailing
 
     @property
     def nan(self) -> int:
-        """The encoding of the one NaN that fxround returns: quiet, positive, no payload."""
+        """The encoding of the only NaN that fxround returns: quiet, positive, no payload."""
         return self.infinity | 1 << (self.trailing - 1)
 
     def ordinal(self, value: float) -> int:
-        """The encoding of a non-negative value of the carrier."""
+        """Return the encoding of a non-negative value of the carrier."""
         return int.from_bytes(struct.pack("<f" if self.type == "f32" else "<d", value), "little")
 
     def require(self, fmt: Format) -> None:
-        """Raise ValueError unless every value of ``fmt`` can be held, and rounded to, in this carrier."""
+        """Raise ValueError unless the carrier holds every value of ``fmt`` and can be rounded to it."""
         mine = self.format
         if fmt.precision > mine.precision:
             raise ValueError(
                 f"{fmt} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
                 f"to be rounded; use a tensor of a wider dtype"
             )
-        # One binade below emin the carrier's subnormals still form one grid; further down they do not.
+        # One binade below emin the carrier's subnormals still form one grid; in lower binades their precision falls.
         lowest = mine.emin - 1 if fmt.precision == 1 or fmt.subnormals else mine.emin
         if fmt.emin < lowest or fmt.maximum > mine.maximum:
             raise ValueError(
@@ -78,16 +74,19 @@ CARRIERS: Final = MappingProxyType(
 
 
 def ordinal_of(code: Expr, carrier: Carrier) -> Expr:
-    """The encoding without its sign."""
+    """Return the encoding without its sign bit."""
     return code & ((1 << (WIDTH[carrier.code] - 1)) - 1)
 
 
 def is_nan_code(code: Expr, carrier: Carrier) -> Expr:
-    """By integers: to an optimizer all NaNs are alike, so a float comparison may be dropped as pointless."""
+    """Return bool: the encoding is a NaN.
+
+    The test uses integers: an optimizer may treat all NaNs as equal and drop a float comparison.
+    """
     return const(carrier.code, carrier.infinity) < ordinal_of(code, carrier)
 
 
 def one_nan(x: Expr) -> Expr:
-    """x, with every NaN replaced by the carrier's one NaN: hardware disagrees on signs and payloads."""
+    """Return x with every NaN replaced by the carrier's one NaN: processors disagree on signs and payloads."""
     carrier = CARRIERS[x.type]
     return from_bits(select(is_nan_code(bits(x), carrier), carrier.nan, bits(x)))

@@ -1,14 +1,10 @@
-"""The specification of rounding, over rational numbers: no bits, no algorithm, nothing to optimize.
+"""The specification of rounding, over rational numbers.
 
-What is true here. ``round_exact`` says what every kernel of fxround must return. It shares with them the
-rule of a mode and the row of a format, and nothing else: quantum, parity, lost fraction, overflow and
-signs are computed here again, with ``fractions.Fraction``.
-
-Why it is safe. Independence: three renderings of one algorithm agree on a wrong answer as easily
-as on a right one, and only this file objects. It is short enough to be checked by eye.
-
-    before   trust the kernel
-    after    round_exact(Fraction(7, 16), False, Rounding.parse("e2m1fn")) == 0.5
+``round_exact`` defines what every kernel of fxround must return: ``round_exact(Fraction(7, 16), False,
+Rounding.parse("e2m1fn")) == 0.5``. It shares the rule of a mode and the row of a format with the kernels, and nothing
+else: it computes quantum, parity, lost fraction, overflow and signs with ``fractions.Fraction``. The renderings of one
+algorithm for different targets share the algorithm's mistakes, so tests compare each of them with this file, which is
+short enough to be checked by reading.
 """
 
 from __future__ import annotations
@@ -21,20 +17,20 @@ from fxround.numerics.modes import Lost, Mode, Rounding
 
 
 def floor_log2(x: Fraction) -> int:
-    """The exponent e with 2^e <= x < 2^(e+1), for x > 0."""
+    """Return the exponent e with 2^e <= x < 2^(e+1), for x > 0."""
     e = x.numerator.bit_length() - x.denominator.bit_length()
     return e if Fraction(2) ** e <= x else e - 1
 
 
 def quantum(magnitude: Fraction, fmt: Format) -> Fraction:
-    """The spacing of the format's values at this magnitude, as if its exponents had no upper bound."""
+    """Return the spacing of the format's values at this magnitude, as if its exponents had no upper bound."""
     if magnitude < Fraction(2) ** fmt.emin:
         return Fraction(2) ** fmt.quantum_exponent
     return Fraction(2) ** (floor_log2(magnitude) - fmt.precision + 1)
 
 
 def step_away(magnitude: Fraction, negative: bool, fmt: Format, mode: Mode, random: int) -> Fraction:
-    """The neighbour of ``magnitude`` that the mode's rule picks, exponents unbounded."""
+    """Return the neighbour of ``magnitude`` that the mode's rule picks, as if exponents had no upper bound."""
     q = quantum(magnitude, fmt)
     kept = magnitude // q
     lost = magnitude / q - kept
@@ -49,7 +45,7 @@ def step_away(magnitude: Fraction, negative: bool, fmt: Format, mode: Mode, rand
 
 
 def one_ulp(magnitude: Fraction, fmt: Format, up: bool) -> Fraction:
-    """The next value above or below a positive value of the format; the maximum steps down only."""
+    """Return the next value above or below a positive value of the format. The maximum steps down only."""
     q = quantum(magnitude, fmt)
     if up and magnitude + q <= Fraction(fmt.maximum):
         return magnitude + q
@@ -57,10 +53,10 @@ def one_ulp(magnitude: Fraction, fmt: Format, up: bool) -> Fraction:
 
 
 def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int = 0) -> float:
-    """R(value): the value of the format, a signed zero, an infinity or a NaN, as a Python float.
+    """Return R(value) as a Python float: a value of the format, a signed zero, an infinity or a NaN.
 
-    value: any rational. negative: the sign, which matters alone for a zero. random: 32 random bits,
-    of which stochastic:n uses the highest n, the coin of stochastic_equal and up_down the highest.
+    value: any rational. negative: the sign, which is separate because a zero has one too. random: 32 random bits;
+    stochastic:n uses the highest n of them, stochastic_equal and up_down the highest one.
     """
     fmt, mode = rounding.format, rounding.mode
     if negative and not fmt.signed and value != 0:
@@ -81,7 +77,7 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
 
 
 def out_of_range(rounding: Rounding, negative: bool) -> float:
-    """What an infinity becomes, and a finite value that the mode lets leave the range."""
+    """Return what an infinity becomes, and what a finite value becomes that the mode lets leave the range."""
     if rounding.overflow == "nan":
         return math.nan
     sign = -1.0 if negative else 1.0
@@ -89,7 +85,7 @@ def out_of_range(rounding: Rounding, negative: bool) -> float:
 
 
 def round_float(x: float, rounding: Rounding, random: int = 0) -> float:
-    """R(x) for a value x of a carrier: NaN stays NaN, an infinity overflows, the rest is exact."""
+    """Return R(x) for a value x of a carrier. A NaN stays a NaN, an infinity overflows, any other value is exact."""
     if math.isnan(x):
         return math.nan
     negative = math.copysign(1.0, x) < 0

@@ -1,15 +1,10 @@
-"""Floating-point formats as documented rows.
+"""Floating-point formats, one documented row each.
 
-What is true here. A format is a set of values, nothing else: the multiples of a quantum that depends on
-the binade, between zero (or the minimum) and the maximum, with or without a sign, an infinity and a
-NaN. Precision counts the implicit bit. An encoding is not stored: fxround keeps the values of a narrow
-format in a wider carrier (binary32 or binary64), where each of them is exact.
-
-Why it is safe. ``Format.parse(str(fmt)) == fmt`` for every format that can be built, so a format crosses
-a graph, a file or a process as text and loses nothing.
-
-    before   quantizer(exp=4, man=3)        # whose ties? what of 480? of 2^-10? of -0?
-    after    FORMATS["e4m3fn"].describe()   # the four decisions, in words
+A format is a set of values: the multiples of a quantum that depends on the binade, from zero (or the minimum) to the
+maximum, with or without a sign, infinities and NaNs. Precision counts the implicit bit. Encodings play no part: fxround
+keeps the values of a narrow format in a wider carrier (binary32 or binary64), where each of them is exact.
+``FORMATS["e4m3fn"].describe()`` says in words how a format treats ties, subnormals, minus zero and overflow.
+``Format.parse(str(fmt)) == fmt`` for every format, so graphs, files and processes exchange formats as text.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ FLUSH: Final = "-flush"
 
 
 def number(text: str) -> float:
-    """A float, in hexadecimal (0x1.8p+0) or decimal spelling. ValueError for what is none, or beyond binary64."""
+    """Parse a float in hexadecimal (0x1.8p+0) or decimal spelling; ValueError for anything else or beyond binary64."""
     try:
         value = float.fromhex(text) if "x" in text.lower() else float(text)
     except OverflowError:
@@ -44,10 +39,10 @@ def number(text: str) -> float:
 
 
 def spelt(value: Any) -> Any:
-    """The text of a format, or of a dtype of PyTorch or NumPy; anything else as it is."""
+    """Return the text of a format, or of a dtype of PyTorch or NumPy; return anything else unchanged."""
     if isinstance(value, Format):
         return str(value)
-    # This module knows nothing of torch, whose dtypes say what they are: str(torch.half) is "torch.float16".
+    # This module does not import torch. A dtype of PyTorch spells itself: str(torch.half) is "torch.float16".
     if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
         return str(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
@@ -56,9 +51,9 @@ def spelt(value: Any) -> Any:
 
 
 def own_name(name: str) -> str:
-    """The name that fxround has for a format: ``"binary16"`` of ``"half"``. A name that nothing has stays as it is.
+    """Return fxround's name of a format: ``"binary16"`` for ``"half"``. An unknown name is returned unchanged.
 
-    ``-flush`` and what follows a slash, the mode and the overflow of a rounding, stay too.
+    ``-flush``, and the mode and overflow that follow a slash in a rounding, are kept.
     """
     head, slash, rest = name.partition("/")
     row = head.strip().removesuffix(FLUSH)
@@ -68,15 +63,17 @@ def own_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Format:
-    """One row: which numbers exist.
+    """A floating-point format: which numbers exist.
 
-    precision  p, the bits of the significand with the implicit one
-    emin       exponent of the smallest normal number, 2^emin
+    precision  p, the bits of the significand including the implicit one (1 to 53)
+    emin       the exponent of the smallest normal number, 2^emin
     maximum    the largest finite value, exact in binary64
-    signed     False: no value below zero
+    signed     False: no value is below zero
     inf, nan   whether the format has them; a NaN stays a NaN in the carrier in any case
     zero       False: the smallest magnitude is 2^emin
-    subnormals False: between 0 and 2^emin there is nothing
+    subnormals False: no value lies between 0 and 2^emin
+
+    Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
     """
 
     name: str
@@ -110,12 +107,14 @@ class Format:
 
     @property
     def quantum_exponent(self) -> int:
-        """The exponent of the smallest positive value (and of the spacing below 2^emin)."""
+        """The exponent of the smallest positive value, which is also the spacing below 2^emin."""
         return self.emin - self.precision + 1 if self.subnormals else self.emin
 
     @property
     def default_overflow(self) -> Overflow:
-        """inf where the format has one, else nan, else saturate: what ml_dtypes does."""
+        """The overflow of a rounding that names none, as in ml_dtypes: inf if the format has one, else nan, else
+        saturate.
+        """
         return "inf" if self.inf else "nan" if self.nan else "saturate"
 
     @property
@@ -124,11 +123,11 @@ class Format:
         return tuple(o for o in OVERFLOWS if o == "saturate" or (o == "inf" and self.inf) or (o == "nan" and self.nan))
 
     def without_subnormals(self) -> Format:
-        """The same format with nothing between zero and 2^emin (flush)."""
+        """Return the same format with no value between zero and 2^emin (flush)."""
         return self if not self.subnormals else replace(self, name=self.name + FLUSH, subnormals=False)
 
     def with_range_of(self, other: Format) -> Format:
-        """This precision over the exponents of ``other``."""
+        """Return the format with this precision and the exponents of ``other``."""
         if (self.emin, self.emax) == (other.emin, other.emax):
             return self
         maximum = math.ldexp(2.0 - math.ldexp(1.0, 1 - self.precision), other.emax)
@@ -146,7 +145,7 @@ class Format:
         )
 
     def magnitudes(self) -> Iterator[float]:
-        """Every finite magnitude, ascending: for small formats (it yields them all)."""
+        """Yield every finite magnitude in ascending order, for small formats."""
         if self.zero:
             yield 0.0
         step = math.ldexp(1.0, self.quantum_exponent)
@@ -157,7 +156,7 @@ class Format:
             value += math.ldexp(1.0, exponent - self.precision + 1)
 
     def describe(self) -> str:
-        """The row and its four decisions (ties, subnormals, minus zero, overflow) in words."""
+        """Return the row and its four decisions (ties, subnormals, minus zero, overflow) in words."""
         ties = "to the even significand" if self.precision > 1 else "to the larger magnitude (one-bit significand)"
         low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
         if not self.zero:
@@ -174,8 +173,9 @@ class Format:
 
     @staticmethod
     def ieee(*, exponent_bits: int, precision: int, subnormals: bool = True) -> Format:
-        """The IEEE 754-style format with these widths: top exponent reserved for inf and NaN.
+        """Return the IEEE 754-style format with these widths, whose highest exponent is reserved for inf and NaN.
 
+        exponent_bits: 2 to 11. precision: 2 to 53, including the implicit bit. Raises ValueError outside of these.
         Source: IEEE 754-2019, section 3.3 (emax = 2^(w-1) - 1, emin = 1 - emax).
         """
         if not 2 <= exponent_bits <= 11:
@@ -199,9 +199,9 @@ class Format:
         zero: bool = True,
         subnormals: bool = True,
     ) -> Format:
-        """A format that is no IEEE row: any precision, emin, maximum and set of special values.
+        """Return a format with any precision, emin, maximum and set of special values.
 
-        Its name spells the row out, so that it can be parsed again.
+        Its name spells the whole row, so that ``Format.parse`` reads it back. Raises ValueError as ``Format`` does.
         """
         held = {"signed": signed, "inf": inf, "nan": nan, "zero": zero}
         flags = "+".join(k for k, v in held.items() if v)
@@ -211,10 +211,11 @@ class Format:
 
     @staticmethod
     def parse(text: Any) -> Format:
-        """A format by its name or one of ALIASES, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each with
-        ``-flush`` if wanted; or by a floating-point dtype of PyTorch or NumPy.
+        """Parse a format's name: a row of FORMATS, one of ALIASES, ``ieee(exponent_bits,precision)`` or
+        ``custom(...)``, each optionally with ``-flush``; or a floating-point dtype of PyTorch or NumPy.
 
-        Raises ValueError with the nearest known names, and for the dtype of integers or of complex numbers.
+        Raises ValueError for an unknown name, with the nearest known ones, and for a dtype of integers or complex
+        numbers; TypeError for anything else.
         """
         text = spelt(text)
         if not isinstance(text, str):
@@ -225,7 +226,7 @@ class Format:
 
     @staticmethod
     def _row(base: str, text: str) -> Format:
-        """The format of a name without ``-flush``; text: what a message shows."""
+        """Return the format of a name without ``-flush``. text: what a message shows."""
         if base in FORMATS:
             return FORMATS[base]
         ieee = re.fullmatch(r"ieee\(([0-9]{1,4}),\s*([0-9]{1,4})\)", base)
@@ -263,7 +264,7 @@ _ROWS: Final[tuple[Format, ...]] = (
     Format("bfloat16", 8, -126, float.fromhex("0x1.fep+127")),
     # NVIDIA TensorFloat-32: binary32's exponent, binary16's significand.
     Format("tf32", 11, -126, float.fromhex("0x1.ffcp+127")),
-    # OCP 8-bit floating point 1.0: e5m2 is IEEE style; e4m3fn gives up inf for one more binade.
+    # OCP 8-bit floating point 1.0: e5m2 is IEEE style; e4m3fn uses the codes of inf for one more binade.
     Format("e5m2", 3, -14, 57344.0),
     Format("e4m3fn", 4, -6, 448.0, inf=False),
     Format("e4m3", 4, -6, 240.0),
@@ -276,8 +277,8 @@ _ROWS: Final[tuple[Format, ...]] = (
     Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
 )
 
-# What the formats are called elsewhere, the one list of it. PyTorch's dtypes are here without "torch."; float8_e4m3
-# is what ml_dtypes calls the format with infinities, fp8_e4m3 what hardware calls the one without.
+# The only list of the names that formats have elsewhere. PyTorch's dtypes are here without "torch."; float8_e4m3 is
+# ml_dtypes' name of the format with infinities, fp8_e4m3 the hardware's name of the one without.
 ALIASES: Final = MappingProxyType(
     {
         **dict.fromkeys(("float64", "fp64", "f64", "double"), "binary64"),
@@ -293,7 +294,7 @@ ALIASES: Final = MappingProxyType(
         **dict.fromkeys(("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1"), "e2m1fn"),
     }
 )
-# Names of more than one format, or of none that is quite theirs: for messages.
+# Names that mean more than one format, or a format that fxround has only nearly: for messages.
 _UNSURE: Final = MappingProxyType(
     {
         **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
@@ -310,13 +311,13 @@ _OTHER_TYPES: Final = re.compile(
 
 
 def other_numbers(name: str) -> str:
-    """What the numbers of a dtype are that is none of floating point, for messages; "" for any other name."""
+    """Return what kind of numbers a dtype holds that is not floating-point, for messages; "" for any other name."""
     found = _OTHER_TYPES.fullmatch(name)
     return "" if not found else "complex numbers" if found["complex"] else "integers or truth values"
 
 
 def candidates(name: str) -> tuple[str, ...]:
-    """The formats that somebody may mean by a name that is none: for messages."""
+    """Return the formats that an unknown name may mean, for messages."""
     low = name.lower().removeprefix("torch.")
     known = low if low in FORMATS else ALIASES.get(low)
     return (known,) if known else _UNSURE.get(low, ())

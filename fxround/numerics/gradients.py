@@ -1,18 +1,15 @@
-"""What a rounding does to the gradient that passes it, from its result to its operand.
+"""What a rounding does to the gradient that passes from its result to its operand.
 
-What is true here. A rounding has no derivative worth following, so the gradient passes straight through, unless one
-asks for one or both of these:
+A rounding is constant almost everywhere, so its derivative is useless for training. By default the gradient passes
+unchanged; a policy can ask for one or both of two changes:
 
-    straight_through       the gradient as it is
+    straight_through       the gradient unchanged
     zero_clamped           0 where the rounding clamped: the value overflowed, and became the maximum
     R                      the gradient rounded by R
     zero_clamped R         both, in this order
 
-Why it is safe. A saturating rounding is one of unbounded range, ``unclamped``, and then a clamp: the two together have
-its bits, and what the clamp moved is seen in between.
-
-    before   "saturating cast"                        # and where it saturates, what does the weight learn?
-    after    Gradient.parse("zero_clamped e5m2/stochastic")
+For ``zero_clamped``, a saturating rounding is split into one of unbounded range (``unclamped``) and a clamp. Together
+they give the same bits, and the value between them shows what the clamp changed.
 """
 
 from __future__ import annotations
@@ -31,7 +28,9 @@ ZEROED: Final = "zero_clamped"
 
 @dataclass(frozen=True)
 class Gradient:
-    """``zero_clamped``: whether it is 0 where the rounding clamped; ``rounding``: of what is left, None: none."""
+    """The treatment of a gradient. ``zero_clamped``: it is 0 where the rounding clamped. ``rounding``: of the gradient,
+    or None.
+    """
 
     zero_clamped: bool = False
     rounding: Rounding | None = None
@@ -42,7 +41,9 @@ class Gradient:
 
     @staticmethod
     def parse(text: Any) -> Gradient:
-        """``straight_through``, or ``zero_clamped``, a rounding, or both; raises ValueError naming the wrong part."""
+        """Parse ``straight_through``, ``zero_clamped``, a rounding, or the last two; ValueError names the part that is
+        wrong.
+        """
         if isinstance(text, Gradient):
             return text
         text = str(text) if isinstance(text, Rounding) else spelt(text)
@@ -61,15 +62,15 @@ class Gradient:
 
 
 def clamps(rounding: Rounding) -> bool:
-    """Whether the rounding clamps what overflows, and nothing else.
+    """Whether the rounding clamps what overflows, and does nothing else to it.
 
-    One that jitters moves the maximum too; a format without a sign clamps what is negative, at its other end.
+    A mode that jitters also moves the maximum; a format without a sign also clamps negative values, at its other end.
     """
     return rounding.overflow == "saturate" and rounding.format.signed and not rounding.mode.jitter
 
 
 def unclamped(rounding: Rounding) -> Rounding:
-    """The same rounding where nothing overflows below binary32's range; what does is infinite."""
+    """Return the same rounding with binary32's range at least, beyond which values become infinite."""
     row = rounding.format
     top = max(row.emax, 127)
     wide = Format.custom(

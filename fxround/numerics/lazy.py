@@ -1,4 +1,4 @@
-"""Values computed at their first use, without a lock: a fork or a signal handler in between finds none held."""
+"""A cached property without a lock, so that a fork or a signal handler never finds one held."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _T = TypeVar("_T")
 
 
 class cached_property(Generic[_T]):  # noqa: N801 (as functools.cached_property, which holds a lock in Python 3.11)
-    """A value computed at its first use and kept in the instance. Threads that meet compute it twice; none waits."""
+    """A value that is computed at its first use and kept in the instance. Threads that meet each compute it; none
+    waits.
+    """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
         self._compute = compute

@@ -1,15 +1,10 @@
 """Rounding modes as data, and a rounding as format x mode x overflow.
 
-What is true here. Rounding a number keeps the multiple of the quantum next to it towards zero and loses
-the rest. A mode is one boolean rule over the sign, the parity of what is kept, what is lost and the
-random bits: *step away from zero?* Python booleans and IR values both fit the rule, so that the
-specification (``exact``) and the algorithm (``rounding``) share this rule and nothing else.
-
-Why it is safe. No rule sees anything but a ``Lost``; none can move an exact value (``drawn``, ``half``
-and ``above`` imply ``inexact``); a mode's only other property is ``jitter``, which up_down alone has.
-
-    before   mode=5                       # toward what? and what of an overflow?
-    after    Rounding.parse("e4m3fn/stochastic:14/saturate")
+Truncation keeps the multiple of the quantum next to a number towards zero and loses the rest. A mode is one boolean
+rule, *step away from zero?*, over a ``Lost``: the sign, the parity of what is kept, what is lost, and the random bits.
+Python booleans and IR values both fit the rule, so the specification (``exact``) and the algorithm (``rounding``) share
+it and nothing else. No rule changes an exact value: ``drawn``, ``half`` and ``above`` imply ``inexact``. A mode's only
+other property is ``jitter``, which up_down alone has.
 """
 
 from __future__ import annotations
@@ -28,8 +23,11 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Lost(Generic[B]):
-    """All that a rule may look at. ``odd``/``even``: the kept significand. ``drawn``: the random
-    number fell below the lost fraction of a quantum. ``coin``: one fair random bit."""
+    """Everything that a rule may look at.
+
+    ``odd`` and ``even``: the parity of the kept significand. ``half`` and ``above``: the lost part is half a quantum,
+    or more. ``drawn``: the random number fell below the lost fraction of a quantum. ``coin``: one fair random bit.
+    """
 
     negative: B
     positive: B
@@ -45,8 +43,9 @@ class Lost(Generic[B]):
 
 @dataclass(frozen=True)
 class Mode:
-    """A rule, the number of random bits it draws (0: deterministic), and whether the result is then
-    moved by one ulp up or down (``jitter``)."""
+    """A rounding mode: its rule, the number of random bits that it draws (0: deterministic), and whether it then moves
+    the result by one ulp up or down (``jitter``).
+    """
 
     name: str
     away: Callable[[Lost[Any]], Any]
@@ -58,21 +57,21 @@ class Mode:
 
     @property
     def deterministic(self) -> bool:
-        """True: the same value always gives the same result."""
+        """Whether the same value always gives the same result."""
         return self.random_bits == 0
 
     def overflows(self, negative: bool) -> bool:
-        """Whether a finite value beyond the maximum leaves the range, or stays at the maximum.
+        """Whether a finite value beyond the maximum leaves the range; otherwise it stays at the maximum.
 
-        It is the rule itself, asked about an odd maximum with more than half a quantum lost: IEEE
-        754-2019, section 7.4, for its five modes; to_odd stays, the random ones leave.
+        The answer is the rule's, for an odd maximum with more than half a quantum lost. This agrees with IEEE 754-2019,
+        section 7.4, for its five modes; to_odd stays, the random modes leave.
         """
         past = Lost(negative, not negative, True, False, True, False, True, True, True, False)
         return bool(self.away(past))
 
     @staticmethod
     def parse(text: str) -> Mode:
-        """A mode's name; ``stochastic:n`` draws n of 1 to 32 random bits."""
+        """Parse a mode's name; ``stochastic:n`` draws n random bits, 1 to 32. Raises ValueError for anything else."""
         name, colon, count = text.strip().partition(":")
         if name not in MODES:
             near = get_close_matches(name[:40], MODES, n=2, cutoff=0.4)
@@ -101,8 +100,8 @@ _ROWS: Final[tuple[Mode, ...]] = (
     Mode("toward_negative", lambda lost: lost.inexact & lost.negative),
     Mode("away_from_zero", lambda lost: lost.inexact),
     Mode("to_odd", lambda lost: lost.inexact & lost.even),
-    # P(away) = floor(lost * 2^n) / 2^n for n random bits: a bias of less than 2^-n of a quantum,
-    # towards zero; none where no more than n bits are lost.
+    # P(away) = floor(lost * 2^n) / 2^n for n random bits, lost in quanta: the bias is towards zero and less than 2^-n
+    # of a quantum; it is zero where at most n bits are lost.
     Mode("stochastic", lambda lost: lost.drawn, random_bits=32),
     Mode("stochastic_equal", lambda lost: lost.inexact & lost.coin, random_bits=1),
     Mode("up_down", _to_nearest_even, random_bits=1, jitter=True),
@@ -113,10 +112,11 @@ MODES: Final = MappingProxyType({row.name: row for row in _ROWS})
 
 @dataclass(frozen=True)
 class Rounding:
-    """A format, a mode and an overflow behaviour: three separate axes, one text.
+    """A rounding: a format, a mode and an overflow behaviour, which are independent of each other.
 
-    ``Rounding.parse(str(r)) == r``. Overflow applies to every value beyond the maximum, infinities
-    included, unless the mode keeps it at the maximum (toward_zero and its like).
+    Overflow applies to every value beyond the maximum, infinities included, unless the mode keeps a finite value at the
+    maximum (as toward_zero does). ``Rounding.parse(str(r)) == r``. Raises ValueError if the format cannot express the
+    overflow.
     """
 
     format: Format
@@ -136,10 +136,10 @@ class Rounding:
 
     @staticmethod
     def parse(text: Any) -> Rounding:
-        """``format[/mode[/overflow]]``; the mode defaults to nearest_even, the overflow to the format's own.
+        """Parse ``format[/mode[/overflow]]``. The mode defaults to nearest_even, the overflow to the format's own.
 
-        text: a str; or a Rounding, or what ``Format.parse`` takes: a Format, or a dtype of PyTorch or NumPy.
-        Raises ValueError naming the part that is wrong.
+        text: a str; or a Rounding, or anything that ``Format.parse`` takes: a Format, or a dtype of PyTorch or NumPy.
+        Raises ValueError, which names the part that is wrong, and TypeError for anything else.
         """
         text = spelt(text)
         if isinstance(text, Rounding):

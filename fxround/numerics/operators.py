@@ -1,23 +1,17 @@
 """Pointwise operators: the exact value, rounded once.
 
-What is true here. ``apply`` returns R(f(x, ...)) for + - * / sqrt fma and friends with one rounding of
-the exact value. Where R is the carrier's own nearest_even that is the hardware's operation. Elsewhere
-the value is computed in binary64 together with the sign of what binary64 lost, rounded to odd there,
-and then by R: with at least two bits more than R's format, to-odd makes the second rounding innocuous
-in every deterministic mode (Boldo and Melquiond, IEEE TC 57(4), 2008). The modes that draw start from the
-nearest binary64 value: their lost fraction is good to 2^-29 of a binary32 quantum.
-
-Elementary functions (exp, tanh, ...) are evaluated in binary64 to within the bound that their own file
+``apply`` returns R(f(x, ...)) for + - * / sqrt, fma and others, with one rounding of the exact value. If R is the
+carrier's own nearest_even, this is the hardware's operation. Otherwise the value is computed in binary64 together with
+the sign of what binary64 lost (``residuals``), rounded to odd there, and then rounded by R. With at least two bits more
+than R's format, the rounding to odd makes the second rounding innocuous in every deterministic mode (Boldo and
+Melquiond, IEEE TC 57(4), 2008). The modes that draw start from the nearest binary64 value: their lost fraction is good
+to 2^-29 of a binary32 quantum. Elementary functions are evaluated in binary64 to within the bound that their file
 states, and rounded once.
 
-Why it is safe. What binary64 loses has the right sign for all operands (``residuals``), where binary64 itself under- or
-overflows too, as far as the formats that ``require`` lets pass can tell.
-
-An exact sum of zero of operands that are not both +0 is -0 towards negative infinity, else as the operands have it
-(IEEE 754-2019, 6.3); a chain's steps, which are not in ``OPERATORS``, leave it +0.
-
-    before   (a.double() + b.double()).float()      # rounded twice, and only to nearest
-    after    apply("add", (a, b), Rounding.parse("binary32/toward_positive"), "f32")
+The sign of what binary64 lost is right for all operands for which ``require`` accepts the format, also where binary64
+itself under- or overflows. An exact sum of zero of operands that are not both +0 is -0 towards negative infinity;
+otherwise its sign follows from the operands (IEEE 754-2019, 6.3). The steps of a chain, which are in ``STEPS`` and not
+in ``OPERATORS``, give +0.
 """
 
 from __future__ import annotations
@@ -74,12 +68,15 @@ _HARDWARE: Final = "binary32/nearest_even/inf"
 
 @dataclass(frozen=True)
 class Operator:
-    """A row: arity, how the exact value is formed in binary64, the hardware's nearest-even operation if
-    there is one, whether the result is always a value of the operands' own format (``exact``), and, for the
-    elementary functions, the evaluation to within a stated bound, rounded to odd (``sticky``) or by a rule
-    that is shown what binary64 loses (``rounded_by``), and the short evaluations for binary32 (``quick``, ``single``).
-    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow. ``sign``: of an exact
-    sum of zero towards negative infinity, as the highest bit."""
+    """One row of the operator table.
+
+    ``wide`` forms the exact value in binary64; ``native`` is the hardware's nearest-even operation, if there is one.
+    ``exact``: the result is always a value of the operands' own format. For elementary functions: ``sticky`` evaluates
+    to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a rule to the nearest value and what
+    it lost; ``quick`` and ``single`` are short evaluations for binary32. ``residual``: ``error`` is a fused residual of
+    the first two operands, which can underflow. ``sign``: the sign, in the highest bit, of an exact sum of zero that is
+    rounded towards negative infinity.
+    """
 
     name: str
     arity: int
@@ -95,13 +92,15 @@ class Operator:
 
 
 def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
-    """x within [low, high]: a zero keeps its sign beside a bound of zero, a NaN itself; ``high`` wins over ``low``."""
+    """Keep x within [low, high]. A zero keeps its sign next to a bound of zero, a NaN stays; ``high`` wins over
+    ``low``.
+    """
     risen = select(x < low, low, x)
     return Wide(select(high < risen, high, risen))
 
 
 def _chosen(compared: Callable[[Expr, Expr], Expr]) -> Callable[..., Wide]:
-    """(a, b, x, y) to x where ``compared(a, b)``, else y: no comparison holds of a NaN."""
+    """Return the operator (a, b, x, y) to x where ``compared(a, b)``, else y. No comparison with a NaN holds."""
 
     def choose(*operands: Expr) -> Wide:
         wide = any(o.type == "f64" for o in operands)
@@ -148,11 +147,11 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("fma", 3, exact_fused, fma, residual=True, sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c)),
 )
 
-# Every pointwise operator by name; one that is exact before rounding is never taken from the elementary table.
+# Every pointwise operator by name. A row of _ARITHMETIC overrides an elementary function of the same name.
 OPERATORS: Final = MappingProxyType({n: _elementary(n) for n in ELEMENTARY} | {row.name: row for row in _ARITHMETIC})
 
-# What the steps of a chain use: an exact zero of theirs is +0, like the zero that a chain begins with. Those called
-# inside have operands of which no product underflows and no sum overflows: binary32 factors held in binary64.
+# The operators of a chain's steps: an exact zero is +0, like the zero that a chain begins with. Those named ``_inside``
+# have operands of which no product underflows and no sum overflows: binary32 factors held in binary64.
 STEPS: Final = MappingProxyType(
     {
         "add_step": replace(OPERATORS["add"], name="add_step", sign=None),
@@ -165,7 +164,7 @@ STEPS: Final = MappingProxyType(
 
 
 def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
-    """Raise ValueError where the exact value cannot be had: see the module's text."""
+    """Raise ValueError where the operator's exact value is not available for this rounding: see the module's text."""
     if operator.exact or all(c == "f32" for c in carriers) or _is_native(operator, carriers, rounding):
         return
     own = rounding.format == _BINARY64
@@ -199,11 +198,12 @@ def apply(
     random: Expr | None = None,
     any_nan: bool = False,
 ) -> Expr:
-    """R(f(args)) as a value of the carrier ``out``.
+    """Return R(f(args)) as a value of the carrier ``out``.
 
-    args: f32 or f64 values. rounding: None only for an exact operator whose operands fit ``out``.
-    random: 32 random bits where the mode draws. any_nan: a NaN may come with any sign and payload, for
-    a chain of steps whose last one gives the one NaN.
+    args: f32 or f64 values. rounding: None only for an exact operator whose operands fit ``out``. random: 32 random
+    bits (u32), required where the mode draws. any_nan: the result may be a NaN of any sign and payload, for a step of a
+    chain whose last step gives the one NaN. Raises ValueError for an unknown operator, a wrong number of operands, or a
+    rounding that ``require`` refuses.
     """
     operator = OPERATORS.get(name) or STEPS.get(name)
     if operator is None:
@@ -219,14 +219,15 @@ def apply(
         result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
         return _convert(result if any_nan else one_nan(result), out)
     if name == "identity" and str(rounding) == _HARDWARE and carriers == ("f64",) and out == "f32":
-        # The conversion of the hardware is this rounding.
+        # The hardware's conversion is this rounding.
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
     if operator.exact:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
         return _convert(_beyond(operator, tuple(map(widen_exactly, args)), rounding, random), out)
     if rounding.format == _BINARY64:
-        # Nearest-even or up_down (nearest-even, then a step): rounding a binary64 value again is the identity.
+        # Only nearest_even and up_down (nearest_even, then a step) remain: rounding the nearest value again changes
+        # nothing.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(_finite(operator, nearest, args, rounding), rounding, random), out)
     operands = tuple(map(widen_exactly, args))
@@ -237,7 +238,7 @@ def apply(
 
 
 def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
-    """``value``, by shorter evaluations where these suffice: binary32 to nearest even, of binary32 operands."""
+    """Return ``value`` by shorter evaluations where these suffice: binary32 to nearest even, of binary32 operands."""
     if operator.quick:
         quick = operator.quick(*map(widen_exactly, args))
         value = rarely(quick.doubtful(), value, narrow(quick.value))
@@ -248,7 +249,7 @@ def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
 
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:
-    """binary64 in a mode that draws: the nearest value, and what it lost."""
+    """Round to binary64 in a mode that draws, from the nearest value and what it lost."""
     if operator.rounded_by:
         return one_nan(operator.rounded_by(lambda t, e: round_beyond(t, e, rounding, random), *operands))
     wide = operator.wide(*operands)
@@ -257,10 +258,11 @@ def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, 
 
 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
-    """The binary64 value that R starts from: the nearest one for the modes that draw, else the one to odd.
+    """Return the binary64 value that R starts from: the nearest one for the modes that draw, else the one rounded to
+    odd.
 
-    The two differ in what R makes of them only where the nearest value lies on a boundary of R: a value or a
-    midpoint of its format, that is, where the bits under half a quantum are all zero.
+    R distinguishes the two only where the nearest value lies on a boundary of R, a value or a midpoint of its format:
+    that is, where all bits below half a quantum are zero. Elsewhere the nearest value is cheaper.
     """
     if operator.sticky:
         return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
@@ -276,9 +278,10 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
 
 
 def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
-    """``nearest``, but for up_down that saturates: of what is finite and overflows, the largest binary64 number.
+    """Return ``nearest``; for up_down with saturation, the largest binary64 number where a finite exact value
+    overflowed.
 
-    It is then a step below the format's maximum; an infinity is the maximum itself.
+    That number then saturates and steps down from the format's maximum, whereas an infinity is the maximum itself.
     """
     operands = tuple(map(widen_exactly, operands))
     known = operator.sticky is not None or not rounding.mode.jitter or are_binary32(*operands)
@@ -297,7 +300,7 @@ def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:
 
 
 def _convert(value: Expr, out: Type) -> Expr:
-    """Between carriers; a value that was rounded to a format within ``out`` is exact there."""
+    """Convert between carriers. The conversion is exact: the value was rounded to a format within ``out``."""
     if value.type == out:
         return value
     return narrow(value) if out == "f32" else widen_exactly(value)

@@ -1,6 +1,6 @@
-"""The order of a reduction: a tree given by the reduced length alone.
+"""The order of a reduction: a summation tree that depends on the reduced length alone.
 
-What is true here. A reduction of x[0..L-1] under an order and a rounding R is one fixed formula:
+A reduction of x[0..L-1] under an order and a rounding R is one fixed formula:
 
     sequential   acc = +0; for k ascending: acc = R(acc + x[k])
     lanes:n      acc[l] = +0 for l < n; for k ascending: acc[k mod n] = R(acc[k mod n] + x[k]);
@@ -8,12 +8,9 @@ What is true here. A reduction of x[0..L-1] under an order and a rounding R is o
                  acc[l] = R(acc[l] + acc[l + w]) for every l < w with l + w < min(n, L); the sum is acc[0]
     exact        R(x[0] + x[1] + ... + x[L-1]), one rounding of the exact sum; +0 where that is zero
 
-Why it is safe. No formula mentions a batch size, a stride, a thread or a vector width, so none of
-them can change a bit. ``lanes`` is fast (n independent chains) and more accurate: its error grows with
-L/n + log2 n instead of L. ``exact`` has no tree at all: it depends on nothing but the numbers.
-
-    before   x.sum()                  # whatever this build, machine and shape pick
-    after    Order.parse("lanes:16")
+No formula mentions a batch size, a stride, a thread or a vector width, so none of them can change a bit. ``lanes`` is
+fast (n independent chains) and more accurate than ``sequential``: its error grows with L/n + log2 n instead of L.
+``exact`` has no tree: the result depends on the numbers alone.
 """
 
 from __future__ import annotations
@@ -26,7 +23,9 @@ from fxround.errors import shown
 
 @dataclass(frozen=True)
 class Order:
-    """``sequential`` (one chain), ``lanes`` with n chains, n a power of two from 2 to 64, or ``exact``."""
+    """An order of summation: ``sequential`` (one chain), ``lanes`` with n chains (a power of two, 2 to 64), or
+    ``exact``.
+    """
 
     kind: Literal["sequential", "lanes", "exact"]
     chains: int = 1
@@ -42,7 +41,9 @@ class Order:
 
     @staticmethod
     def parse(text: str | Order) -> Order:
-        """``sequential``, ``lanes`` (16 chains), ``lanes:n`` or ``exact``."""
+        """Parse ``sequential``, ``lanes`` (16 chains), ``lanes:n`` or ``exact``. Raises ValueError, or TypeError for no
+        text.
+        """
         if isinstance(text, Order):
             return text
         if not isinstance(text, str):

@@ -1,24 +1,20 @@
-"""Random bits as a function, not a state.
+"""Random bits as a function of (seed, sample, node, element, draw), without a state.
 
-What is true here. The bits of a rounding are Philox4x32-10 of (seed, sample, node, element, draw): no
-generator is advanced, so neither threads nor tiles, vector width, device or the order of evaluation
-can change them. The words of one Philox block serve four elements of the same 64-element block, 16
-apart, so that a vector unit of any width fills its lanes without shuffling:
+The bits of a rounding are Philox4x32-10 of these numbers. No generator is advanced, so threads, tiles, vector width,
+device and order of evaluation cannot change them. The four words of a Philox block serve four elements of the same
+64-element block, 16 apart, so that vectors of any width fill their lanes without shuffles:
 
     counter = (element div 64) * 16 + element mod 16       word = (element mod 64) div 16
     Philox input  (counter low, counter high + draw * 2^16, node, sample)      key (seed low, seed high)
 
-Inside a contraction or a reduction each output element owns a stream, advanced once per rounding: the linear
+Inside a contraction or a reduction each output element owns a stream, which advances once per rounding: the linear
 congruential sequence x -> A x + C modulo 2^52, whose 32 highest bits are drawn. Its first state is number ``element``
 of the SplitMix64 sequence that is seeded with words 0 and 1 of Philox block 0 with draw 0xffff.
 
-Why it is safe. Philox and SplitMix64 pass BigCrush and are checked here against published vectors. The sequence
-has period 2^52 from any state (Hull and Dobell: C is odd, A mod 4 is 1); the tests compute how far its lattices in two
-to eight dimensions are from the densest ones. Bit 31 of a word is the best, as always modulo a power of two: bit j
-alone repeats after 2^(j+21) words. Where all bits of a word count alike, ``spread_coins`` mixes the worse half.
-
-    before   torch.rand_like(x)             # depends on the device, the shape, the calls before
-    after    random_bits(element, draw, key)
+Philox and SplitMix64 pass BigCrush; the tests check them against published vectors. The linear congruential sequence
+has period 2^52 from any state (Hull and Dobell: C is odd, A mod 4 is 1), and the tests compute how far its lattices in
+two to eight dimensions are from the densest ones. Its high bits are the best ones: bit j of a word alone repeats after
+2^(j+21) words. Where all bits of a word count equally, ``spread_coins`` mixes its lower half.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ STREAM_DRAW: Final = 0xFFFF
 
 @dataclass(frozen=True)
 class Key:
-    """What a node's random bits depend on beside the element: u32 expressions."""
+    """The numbers that a node's random bits depend on besides the element, as u32 expressions."""
 
     seed_low: Expr
     seed_high: Expr
@@ -62,20 +58,20 @@ class Key:
 
     @staticmethod
     def params() -> Key:
-        """The four parameters of a kernel that draws."""
+        """Return the four parameters of a kernel that draws."""
         return Key(*(param(n, "u32") for n in ("seed_low", "seed_high", "sample", "node")))
 
     @property
     def exprs(self) -> tuple[Expr, ...]:
-        """In call order."""
+        """The four expressions in call order."""
         return (self.seed_low, self.seed_high, self.sample, self.node)
 
 
 def philox(counter: Sequence[Expr], key: Sequence[Expr]) -> tuple[Expr, Expr, Expr, Expr]:
-    """Philox4x32-10: four u32 counter words and two u32 key words to four u32 words.
+    """Return Philox4x32-10 of four u32 counter words and two u32 key words: four u32 words.
 
-    The words travel in u64 with anything above bit 31: a product takes only the low halves, which is what
-    a 32 x 32 -> 64 bit multiplier reads, and the high halves are dropped at the end.
+    Words are held in u64 whose bits above 31 are arbitrary: a product reads the low halves only, which is what a 32 x
+    32 -> 64 bit multiplier does, and the high halves are dropped at the end.
     """
     c0, c1, c2, c3 = (widen(c) for c in counter)
     k0, k1 = key
@@ -87,13 +83,13 @@ def philox(counter: Sequence[Expr], key: Sequence[Expr]) -> tuple[Expr, Expr, Ex
 
 
 def block_words(counter: Expr, draw: int | Expr, key: Key) -> tuple[Expr, Expr, Expr, Expr]:
-    """The four words of a block. counter: u64 below 2^48; draw: the number of the draw, below 2^16."""
+    """Return the four words of a block. counter: u64 below 2^48. draw: the number of the draw, below 2^16."""
     high = narrow(counter >> 32) | (draw << 16)
     return philox((narrow(counter), high, key.node, key.sample), (key.seed_low, key.seed_high))
 
 
 def random_bits(element: Expr, draw: int, key: Key) -> Expr:
-    """The 32 random bits of one element (u64, its row-major index in the result)."""
+    """Return the 32 random bits of one element (u64, its row-major index in the result)."""
     words = block_words((element >> 6) * STRIDE + (element & (STRIDE - 1)), draw, key)
     word = narrow(element >> 4) & 3
     low, high = select(word.equals(0), words[0], words[1]), select(word.equals(2), words[2], words[3])
@@ -101,13 +97,15 @@ def random_bits(element: Expr, draw: int, key: Key) -> Expr:
 
 
 def stream_seed(key: Key) -> Expr:
-    """u64: what the streams of a node have in common."""
+    """Return the u64 seed that all streams of a node share."""
     words = block_words(const("u64", 0), STREAM_DRAW, key)
     return (widen(words[1]) << 32) | widen(words[0])
 
 
 def start_stream(element: Expr, seed: Expr) -> Expr:
-    """u64: the first state of an element's stream, whose 52 lowest bits count: SplitMix64's output of that number."""
+    """Return the first state of an element's stream (u64, of which the 52 lowest bits count): SplitMix64's output
+    ``element``.
+    """
     x = (element + 1) * _GAMMA + seed
     for shift, factor in _MIXING:
         x = (x ^ (x >> shift)) * factor
@@ -115,43 +113,43 @@ def start_stream(element: Expr, seed: Expr) -> Expr:
 
 
 def advance_stream(state: Expr) -> tuple[Expr, Expr]:
-    """(32 random bits, next state): bits 20 to 51 of the state, then A x + C in its 52 lowest bits."""
+    """Return (32 random bits, next state): bits 20 to 51 of the state, then A x + C in its 52 lowest bits."""
     product = (state * STREAM_MULTIPLIER) & ((1 << STREAM_BITS) - 1)
     return narrow(state >> (STREAM_BITS - 32)), product + STREAM_INCREMENT
 
 
 def spread_coins(word: Expr) -> Expr:
-    """32 coins of a stream's word: each of the lower half changed by one of the upper half."""
+    """Return 32 coins of a stream's word: each bit of the lower half is xored with one of the upper half."""
     return word ^ (word >> 16)
 
 
 def philox_function() -> Function:
-    """Philox as a function of the IR, for the published test vectors."""
+    """Return Philox as a function of the IR, for the published test vectors."""
     counter = tuple(param(f"c{i}", "u32") for i in range(4))
     key = tuple(param(f"k{i}", "u32") for i in range(2))
     return Function("philox4x32_10", counter + key, philox(counter, key))
 
 
 def random_function(draw: int = 0) -> Function:
-    """(element, key) to 32 random bits, as a function of the IR."""
+    """Return (element, key) to 32 random bits as a function of the IR."""
     element, key = param("element", "u64"), Key.params()
     return Function("random_bits", (element, *key.exprs), (random_bits(element, draw, key),))
 
 
 def seed_function() -> Function:
-    """(key) to the seed of a node's streams."""
+    """Return (key) to the seed of a node's streams as a function of the IR."""
     key = Key.params()
     return Function("stream_seed", key.exprs, (stream_seed(key),))
 
 
 def stream_functions() -> tuple[Function, Function]:
-    """start: (element, seed) to state; advance: state to (bits, state)."""
+    """Return start, (element, seed) to state, and advance, state to (bits, state), as functions of the IR."""
     element, seed, state = param("element", "u64"), param("seed", "u64"), param("state", "u64")
     start = Function("start_stream", (element, seed), (start_stream(element, seed),))
     return start, Function("advance_stream", (state,), advance_stream(state))
 
 
 def coins_function() -> Function:
-    """A stream's word to 32 coins, as a function of the IR."""
+    """Return ``spread_coins`` as a function of the IR."""
     word = param("word", "u32")
     return Function("spread_coins", (word,), (spread_coins(word),))

@@ -1,9 +1,9 @@
-"""The exact value of + - * / sqrt and fma: a binary64 value, and the sign of what it lost.
+"""The exact value of + - * / sqrt and fma as a binary64 value and the sign of what it lost.
 
-A residual of binary32 operands is one or two operations, for nothing over- or underflows there. Over binary64 operands
-the residual itself may: products and quotients are then judged by operands brought to exponents around 0, sums by the
-larger operand first. So the sign is right for all finite operands, as far as a format whose quantum is 2^-950 or more
-can tell; what is less than that is not zero, and has its sign.
+For binary32 operands the residual takes one or two operations, because nothing over- or underflows. For binary64
+operands the residual itself may: products and quotients are then judged with operands scaled to exponents around 0, and
+sums with the larger operand first. The sign is therefore right for all finite operands and every format whose quantum
+is 2^-950 or more; a residual below that is not zero and keeps its sign.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _SIGN: Final = 1 << 63
 _FRACTION: Final = (1 << 52) - 1
 _BIAS: Final = 1023
 _FIELDS: Final = 2047
-# Beyond this difference of exponents the smaller addend of a product of two significands is a sign and no more.
+# Beyond this difference of exponents the smaller addend of a product of two significands matters by its sign only.
 _APART: Final = 200
-# Keeps a sum of exponents that may be negative above zero.
+# Added to sums of exponents that may be negative, so that they stay above zero.
 _OFFSET: Final = 8192
 
 
 @dataclass(frozen=True)
 class Wide:
-    """A binary64 value and the sign of what it lost: exact value = value + (something of error's sign).
+    """A binary64 value and the sign of what it lost: the exact value minus ``value`` has the sign of ``error``.
 
-    ``error`` None: nothing was lost, or (elementary functions) what was lost is bounded elsewhere.
-    ``size``: what was lost, to a few ulps; None where ``error`` is that itself.
-    ``odd``: the exact value rounded to odd in binary64, where ``error`` does not tell.
+    ``error`` None: nothing was lost, or (elementary functions) a stated bound holds. ``size``: what was lost, to a few
+    ulps of it; None if ``error`` itself is that. ``odd``: the exact value rounded to odd in binary64, where ``error``
+    does not determine it.
     """
 
     value: Expr
@@ -39,7 +39,7 @@ class Wide:
 
 
 def to_odd(wide: Wide) -> Expr:
-    """The exact value rounded to odd in binary64: inexact results end in a one."""
+    """Return the exact value rounded to odd in binary64: an inexact result has an odd significand."""
     if wide.odd is not None:
         return wide.odd
     if wide.error is None:
@@ -57,14 +57,16 @@ def are_binary32(*args: Expr) -> bool:
 
 
 def two_sum(a: Expr, b: Expr) -> Wide:
-    """a + b = value + error, unless it overflows (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
+    """Return a + b = value + error, unless it overflows (Knuth, The Art of Computer Programming 2, 4.2.2,
+    theorem B).
+    """
     total = a + b
     part = total - a
     return Wide(total, (a - (total - part)) + (b - part))
 
 
 def exact_sum(a: Expr, b: Expr) -> Wide:
-    """a + b; an infinite sum of finite operands has lost something of the other sign."""
+    """Return a + b. An infinite sum of finite operands has lost something of the other sign."""
     plain = two_sum(a, b)
     if are_binary32(a, b):
         return plain
@@ -72,23 +74,23 @@ def exact_sum(a: Expr, b: Expr) -> Wide:
 
 
 def exact_difference(a: Expr, b: Expr) -> Wide:
-    """a - b, likewise."""
+    """Return a - b, with the same rule for overflow as ``exact_sum``."""
     plain = two_sum(a, negate(b))
     return plain if are_binary32(a, b) else _ordered(a, negate(b), plain)
 
 
 def _ordered(a: Expr, b: Expr, plain: Wide) -> Wide:
-    """The larger operand first (Dekker 1971): total - large is exact, and infinite where total overflowed."""
+    """Subtract the larger operand first (Dekker 1971): total - large is exact, and infinite where total overflowed."""
     swapped = absolute(a) < absolute(b)
     large, small = select(swapped, b, a), select(swapped, a, b)
     return Wide(plain.value, small - (plain.value - large), size=plain.error)
 
 
 def exact_product(a: Expr, b: Expr) -> Wide:
-    """a * b; of operands that are not zero, a product that is zero has lost something of its own sign."""
+    """Return a * b. A zero product of nonzero operands has lost something of its own sign."""
     value = a * b
     if are_binary32(a, b):
-        # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64.
+        # 24 + 24 bits fit 53, and exponents of binary32 products stay far inside binary64's: the product is exact.
         return Wide(value)
     lost = fma(a, b, negate(value))
     gone = value.equals(0.0) & ~a.equals(0.0) & ~b.equals(0.0)
@@ -96,27 +98,28 @@ def exact_product(a: Expr, b: Expr) -> Wide:
 
 
 def exact_quotient(a: Expr, b: Expr) -> Wide:
-    """a / b; where the quotient is a normal number, the sign is that of the significands' own division."""
+    """Return a / b. Where the quotient is normal, the sign comes from the division of the scaled significands."""
     value = a / b
     remainder = fma(negate(value), b, a)
     size = remainder / b
     if not are_binary32(a, b):
         m, n = _significand(a).value, _significand(b).value
         ratio = m / n
+        # Zero, subnormal, infinite and NaN quotients: their field is 0 or 2047, and the comparison is false.
         normal = ((bits(value) >> 52) & _FIELDS) - 1 < const("u64", _FIELDS - 1)
         remainder = select(normal, fma(negate(ratio), n, m), remainder)
     return Wide(value, from_bits(bits(remainder) ^ (bits(b) & _SIGN)), size)
 
 
 def exact_reciprocal(x: Expr) -> Wide:
-    """1 / x: its remainder underflows nowhere."""
+    """Return 1 / x. Its remainder never underflows."""
     value = const("f64", 1.0) / x
     remainder = fma(negate(value), x, 1.0)
     return Wide(value, from_bits(bits(remainder) ^ (bits(x) & _SIGN)), remainder / x)
 
 
 def exact_root(x: Expr) -> Wide:
-    """sqrt(x); a small x is brought near 1 by an even power of 2, which its root follows exactly."""
+    """Return sqrt(x). A small x is scaled by an even power of 2, by whose root the result scales exactly."""
     value = sqrt(x)
     remainder = fma(negate(value), value, x)
     size = remainder / (value + value)
@@ -128,7 +131,7 @@ def exact_root(x: Expr) -> Wide:
 
 
 def exact_fused(a: Expr, b: Expr, c: Expr) -> Wide:
-    """a * b + c."""
+    """Return a * b + c."""
     if are_binary32(a, b):
         return fused_inside(a, b, c)
     plain = _fused(a, b, c)
@@ -136,15 +139,15 @@ def exact_fused(a: Expr, b: Expr, c: Expr) -> Wide:
 
 
 def fused_inside(a: Expr, b: Expr, c: Expr) -> Wide:
-    """a * b + c of an exact product, where no sum can overflow."""
+    """Return a * b + c for a product that is exact in binary64 and a sum that cannot overflow."""
     return two_sum(a * b, c)
 
 
 def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
-    """a * b + c, while nothing over- or underflows.
+    """Return a * b + c, provided that nothing over- or underflows.
 
-    The two small parts, rounded to odd, keep the sign of all that is below the large one; the large one and
-    the nearest value differ by a few ulps, exactly.
+    The sum of the two small parts is rounded to odd and so keeps the sign of everything below the large part. The large
+    part and the nearest value differ by a few ulps, hence exactly.
     """
     product = a * b
     value, total = fma(a, b, c), two_sum(product, c)
@@ -153,9 +156,11 @@ def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
 
 
 class _Parts(NamedTuple):
-    """A number as value * 2^(field - 1023), 1 <= |value| < 2; of a zero and of what is not finite, anything.
+    """A number as value * 2^(field - 1023 - 64), 1 <= |value| < 2. For zeros and non-finite numbers the parts mean
+    nothing.
 
-    field: a u64 with 64 added to the encoding's, so that it is positive for subnormal numbers too."""
+    field: the encoding's exponent field plus 64 (u64), so that it is positive for subnormal numbers too.
+    """
 
     value: Expr
     field: Expr
@@ -169,14 +174,15 @@ def _significand(x: Expr) -> _Parts:
 
 
 def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
-    """a * b + c rounded to odd in binary64; what is below 2^-1022 is not rounded, but keeps its sign and is not zero.
+    """Return a * b + c rounded to odd in binary64; a value below 2^-1022 is not rounded, but keeps its sign and is not
+    zero.
 
-    With a and b brought to [1, 2) their product is in [1, 4), a multiple of 2^-104. c comes along, but never further
-    than 2^200 times smaller or larger: there the smaller addend is far below the last bit of the larger, and any
-    number of its sign does for it. Then the power of 2 is put back, within binary64's exponents.
+    With a and b scaled to [1, 2), their product is in [1, 4) and a multiple of 2^-104. c is scaled along, but to at
+    most 2^200 times smaller or larger: beyond that the smaller addend is far below the last bit of the larger one, and
+    any number of its sign has the same effect. Then the power of 2 is put back, within binary64's exponents.
     """
     (m, i), (n, j), (k, field) = _significand(a), _significand(b), _significand(c)
-    # field of c less that of the product, and its power of 2, both with an offset.
+    # The field of c minus that of the product, and the power of 2 of their sum, both with an offset.
     apart = (field + (_OFFSET + _BIAS + 64)) - (i + j)
     near = minimum(maximum(apart, _OFFSET - _APART), _OFFSET + _APART)
     without = c.equals(0.0)
@@ -184,14 +190,14 @@ def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
     sum_ = to_odd(_fused(m, n, select(without, c, addend)))
     scale = select(without | (apart <= near), i + j, (field + (_BIAS + 64)) - _APART)
     code = bits(sum_)
-    # The result's own field, with an offset: scale has 2 * (1023 + 64) more than the exponent, of which the sum's
-    # field brings the 1023 that a field has.
+    # The result's own field, with an offset: scale exceeds the exponent by 2 * (1023 + 64), of which the sum's field
+    # contributes the 1023 that a field has.
     moved = ((code >> 52) & _FIELDS) + scale + (_OFFSET - 2 * (_BIAS + 64))
     inside = (code & (_SIGN | _FRACTION)) | ((moved - _OFFSET) & _FIELDS) << 52
     largest = (_FIELDS << 52) - 1
     large = (code & _SIGN) | largest
     scaled = select(moved <= _OFFSET, (code & _SIGN) | 1, select(moved >= _OFFSET + _FIELDS, large, inside))
-    # A product of zero leaves c; what is not finite, and an exact zero, are what the hardware says.
+    # Where the product is zero, the sum is exactly zero, or an operand is not finite, the hardware's result is exact.
     plain = a.equals(0.0) | b.equals(0.0) | sum_.equals(0.0) | ~(_finite(a) & _finite(b) & _finite(c))
     return select(plain, nearest, from_bits(scaled))
 

@@ -1,17 +1,13 @@
 """The rounding algorithm, written once in the scalar IR.
 
-What is true here. A float's encoding without its sign is its ordinal: consecutive floats have consecutive
-ordinals, across binades too. Dropping the low d bits of an ordinal is therefore truncation to a coarser
-grid, and adding 2^d steps to the next value of that grid, even where it carries into the exponent. d is
-constant where the format's precision limits, and grows where its emin limits; below the quantum the
-only neighbours are zero and the quantum.
+The encoding of a float without its sign is its ordinal; consecutive floats have consecutive ordinals, across binades
+too. Dropping the low d bits of an ordinal therefore truncates to a coarser grid, and adding 2^d gives the next value of
+that grid, also where it carries into the exponent. d is constant where the format's precision limits, and grows below
+the format's emin; below the quantum, zero and the quantum are the only neighbours.
 
-Why it is safe. Integer operators only: contraction, flush-to-zero and fast-math have nothing to touch.
-The mode's rule decides the step, as in the specification (``exact``); the tests compare the two on
-every 16-bit pattern and on the boundaries of every format.
-
-    before   (x + c) - c                      # RNE only, one range only, undone by -ffast-math
-    after    round_expr(x, Rounding.parse("e4m3fn/to_odd"))
+The algorithm uses integer operators only, so contraction, flush-to-zero and fast-math cannot change it. The mode's rule
+decides the step, as in the specification (``exact``); the tests compare the two on every 16-bit pattern and on the
+boundaries of every format.
 """
 
 from __future__ import annotations
@@ -41,7 +37,11 @@ from fxround.numerics.scalar import (
 
 @dataclass(frozen=True)
 class Grid:
-    """Where a magnitude lies on the format's grid: its neighbours as ordinals, and what truncation loses."""
+    """The position of a magnitude on the format's grid: its neighbours as ordinals, and what truncation loses.
+
+    ``shift`` is the number of low bits of ``significand`` that lie under the quantum, but at most two more than the
+    carrier's trailing bits; ``far_shift`` is the same without this limit.
+    """
 
     below: Expr
     above: Expr
@@ -56,7 +56,7 @@ class Grid:
 
 
 def locate(ordinal: Expr, fmt: Format, carrier: Carrier) -> Grid:
-    """The neighbours of a magnitude among the multiples of the format's quantum."""
+    """Return the neighbours of a magnitude among the multiples of the format's quantum."""
     code, trailing = carrier.code, carrier.trailing
     one = const(code, 1)
     drop = const(code, carrier.format.precision - fmt.precision)
@@ -71,7 +71,7 @@ def locate(ordinal: Expr, fmt: Format, carrier: Carrier) -> Grid:
     # Below 2^emin the quantum stays that of 2^emin (or 2^emin itself, without subnormals).
     base = carrier.format.precision - fmt.precision if fmt.subnormals else trailing
     far = select(field < max(first, 1), const(code, base + first) - maximum(field, const(code, 1)), drop)
-    # At trailing + 2 every significand is below half a quantum: nothing more to tell apart.
+    # At trailing + 2 every significand is below half a quantum, so larger shifts give the same answers.
     shift = minimum(far, trailing + 2)
     tiny = const(code, trailing) < far
     below = select(tiny, 0, (ordinal >> shift) << shift)
@@ -80,7 +80,7 @@ def locate(ordinal: Expr, fmt: Format, carrier: Carrier) -> Grid:
 
 
 def lost_fraction(grid: Grid) -> Expr:
-    """u32: the lost fraction of a quantum, truncated to 32 bits."""
+    """Return the lost fraction of a quantum, truncated to 32 bits, as a u32."""
     low, shift = grid.low, grid.far_shift
     code = low.type
     last = WIDTH[code] - 1
@@ -91,7 +91,7 @@ def lost_fraction(grid: Grid) -> Expr:
 
 
 def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
-    """All that a mode's rule may look at, as IR values."""
+    """Return what a mode's rule may look at, as IR values."""
     never = const("bool", 0)
     one = const(grid.shift.type, 1)
     low = grid.low
@@ -99,7 +99,7 @@ def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None)
     drawn, coin = never, never
     if random is not None:
         unused = 32 - rounding.mode.random_bits
-        # r + floor(lost * 2^n) >= 2^n, both sides scaled to 32 bits.
+        # Equivalent to r + floor(lost * 2^n) >= 2^n, with both sides scaled to 32 bits.
         drawn = lost_fraction(grid) > ~((random >> unused) << unused)
         coin = (random >> 31).equals(1)
     return Lost(
@@ -117,7 +117,7 @@ def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None)
 
 
 def jitter(ordinal: Expr, fmt: Format, carrier: Carrier, coin: Expr) -> Expr:
-    """One ulp up or down from a value of the format; zero stays, the maximum steps down only.
+    """Move one ulp up or down from a value of the format. Zero stays; the maximum moves down only.
 
     The grid just below v is that of v's predecessor in the carrier, hence the truncation of ordinal - 1.
     """
@@ -128,11 +128,11 @@ def jitter(ordinal: Expr, fmt: Format, carrier: Carrier, coin: Expr) -> Expr:
 
 
 def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan: bool = False) -> Expr:
-    """R(x) in x's carrier.
+    """Return R(x) in x's carrier.
 
-    x: an f32 or f64 value. random: 32 random bits (u32), needed by the modes that draw. any_nan: promise
-    that a NaN's low bits are zero, and take back a NaN of any sign and payload.
-    Raises ValueError for a format that the carrier does not hold, or a missing ``random``.
+    x: an f32 or f64 value. random: 32 random bits (u32), required by the modes that draw. any_nan: the caller promises
+    that a NaN's low bits are zero, and accepts a NaN of any sign and payload. Raises ValueError for a format that the
+    carrier does not hold, or if ``random`` is missing.
     """
     carrier, fmt, mode = CARRIERS[x.type], rounding.format, rounding.mode
     carrier.require(fmt)
@@ -150,15 +150,15 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
 
 
 def _has_wide_range(fmt: Format, carrier: Carrier) -> bool:
-    """Whether values near the ends of the format's exponents are rare: binary32's range, in binary64."""
+    """Whether values near the ends of the format's exponents are rare: it has binary32's range or more, in binary64."""
     narrower = fmt.emin > carrier.format.emin and fmt.emax < carrier.format.emax
     return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.signed and fmt.zero and fmt.precision > 1
 
 
 def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
-    """bool: x is neither zero nor in [2^emin, 2^emax), where no rounding can leave the normal numbers.
+    """Return bool: x is nonzero and outside [2^emin, 2^emax), in which no rounding can leave the normal numbers.
 
-    One binade less at either end for a mode that jitters: 2^emin steps down into the subnormals.
+    The interval is one binade smaller at either end for a mode that jitters: 2^emin steps down into the subnormals.
     """
     fmt, margin = rounding.format, int(rounding.mode.jitter)
     ordinal = bits(x) & ((1 << (WIDTH[carrier.code] - 1)) - 1)
@@ -167,9 +167,10 @@ def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
 
 
 def _round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
-    """R(x) away from the ends: there the format differs from its precision in the carrier's range by nothing.
+    """Return R(x) away from the ends of the range, where the format's precision with the carrier's exponents has the
+    same values.
 
-    A NaN is at the ends: what is made of it here does not matter.
+    A NaN is near the ends, so the result for it is not used.
     """
     carrier = CARRIERS[x.type]
     inside = Rounding(rounding.format.with_range_of(carrier.format), rounding.mode, "inf")
@@ -217,7 +218,7 @@ def _apply_sign(finite: Expr, ordinal: Expr, sign: Expr, negative: Expr, roundin
 
 
 def _special(result: Expr, ordinal: Expr, sign: Expr, negative: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
-    """NaN in, or made on the way, is the one NaN; an infinity overflows."""
+    """Apply the rules for NaN and infinity: every NaN is the one NaN, and an infinity overflows."""
     top = const(carrier.code, carrier.ordinal(rounding.format.maximum))
     if rounding.overflow == "nan":
         infinite: Expr = const(carrier.code, carrier.nan)
@@ -230,7 +231,7 @@ def _special(result: Expr, ordinal: Expr, sign: Expr, negative: Expr, rounding: 
     else:
         infinite = select(negative, carrier.nan, infinite)
     if rounding.overflow == "nan":
-        # The sign was attached to a NaN made by overflow: give back the one NaN.
+        # _apply_sign gave a sign to a NaN made by overflow: return the one NaN.
         magnitude = result & ((1 << (WIDTH[carrier.code] - 1)) - 1)
         result = select(magnitude.equals(carrier.nan), carrier.nan, result)
         infinite = const(carrier.code, carrier.nan)
@@ -239,11 +240,11 @@ def _special(result: Expr, ordinal: Expr, sign: Expr, negative: Expr, rounding: 
 
 
 def rounding_function(rounding: Rounding, carrier: str) -> Function:
-    """The rounding as a function of the IR: (x, random) in the carrier named f32 or f64."""
+    """Return the rounding as a function of the IR: (x, random) in the carrier named f32 or f64."""
     x, random = param("x", CARRIERS[carrier].type), param("random", "u32")
     return Function("round", (x, random), (round_expr(x, rounding, random),))
 
 
 def widen_exactly(x: Expr) -> Expr:
-    """f32 to f64; f64 as it is."""
+    """Return an f32 value as f64, an f64 value unchanged."""
     return widen(x) if x.type == "f32" else x

@@ -1,17 +1,13 @@
 """The scalar IR: straight-line arithmetic on five types, written once and rendered per target.
 
-What is true here. An expression is a node of a hash-consed DAG: two equal expressions are the same
-object, so common subexpressions are shared without a pass. Every operator is total and has one
-meaning, given by its NumPy entry in ``OPS``; a target (LLVM, CUDA C++) is another table over the same
-names and knows nothing about rounding. There are no loops, no memory and no calls.
+An expression is a node of a hash-consed DAG: equal expressions are the same object, so common subexpressions are shared
+without a pass. Every operator has one meaning, given by its NumPy function in ``OPS``. A target (LLVM, CUDA C++) is
+another table over the same names and contains nothing about rounding. There are no loops, no memory and no calls. For
+example: ``Function("truncate", (x,), (from_bits((bits(x) >> 16) << 16),)).text()``.
 
-Why it is safe. Integers wrap modulo 2^width. A shift by the width or more has no meaning on the targets,
-so evaluation refuses it instead of inventing one. Float operators are the IEEE 754 operations
-rounded to nearest even, one per node: no target may contract, reassociate or approximate them.
-
-    before (text, per target)                    after (once)
-    LLVM:  %t = lshr i32 %x, 16 ...              y = (bits(x) >> 16) << 16
-    CUDA:  unsigned t = __float_as_uint(x) ...   Function("truncate", (x,), (from_bits(y),)).text()
+Integers wrap modulo 2^width. A shift by the width or more is undefined on the targets, so evaluation raises an error.
+Float operators are the IEEE 754 operations rounded to nearest even, one per node: no target may contract, reassociate
+or approximate them.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ FLOAT_OF: Final[dict[Type, Type]] = {"u32": "f32", "u64": "f64"}
 
 
 class Expr:
-    """One value of the IR. Built by operators and the functions below, never directly."""
+    """One value of the IR. The operators and the functions below make it; it has no constructor of its own."""
 
     __slots__ = ("__weakref__", "args", "attr", "op", "type")
 
@@ -114,7 +110,7 @@ class Expr:
         return _lift(self.type, other) <= self
 
     def equals(self, other: Expr | int | float) -> Expr:
-        """bool: IEEE equality for floats (NaN differs from itself), bit equality for integers."""
+        """Return bool: IEEE equality for floats (NaN differs from itself), bit equality for integers."""
         return _binary("feq" if self.type in BITS_OF else "eq", self, other)
 
 
@@ -132,7 +128,7 @@ def _make(op: str, type: Type, args: tuple[Expr, ...], attr: str | int | None = 
 
 
 def _apply(op: str, *args: Expr) -> Expr:
-    """Check the types against the operator's row, fold constants, intern."""
+    """Check the types against the operator's row, fold integer constants, and intern the node."""
     row = OPS[op]
     types = tuple(a.type for a in args)
     result = row.types(*types)
@@ -141,7 +137,7 @@ def _apply(op: str, *args: Expr) -> Expr:
     node = _make(op, result, args)
     if any(a.op != "const" for a in args):
         return node
-    # A constant must not depend on the host's libm or flush-to-zero state: integers only.
+    # Floats are not folded: a constant must not depend on the host's libm or flush-to-zero state.
     if result in BITS_OF or any(t in BITS_OF for t in types):
         return node
     return const(result, int(evaluate_node(node, [constant_array(a) for a in args])))
@@ -156,12 +152,15 @@ def _binary(op: str, left: Expr, right: Expr | int | float) -> Expr:
 
 
 def param(name: str, type: Type) -> Expr:
-    """A named argument of a function."""
+    """Return a named argument of a function."""
     return _make("param", type, (), name)
 
 
 def const(type: Type, value: int | float | bool) -> Expr:
-    """A constant; a float is kept by its encoding, so that NaN and minus zero are themselves."""
+    """Return a constant. A float is kept by its encoding, which preserves NaN and minus zero.
+
+    Raises ValueError for an f32 constant that is no binary32 value.
+    """
     if type in BITS_OF:
         code = "<f" if type == "f32" else "<d"
         if type == "f32" and ctypes.c_float(value).value != value and value == value:
@@ -172,7 +171,7 @@ def const(type: Type, value: int | float | bool) -> Expr:
 
 
 def select(condition: Expr, yes: Expr | int | float, no: Expr | int | float) -> Expr:
-    """``yes`` where ``condition`` holds, else ``no``; both are evaluated."""
+    """Return ``yes`` where ``condition`` holds, else ``no``. Both are evaluated."""
     if isinstance(yes, Expr):
         return _select(condition, yes, _lift(yes.type, no))
     if isinstance(no, Expr):
@@ -181,7 +180,7 @@ def select(condition: Expr, yes: Expr | int | float, no: Expr | int | float) -> 
 
 
 def rarely(condition: Expr, rare: Expr, common: Expr) -> Expr:
-    """``select``, with the promise that ``condition`` seldom holds: a target may skip ``rare`` elsewhere."""
+    """Return ``select``, with the promise that ``condition`` seldom holds: a target may skip ``rare`` elsewhere."""
     return _apply("rarely", condition, rare, common)
 
 
@@ -194,73 +193,73 @@ def _select(condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def bits(x: Expr) -> Expr:
-    """The encoding of a float as an unsigned integer of its width."""
+    """Return the encoding of a float as an unsigned integer of its width."""
     return _apply("bits", x)
 
 
 def from_bits(x: Expr) -> Expr:
-    """The float with this encoding."""
+    """Return the float with this encoding."""
     return _apply("from_bits", x)
 
 
 def widen(x: Expr) -> Expr:
-    """u32 to u64 (zero extension), f32 to f64 (exact)."""
+    """Convert u32 to u64 (zero extension) or f32 to f64 (exact)."""
     return _apply("widen", x)
 
 
 def narrow(x: Expr) -> Expr:
-    """u64 to u32 (modulo 2^32), f64 to f32 (nearest even)."""
+    """Convert u64 to u32 (modulo 2^32) or f64 to f32 (nearest even)."""
     return _apply("narrow", x)
 
 
 def signed_to_f64(x: Expr) -> Expr:
-    """A u64 read as two's complement, converted to f64 (nearest even)."""
+    """Convert a u64, read as two's complement, to f64 (nearest even)."""
     return _apply("signed_to_f64", x)
 
 
 def signed_to_f32(x: Expr) -> Expr:
-    """A u32 read as two's complement, converted to f32 (nearest even)."""
+    """Convert a u32, read as two's complement, to f32 (nearest even)."""
     return _apply("signed_to_f32", x)
 
 
 def lookup(index: Expr, entries: Sequence[int]) -> Expr:
-    """Entry ``index`` (u32) modulo their number, a power of two of them, each a u32."""
+    """Return entry ``index`` (u32) modulo the number of entries, which is a power of two; each entry is a u32."""
     return _apply("lookup", index, *(const("u32", e) for e in entries))
 
 
 def fma(a: Expr, b: Expr | float, c: Expr | float) -> Expr:
-    """a * b + c rounded once, to nearest even."""
+    """Return a * b + c, rounded once to nearest even."""
     return _apply("fma", a, _lift(a.type, b), _lift(a.type, c))
 
 
 def sqrt(x: Expr) -> Expr:
-    """The square root, rounded to nearest even."""
+    """Return the square root, rounded to nearest even."""
     return _apply("sqrt", x)
 
 
 def absolute(x: Expr) -> Expr:
-    """|x| by clearing the sign bit (NaN stays NaN)."""
+    """Return |x| by clearing the sign bit (NaN stays NaN)."""
     return from_bits(bits(x) & ((1 << (WIDTH[x.type] - 1)) - 1))
 
 
 def negate(x: Expr) -> Expr:
-    """-x by flipping the sign bit (NaN too)."""
+    """Return -x by flipping the sign bit (also of a NaN)."""
     return from_bits(bits(x) ^ (1 << (WIDTH[x.type] - 1)))
 
 
 def is_nan(x: Expr) -> Expr:
-    """bool: x differs from itself."""
+    """Return bool: x differs from itself."""
     return ~x.equals(x)
 
 
 def minimum(a: Expr, b: Expr | int) -> Expr:
-    """The smaller of two unsigned integers."""
+    """Return the smaller of two unsigned integers."""
     other = _lift(a.type, b)
     return select(a < other, a, other)
 
 
 def maximum(a: Expr, b: Expr | int) -> Expr:
-    """The larger of two unsigned integers."""
+    """Return the larger of two unsigned integers."""
     other = _lift(a.type, b)
     return select(a < other, other, a)
 
@@ -270,15 +269,16 @@ def maximum(a: Expr, b: Expr | int) -> Expr:
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the operator table: its type rule (None refuses) and its meaning on NumPy arrays."""
+    """A row of the operator table: its type rule (None: types are refused) and its meaning on NumPy arrays."""
 
     types: Callable[..., Type | None]
     numpy: Callable[..., Array]
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """Exact: the product of two 24-bit significands fits 53 bits; the sum is rounded to odd in
-    binary64, and 53 >= 24 + 2 makes the second rounding innocuous (Boldo and Melquiond 2008)."""
+    """Compute fma in binary32. The product of two 24-bit significands fits 53 bits; the sum is rounded to odd in
+    binary64, and 53 >= 24 + 2 makes the second rounding innocuous (Boldo and Melquiond 2008).
+    """
     p, d = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
     total = p + d
     part = total - p
@@ -292,12 +292,12 @@ def _fma32(a: Array, b: Array, c: Array) -> Array:
 
 def _fma64_one(a: float, b: float, c: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
-        # A finite product stays finite however large: an infinite or NaN addend decides alone.
+        # A finite product has no effect on an infinite or NaN addend, however large it is.
         return c if math.isfinite(a) and math.isfinite(b) else float(np.float64(a) * np.float64(b) + np.float64(c))
     product = Fraction(a) * Fraction(b)
     exact = product + Fraction(c)
     if exact == 0:
-        # Zeros of one sign keep it; unlike zeros, and a cancellation, give +0 (IEEE 754-2019, 6.3).
+        # Zeros of one sign keep it; zeros of different signs, and a cancellation, give +0 (IEEE 754-2019, 6.3).
         sign = math.copysign(1.0, a) * math.copysign(1.0, b)
         return math.copysign(0.0, c) if product == 0 and sign == math.copysign(1.0, c) else 0.0
     try:
@@ -390,7 +390,7 @@ OPS: Final[dict[str, Op]] = {
 
 
 def constant_array(node: Expr) -> Array:
-    """The 0-d NumPy array of a constant."""
+    """Return the 0-d NumPy array of a constant."""
     assert node.op == "const" and isinstance(node.attr, int)
     carrier = BITS_OF.get(node.type, node.type)
     value = np.array(node.attr, dtype=DTYPES[carrier])
@@ -398,7 +398,7 @@ def constant_array(node: Expr) -> Array:
 
 
 def evaluate_node(node: Expr, args: list[Array]) -> Array:
-    """One operator on NumPy arrays, its result in the node's dtype."""
+    """Evaluate one operator on NumPy arrays; the result has the node's dtype."""
     with np.errstate(all="ignore"):
         return np.asarray(OPS[node.op].numpy(*args)).astype(DTYPES[node.type], copy=False)
 
@@ -419,7 +419,7 @@ class Function:
 
     @cached_property
     def schedule(self) -> tuple[Expr, ...]:
-        """Every node once, operands before users, in an order that the expression alone fixes."""
+        """Every node once, operands before users, in an order that the expression alone determines."""
         order: dict[Expr, None] = {}
         stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(self.results)]
         while stack:
@@ -434,7 +434,7 @@ class Function:
         return tuple(order)
 
     def text(self) -> str:
-        """The listing, one operator a line; equal functions have equal listings."""
+        """Return the listing, one operator a line. Equal functions have equal listings."""
         names: dict[Expr, str] = {p: f"%{p.attr}" for p in self.params}
         head = ", ".join(f"%{p.attr}: {p.type}" for p in self.params)
         lines = [f"{self.name}({head})"]
@@ -456,7 +456,7 @@ class Function:
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def evaluate(self, *args: npt.ArrayLike) -> tuple[Array, ...]:
-        """The meaning of the function, on NumPy arrays that broadcast against each other."""
+        """Evaluate the function on NumPy arrays that broadcast against each other. This defines its meaning."""
         if len(args) != len(self.params):
             raise TypeError(f"{self.name} takes {len(self.params)} arrays, got {len(args)}")
         env: dict[Expr, Array] = {
@@ -473,7 +473,7 @@ class Function:
 
 
 def substitute(roots: Iterable[Expr], values: dict[Expr, Expr]) -> tuple[Expr, ...]:
-    """The same expressions with some nodes (usually parameters) replaced: inlining."""
+    """Return the same expressions with some nodes (usually parameters) replaced, which is inlining."""
     wanted = tuple(roots)
     done: dict[Expr, Expr] = dict(values)
     for node in Function("substitute", tuple(_parameters(wanted)), wanted).schedule:

@@ -1,14 +1,9 @@
-"""How tensors store values: four dtypes, two of them 16 bits wide, all exact in a carrier; and masks, which are read.
+"""The formats in which tensors store values: float32, float64, float16 and bfloat16; and masks, which are only read.
 
-What is true here. float32 and float64 tensors are their own carriers. float16 and bfloat16 are read into
-binary32, where every value of theirs is exact, and written back from values that were rounded to them
-before: loading and storing never round. A mask's byte is read as 0.0 or 1.0, and no result is stored as one.
-
-Why it is safe. The conversions are integer operators, and one subtraction of normal binary32 numbers
-that is exact, so flush-to-zero modes cannot reach them.
-
-    before   half -> float by whatever instruction the host has, or a library call
-    after    load(code, "f16"): the same bits on every target
+float32 and float64 tensors are their own carriers. float16 and bfloat16 values are read into binary32, where each of
+them is exact, and are written from values that were rounded to them before: loading and storing never round. A mask's
+byte is read as 0.0 or 1.0. The conversions are integer operators and one exact subtraction of normal binary32 numbers,
+so flush-to-zero modes cannot change them, and they give the same bits on every target.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ FORMAT_OF: Final[dict[Storage, Format]] = {
     "bf16": FORMATS["bfloat16"],
     "mask": Format.custom(precision=1, emin=0, maximum=1.0, signed=False, inf=False, nan=False, subnormals=False),
 }
-# The IR type of a stored element: a shorter code travels in the low part of a u32.
+# The IR type of a stored element: a code shorter than 32 bits is in the low part of a u32.
 ELEMENT_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "u32", "bf16": "u32", "mask": "u32"}
 CARRIER_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "f32", "bf16": "f32", "mask": "f32"}
 
 
 def load(element: Expr, storage: Storage) -> Expr:
-    """A stored element as a value of its carrier."""
+    """Return a stored element as a value of its carrier."""
     if storage == "bf16":
         return from_bits(element << 16)
     if storage == "f16":
@@ -44,7 +39,9 @@ def load(element: Expr, storage: Storage) -> Expr:
 
 
 def store(value: Expr, storage: Storage) -> Expr:
-    """A value of the carrier, already a value of the storage's format, as a stored element. ValueError for a mask."""
+    """Return the stored element of a carrier's value that is already a value of the storage's format; ValueError for a
+    mask.
+    """
     if storage == "mask":
         raise ValueError("a result cannot be stored as a mask: masks are read, never written")
     if storage == "bf16":
@@ -58,7 +55,8 @@ def _load_binary16(code: Expr) -> Expr:
     sign, ordinal = (code & 0x8000) << 16, code & 0x7FFF
     normal = (ordinal << 13) + (112 << 23)
     special = (ordinal << 13) + (224 << 23)
-    # A subnormal k * 2^-24 sits under 2^-14 as 2^-14 + k * 2^-24, a normal binary32 number.
+    # Adding 2^-14 turns a subnormal k * 2^-24 into 2^-14 + k * 2^-24, a normal binary32 number; the subtraction is
+    # exact.
     subnormal = bits(from_bits((ordinal << 13) + (113 << 23)) - 2.0**-14)
     finite = select(ordinal < 0x400, subnormal, normal)
     return from_bits(sign | select(ordinal < 0x7C00, finite, special))

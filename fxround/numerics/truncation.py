@@ -1,18 +1,14 @@
-"""A rounded multiply-add in binary32 under a hardware rounding direction: the fast equal of the general step.
+"""A rounded multiply-add in binary32 under a hardware rounding direction: a faster form of the general step.
 
-What is true here. Rounding twice in one direction is rounding once, so that what the hardware has rounded towards
-zero to 24 bits, cut to fewer, is the exact value cut. Nearest needs one thing more: whether the exact value lies on a
-midpoint, and that can only be where its 24 bits do, seldom.
+Rounding twice in one direction is rounding once: a value that the hardware rounded towards zero to 24 bits, truncated
+to fewer bits, is the exact value truncated. Nearest also has to distinguish a midpoint from a little more than one,
+which is only needed in the rare case that the truncated value is a midpoint. up_down steps from the nearest value,
+which the hardware computes, by one more multiply-add.
 
-up_down steps from the nearest value, which the hardware finds, and one more multiply-add takes the step.
-
-Why it is safe. Binary32 has fewer exponents than a chain is defined with: whoever runs these steps flushes subnormal
-results to zero, and looks afterwards at the hardware's flags (overflow, underflow, subnormal operand) and at the
-result (infinite or NaN). If any is raised the chain is run again by the general step; if none is, no value left
-binary32's normal numbers, where the two formats differ by nothing. ``_is_exact`` holds towards zero; see there.
-
-    before   t = fma64(a, b, acc), to odd if need be; (bits(t) + addend) >> 45 << 45
-    after    m = fma32(a, b, acc) towards zero; (bits(m) + half) >> 16 << 16
+Binary32 has fewer exponents than the general step computes with. The caller therefore flushes subnormal results to zero
+and afterwards checks the hardware's flags (overflow, underflow, subnormal operand) and the result (infinite or NaN). If
+any is raised, the caller runs the chain again by the general step. If none is, no value left binary32's normal numbers,
+for which the two give the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +35,8 @@ HARDWARE_ROUNDED: Final = frozenset(
 
 
 def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr) -> tuple[Direction, Expr] | None:
-    """R(a * b + acc) of binary32 values, and the direction that the hardware must round in; None if there is none.
+    """Return R(a * b + acc) of binary32 values and the direction that the hardware must round in, or None if there is
+    none.
 
     rounding: of a format with binary32's exponents and subnormals that overflows to infinity.
     """
@@ -64,7 +61,7 @@ def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr)
 
 
 def neighbour(x: Expr, random: Expr) -> Expr:
-    """The next binary32 value away from zero, or towards it: x + x c to nearest, |c| = 5/4 2^-24. Zeros stay.
+    """Return the next binary32 value away from zero, or towards it: x + x c to nearest, |c| = 5/4 2^-24. Zeros stay.
 
     Let x = m 2^e with 2^23 <= m < 2^24, so that the term is between 0.62 and 1.25 quanta of 2^e. Away from zero the
     nearest value is m + 1, also where that is 2^24: the next one is 2 further. Towards zero it is m - 1, if m > 2^23;
@@ -79,30 +76,30 @@ _STEP: Final = 127 - 24 << 23 | 1 << 21
 
 
 def _nearest(mode: str, unit: int, a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:
-    """The nearest value, from the exact one cut to 24 bits."""
+    """Return the nearest value, from the exact one truncated to 24 bits."""
     half_up = bits(cut) + (unit >> 1)
     away = half_up & (1 << 32) - unit
     if mode == "nearest_away":
         return from_bits(away)
-    # A midpoint, or a little more than one.
+    # ``cut`` is a midpoint; the exact value is that midpoint, or a little more.
     tie = (half_up & (unit - 1)).equals(0)
     down = away & (1 << 32) - 2 * unit if mode == "nearest_even" else away - unit
     return rarely(tie, from_bits(select(_is_exact(a, b, acc, cut), down, away)), from_bits(away))
 
 
 def _is_exact(a: Expr, b: Expr, acc: Expr, cut: Expr) -> Expr:
-    """bool: a * b + acc = cut, where ``cut`` is that sum cut, and every operator rounds towards zero.
+    """Whether a * b + acc = cut, where ``cut`` is that sum truncated, and every operator rounds towards zero.
 
-    The product p is exact in binary64. Let d = p + acc - cut, not zero, so of cut's sign; say positive. One of p and
-    acc is positive, and of the other's equation the difference falls short of it: cut - acc = p - d < p if p is, and
-    cut - p = acc - d < acc if acc is. Towards zero neither rounds up to what it falls short of.
+    The product p is exact in binary64. Suppose d = p + acc - cut is not zero; it has cut's sign, say positive. p or acc
+    is positive. If p is, cut - acc = p - d < p, and if acc is, cut - p = acc - d < acc. Rounding towards zero never
+    rounds a number up to a larger positive one, so one of the two equations below fails.
     """
     product, total, addend = widen(a) * widen(b), widen(cut), widen(acc)
     return (total - addend).equals(product) & (total - product).equals(addend)
 
 
 def up_or_down(t: Expr, precision: int, random: Expr) -> Expr:
-    """up_down of a binary64 value to ``precision`` bits with binary64's exponents, far from their ends.
+    """Return up_down of a binary64 value to ``precision`` bits with binary64's exponents, far from their ends.
 
     t: zero, not finite, or of a magnitude from 2^-900 to 2^900. Sums of a chain of up to 2^30 steps over binary32
     factors are, if precision is 24: a step moves a sum by a part 2^-22 of it at most, hence products of less than 2^256

@@ -1,16 +1,14 @@
-"""Elementary functions in the scalar IR: straight-line binary64, the same bits on every IEEE machine.
+"""Elementary functions in the scalar IR: straight-line binary64 code with the same bits on every IEEE machine.
 
-What is true here. ``ELEMENTARY`` is the one table: a function is a row here and a definition in its family's file.
-A definition returns an ``Approximation``: the value as an unevaluated sum of two binary64 numbers. Only IEEE
-+ - * / sqrt fma, integer operations and selects are used, and tables of constants in ``single``; there is no libm.
+``ELEMENTARY`` is the table of functions: each has a row here and a definition in its family's file. A definition
+returns an ``Approximation``, the value as an unevaluated sum of two binary64 numbers. It uses IEEE + - * / sqrt fma,
+integer operations and selects, and in ``single`` tables of constants; it never calls a libm. For example:
+``ELEMENTARY["exp"].build(param("x", "f64"))``.
 
-Why it is safe. ``error_bound`` is more than the worst of a search against MPFR (``benchmarks.adversary``), a short one
-of which is a test. Values that are exact come out exact (exp(0), log(1), exp2(n), ...).
-For binary32 arguments every unary function, through ``build_sticky``, is correctly rounded to binary32 and to
-every narrower format in every deterministic mode: ``benchmarks.exhaustive`` tries all inputs (docs/functions.md).
-
-    before   y = libm.exp(x)                                  # other bits on another machine
-    after    y = ELEMENTARY["exp"].build(param("x", "f64"))
+Each ``error_bound`` exceeds the worst error of a search against MPFR (``benchmarks.adversary``), a short form of which
+is a test. Exact values come out exact (exp(0), log(1), exp2(n), ...). For binary32 arguments every unary function,
+through ``build_sticky``, is correctly rounded to binary32 and to every narrower format in every deterministic mode:
+``benchmarks.exhaustive`` tries all inputs (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from fxround.numerics.scalar import Expr, Function, param, widen
 class Elementary:
     """A function of binary64 arguments.
 
-    ``error_bound``: of ``build``, in binary64 ulps, subnormal results included. ``near_zeros``: what the error may be
-    besides, absolutely, at negative arguments: it counts next to a zero that is no binary64 number. ``special``: its
-    values at the edges, in words. ``reference``: the same in mpmath's notation. ``source``: where the method comes
-    from. ``quick``: the short evaluation for binary32 arguments and results to nearest even, if there is one.
-    ``single``: the one in binary32 that is tried before it.
+    ``error_bound``: of ``build``, in binary64 ulps, subnormal results included. ``near_zeros``: an additional absolute
+    error at negative arguments; it matters next to a zero of the function that is no binary64 number. ``special``: the
+    values at special arguments, in words. ``reference``: the function in mpmath's notation. ``source``: the source of
+    the method. ``quick``: a short evaluation for binary32 arguments and results to nearest even, or None. ``single``:
+    an evaluation in binary32 that is tried before ``quick``, or None.
     """
 
     name: str
@@ -61,20 +59,20 @@ class Elementary:
     near_zeros: float = 0.0
 
     def build(self, *args: Expr) -> Expr:
-        """f64 expressions in, the value in binary64 out, within ``error_bound`` ulps."""
+        """Return the value in binary64, within ``error_bound`` ulps, for f64 expressions."""
         return self.define(*self._checked(args)).nearest()
 
     def build_rounded_by(self, rule: Callable[[Expr, Expr], Expr], *args: Expr) -> Expr:
-        """The same value as ``rule`` rounds (nearest binary64 number, what it lost): the modes that draw."""
+        """Return the value as ``rule`` rounds (the nearest binary64 number, what it lost), for the modes that draw."""
         return self.define(*self._checked(args)).rounded_by(rule)
 
     def build_sticky(self, *args: Expr) -> Expr:
-        """The same value rounded to odd: for a later rounding to at most 51 bits, directed modes included."""
+        """Return the value rounded to odd, for a later rounding to at most 51 bits in any deterministic mode."""
         return self.define(*self._checked(args)).sticky()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what binary32 arguments get: a proof by enumeration is of this code and no other."""
+        """SHA-256 of the code that binary32 arguments run: a proof by enumeration holds for this code only."""
         params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
         args = tuple(map(widen, params))
         found = self.quick(*args) if self.quick else None

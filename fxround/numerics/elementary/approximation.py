@@ -1,17 +1,13 @@
-"""What a function's definition returns, and the one place where its last rounding happens.
+"""The value that a function's definition returns, and its last rounding.
 
-What is true here. An ``Approximation`` is (hi + lo) * 2^exponent, except where a case says otherwise.
-``nearest`` adds hi and lo: one binary64 rounding of something far closer to the truth than an ulp, so that a
-result that is a binary64 number comes out exact. ``sticky`` rounds the sum to odd instead, so that an
-inexact result never looks exact to the rounding that follows (Boldo and Melquiond 2008):
-exp(2^-90) lies above 1 and becomes 1 + 2^-23 in binary32, toward_positive.
+An ``Approximation`` is (hi + lo) * 2^exponent, except where one of its cases overrides it. ``nearest`` adds hi and lo:
+one binary64 rounding of a value that is far closer to the exact one than an ulp, so that a result that is a binary64
+number comes out exact. ``sticky`` rounds the sum to odd, so that an inexact result never looks exact to the rounding
+that follows (Boldo and Melquiond 2008): exp(2^-90) lies above 1 and becomes 1 + 2^-23 in binary32, toward_positive.
 
-Why it is safe. Scaling by 2^exponent goes in two factors, each a normal number, so that only the last product
-rounds (gradual underflow) or overflows; where it would round, ``nearest`` rounds the unevaluated sum instead. Sticky
-overflow stays at the largest finite number and sticky underflow at the smallest: the next rounding decides.
-
-    before   return hi + lo
-    after    return Approximation(hi, lo).nearest()
+Scaling by 2^exponent uses two factors, each a normal number, so that only the last product rounds (gradual underflow)
+or overflows; where it would round, ``nearest`` rounds the unevaluated sum instead. With ``sticky``, overflow gives the
+largest finite number and underflow the smallest, so that the next rounding decides.
 """
 
 from __future__ import annotations
@@ -36,12 +32,12 @@ Case = tuple[Expr, Expr | float]
 
 @dataclass(frozen=True)
 class Approximation:
-    """(hi + lo) * 2^exponent; ``cases`` (condition, value) override it, the last that holds wins.
+    """(hi + lo) * 2^exponent; ``cases`` (condition, value) override it, the last one that holds.
 
-    ``exponent`` is a u64 in two's complement, |exponent| < 2046. ``exact`` (bool): the function's value is a
-    binary64 number here, so that ``nearest`` is it, whatever lo says. ``residue`` (condition, lo): the sign of what
-    is lost where hi is right but 106 bits do not show it, as in sin(x) = x - x^3/6 for a tiny x. ``noise``: what is
-    lost below this fraction of the value is an evaluation error of an exact result, as in log10(1000).
+    ``exponent`` is a u64 in two's complement, |exponent| < 2046. ``exact`` (bool): the function's value is a binary64
+    number here, namely ``nearest``, whatever lo is. ``residue`` (condition, lo): the sign of what is lost where hi is
+    right but 106 bits do not show it, as in sin(x) = x - x^3/6 for a tiny x. ``noise``: a loss below this fraction of
+    the value is an evaluation error of an exact result, as in log10(1000).
     """
 
     hi: Expr
@@ -53,7 +49,7 @@ class Approximation:
     noise: float = 0.0
 
     def nearest(self) -> Expr:
-        """The value rounded to binary64, to nearest even: once, where the result is subnormal too."""
+        """Return the value rounded once to binary64, to nearest even, also where the result is subnormal."""
         value = self.hi + self.lo
         if self.exponent is not None:
             scaled = _scale(value, self.exponent)
@@ -61,10 +57,10 @@ class Approximation:
         return _override(value, self.cases)
 
     def _subnormal(self, exponent: Expr) -> Expr:
-        """The value rounded to a multiple of 2^-1074, to nearest even, where it is at most 2^-1022.
+        """Round the value to a multiple of 2^-1074, to nearest even, where it is at most 2^-1022.
 
-        In units of 2^-1074 the sum is an integer next to 2^52 and a rest, which is rounded to odd before it is added.
-        Bits of numbers above 2^52 count these units, as bits of subnormal numbers do.
+        In units of 2^-1074 the sum is an integer next to 2^52 plus a rest, which is rounded to odd before it is added.
+        The bits of numbers above 2^52 count these units, as the bits of subnormal numbers do.
         """
         total, error = self._parts()
         sign = bits(total) & SIGN
@@ -75,7 +71,7 @@ class Approximation:
         return from_bits(code | sign)
 
     def _parts(self) -> tuple[Expr, Expr]:
-        """The sum's nearest number and what that lost, which is nothing where it is noise."""
+        """Return the binary64 number nearest to the sum, and what it lost; zero where that is noise."""
         total = self.hi + self.lo
         error = self.lo - (total - self.hi)
         if self.noise:
@@ -83,14 +79,14 @@ class Approximation:
         return total, error
 
     def rounded_by(self, rule: Callable[[Expr, Expr], Expr]) -> Expr:
-        """The value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
+        """Return the value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
         total, error = self._parts()
         if self.exact is not None:
             error = select(self.exact, 0.0, error)
         return _override(_scale(rule(total, error), self.exponent), self.cases)
 
     def sticky(self) -> Expr:
-        """The value rounded to odd; an inexact one is neither zero nor infinite."""
+        """Return the value rounded to odd. An inexact value is neither zero nor infinite."""
         lo = self.lo if self.residue is None else select(*self.residue, self.lo)
         value = _odd_sum(self.hi, lo, self.noise)
         if self.exponent is not None:
@@ -107,21 +103,21 @@ def _override(value: Expr, cases: tuple[Case, ...]) -> Expr:
 
 
 def _odd_sum(hi: Expr, lo: Expr, noise: float) -> Expr:
-    """hi + lo rounded to odd, for |hi| >= |lo|: an inexact even sum steps towards its error."""
+    """Return hi + lo rounded to odd, for |hi| >= |lo|: an inexact even sum steps towards its error."""
     total = hi + lo
     error = lo - (total - hi)
     return _to_odd(total, error, absolute(error) > (absolute(total) * noise if noise else f64(0.0)))
 
 
 def _to_odd(total: Expr, error: Expr, inexact: Expr) -> Expr:
-    """The next number in the error's direction where the total is even and ``inexact``."""
+    """Step to the next number in the error's direction where the total is even and ``inexact``."""
     code = bits(total)
     step = select((error < 0.0) ^ (total < 0.0), const("u64", -1), const("u64", 1))
     return from_bits(select((code & 1).equals(0) & inexact, code + step, code))
 
 
 def _stay_finite(scaled: Expr, value: Expr) -> Expr:
-    """The nearest nonzero finite number where scaling has lost a nonzero finite value."""
+    """Return the nearest nonzero finite number where scaling lost a nonzero finite value."""
     code = bits(absolute(scaled))
     lost_above = code.equals(_INFINITY_BITS) & ~bits(absolute(value)).equals(_INFINITY_BITS)
     lost_below = code.equals(0) & ~bits(absolute(value)).equals(0)
@@ -137,12 +133,12 @@ def _scale(value: Expr, exponent: Expr | None) -> Expr:
 
 
 def power_of_two(exponent: Expr) -> Expr:
-    """2^exponent as f64, for a u64 in two's complement between -1022 and 1023."""
+    """Return 2^exponent as f64, for a u64 in two's complement between -1022 and 1023."""
     return from_bits((exponent + 1023) << 52)
 
 
 def significand(size: Expr) -> tuple[Expr, Expr]:
-    """m in [1, 2) and e + 2048 (u64) with size = m 2^e, for positive finite sizes."""
+    """Return m in [1, 2) and e + 2048 (u64) with size = m 2^e, for positive finite sizes."""
     tiny = size < 2.0**-1022
     code = bits(select(tiny, size * 2.0**54, size))
     exponent = (code >> 52) + select(tiny, const("u64", 2048 - 1023 - 54), const("u64", 2048 - 1023))
@@ -150,16 +146,16 @@ def significand(size: Expr) -> tuple[Expr, Expr]:
 
 
 def round_to_integer(x: Expr, factor: float = 1.0) -> tuple[Expr, Expr]:
-    """x * factor rounded to the nearest integer: as f64 and as u64 in two's complement; |x factor| < 2^51."""
+    """Return x * factor rounded to the nearest integer, as f64 and as u64 in two's complement; |x factor| < 2^51."""
     shifted = x + SHIFTER if factor == 1.0 else fma(x, factor, SHIFTER)
     return shifted - SHIFTER, bits(shifted) - _SHIFTER_BITS
 
 
 def integer_to_f64(k: Expr, bias: int) -> Expr:
-    """k - bias as f64, for a u64 k < 2^52."""
+    """Return k - bias as f64, for a u64 k < 2^52."""
     return from_bits(k | (0x433 << 52)) - f64(float(2**52 + bias))
 
 
 def clamped(x: Expr, low: float, high: float) -> Expr:
-    """x kept in [low, high]; NaN stays."""
+    """Return x kept in [low, high]. A NaN stays."""
     return select(x < low, low, select(x > high, high, x))

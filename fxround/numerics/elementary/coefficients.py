@@ -1,14 +1,10 @@
-"""Where every polynomial coefficient comes from: a fit is a function, an interval and a degree.
+"""The derivation of every polynomial coefficient and table: a fit is a function, an interval and a degree.
 
-What is true here. ``FITS`` names the polynomials; ``derive`` recomputes one with mpmath, and a test asserts that
-the literals in ``tables`` are what it returns. A fit is the interpolant of ``function`` at the Chebyshev
-points of [low, high], computed with 400 bits, written in powers of (x - centre), each coefficient rounded
-to binary64. Its error is within a small factor of the best polynomial's, and is part of each function's bound.
-
-Why it is safe. mpmath is imported inside ``derive``: the package needs it only to be tested.
-
-    before   static const double Lg1 = 6.666666666666735130e-01;   # whence?
-    after    "log": Fit("log1p on (2 + f)s", lambda m, z: ..., low=0.0, high=0.0295, degree=7)
+``FITS`` names the polynomials, ``TABLES`` the tables and ``EXPANSIONS`` the Taylor series. ``derive`` recomputes a
+polynomial with mpmath, and a test asserts that the literals in ``tables`` are what it returns. A fit is the interpolant
+of ``function`` at the Chebyshev points of [low, high], computed with 400 bits, written in powers of (x - centre), each
+coefficient rounded to ``bits`` bits. Its error is within a small factor of the best polynomial's, and is part of each
+function's bound. mpmath is imported by the functions that need it: only tests do.
 """
 
 from __future__ import annotations
@@ -22,7 +18,9 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Fit:
-    """A polynomial in (x - centre) of this degree for ``function(mpmath, x)`` on [low, high], to ``bits`` bits."""
+    """A polynomial in (x - centre) of a given degree for ``function(mpmath, x)`` on [low, high], its coefficients to
+    ``bits`` bits.
+    """
 
     function: Callable[[Any, Any], Any]
     low: float
@@ -34,7 +32,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Table:
-    """``function(mpmath, j)`` for j = 0 ... count - 1, to binary32."""
+    """The binary32 numbers nearest to ``function(mpmath, j)`` for j = 0 ... count - 1."""
 
     function: Callable[[Any, int], Any]
     count: int
@@ -45,12 +43,12 @@ def _at_zero(limit: Callable[[Any], Any], function: Callable[[Any, Any], Any]) -
 
 
 def _ratio(f: str, z: Any, m: Any) -> Any:
-    """f(s) / s as a function of z = s^2."""
+    """Return f(s) / s as a function of z = s^2."""
     return getattr(m, f)(m.sqrt(z)) / m.sqrt(z)
 
 
 def _inverse_ratio(m: Any, w: Any) -> Any:
-    """erfinv(x) / x, where w = -log(1 - x^2)."""
+    """Return erfinv(x) / x, where w = -log(1 - x^2)."""
     x = m.sqrt(-m.expm1(-w))
     return m.erfinv(x) / x
 
@@ -101,22 +99,24 @@ FITS: Final[dict[str, Fit]] = {
 
 
 def _rounded_power(m: Any, j: int) -> Any:
-    """2^(j/32) in binary32."""
+    """Return 2^(j/32) in binary32."""
     return m.mpf(_rounded(m, m.mpf(2) ** (m.mpf(j) / 32), 24))
 
 
 def _inverse(m: Any, j: int) -> Any:
-    """32 / (32 + j) in binary32."""
+    """Return 32 / (32 + j) in binary32."""
     return m.mpf(_rounded(m, m.mpf(32) / (32 + j), 24))
 
 
 def _short_log(m: Any, j: int) -> Any:
-    """-log of that, to the nearest multiple of 2^-16."""
+    """Return -log of ``_inverse``, rounded to a multiple of 2^-16."""
     return m.nint(-m.log(_inverse(m, j)) * 2**16) / 2**16
 
 
 def _piece(power: int, rest: bool = False) -> Table:
-    """The coefficients of one power over the 32 pieces of erf(a) / a, or what binary32 leaves of them."""
+    """Return the table of one power's coefficients over the 32 pieces of erf(a) / a, or of what binary32 leaves of
+    them.
+    """
 
     def value(m: Any, j: int) -> Any:
         exact = _erf_pieces(m, j)[power]
@@ -141,7 +141,7 @@ TABLES: Final[dict[str, Table]] = {
 
 @dataclass(frozen=True)
 class Expansion:
-    """Taylor's series of a function at a zero, from the first power on; each number is a sum of binary64 ones."""
+    """Taylor's series of a function at a zero, from the first power on. Each number is a sum of binary64 numbers."""
 
     zero: Callable[[Any], Any]
     coefficient: Callable[[Any, int], Any]
@@ -162,7 +162,7 @@ EXPANSIONS: Final[dict[str, Expansion]] = {
 
 
 def expand(expansion: Expansion) -> tuple[tuple[float, ...], ...]:
-    """The zero in three numbers, then the coefficients in two each. Needs mpmath."""
+    """Return the zero as three numbers, then each coefficient as two. Needs mpmath."""
     import mpmath  # type: ignore[import-untyped]
 
     with mpmath.workprec(400):
@@ -171,13 +171,13 @@ def expand(expansion: Expansion) -> tuple[tuple[float, ...], ...]:
 
 
 def _parts(m: Any, value: Any, count: int) -> tuple[float, ...]:
-    """A sum of so many binary64 numbers."""
+    """Return ``count`` binary64 numbers whose sum is the value to their joint precision."""
     head = float(value)
     return (head,) if count == 1 else (head, *_parts(m, value - head, count - 1))
 
 
 def derive(fit: Fit) -> tuple[float, ...]:
-    """The coefficients, lowest power first. Needs mpmath."""
+    """Return the coefficients, lowest power first. Needs mpmath."""
     import mpmath
 
     with mpmath.workprec(400):
@@ -193,13 +193,13 @@ def _interpolant(m: Any, fit: Fit) -> tuple[Any, ...]:
 
 @cache
 def _erf_pieces(m: Any, j: int) -> tuple[Any, ...]:
-    """The coefficients of erf(a) / a in powers of a - j/8, |a - j/8| <= 1/16, unrounded."""
+    """Return the coefficients of erf(a) / a in powers of a - j/8, |a - j/8| <= 1/16, unrounded."""
     ratio = _at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, a: m.erf(a) / a)
     return _interpolant(m, Fit(lambda m, u: ratio(m, m.mpf(j) / 8 + u), -0.0625, 0.0625, 6))
 
 
 def tabulate(table: Table) -> tuple[float, ...]:
-    """The entries. Needs mpmath."""
+    """Return the entries of a table. Needs mpmath."""
     import mpmath
 
     with mpmath.workprec(400):
@@ -207,7 +207,9 @@ def tabulate(table: Table) -> tuple[float, ...]:
 
 
 def _rounded(m: Any, value: Any, bits: int) -> float:
-    """To the nearest number of so many bits; what is left of a zero by elimination is zero."""
+    """Round to the nearest number of ``bits`` bits. A value below 2^-100 is a zero with an elimination error, and
+    becomes 0.
+    """
     with m.workprec(bits):
         return float(+m.mpf(value)) if abs(value) > 2.0**-100 else 0.0
 

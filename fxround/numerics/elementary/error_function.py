@@ -1,15 +1,11 @@
 """erf, erfc and erfinv: a polynomial up to 3/4, exp(-x^2) times a polynomial in 1 / (x + 3) beyond.
 
-What is true here. For |x| < 3/4, erf(x) = x (2/sqrt(pi) + x^2 P(x^2)), the constant as a pair. Beyond,
-erfc(x) exp(x^2) = u Q(u), u = 1 / (x + 3), is smooth up to infinity, so that one polynomial serves (the idea of
-Shepherd and Laframboise 1981); x^2 is exact, as a pair. erf = 1 - erfc there, and erfc(-x) = 2 - erfc(x):
-nothing cancels. erfinv(x) / x is smooth in w = -log(1 - x^2), and for w > 5 in sqrt(w) (Giles 2010): that is good to
-2^-44, which a step of Newton's makes 2^-54 for a binary64 argument.
-
-Why it is safe. |x| is clamped to 27.5, where erfc has underflowed, and to 7 for erf, where 1 - erf < 2^-73.
-
-    before   erf(x) = 1 - erfc(x)                 # no digits left near 0
-    after    |x| < 3/4 ? x (c + z P(z)) : 1 - exp(-x^2) u Q(u)
+For |x| < 3/4, erf(x) = x (2/sqrt(pi) + x^2 P(x^2)) with the constant as a pair. Beyond, erfc(x) exp(x^2) = u Q(u), u =
+1 / (x + 3), is smooth up to infinity, so that one polynomial is enough (the idea of Shepherd and Laframboise 1981); x^2
+is exact, as a pair. There erf = 1 - erfc, and erfc(-x) = 2 - erfc(x): nothing cancels. erfinv(x) / x is smooth in w =
+-log(1 - x^2), and for w > 5 in sqrt(w) (Giles 2010): the polynomials are good to 2^-44, and for a binary64 argument one
+step of Newton's method makes that 2^-54. |x| is clamped to 27.5, where erfc has underflowed, and to 7 for erf, where 1
+- erf < 2^-73.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ NEAR: Final = 0.75
 
 
 def _near_zero(x: Expr) -> Pair:
-    """erf(x), |x| < 3/4."""
+    """Return erf(x), |x| < 3/4."""
     z = x * x
     head = two_product(x, TWO_OVER_SQRT_PI[0])
     curve = fma(z, polynomial(z, COEFFICIENTS["erf"]), TWO_OVER_SQRT_PI[1])
@@ -51,7 +47,7 @@ def _near_zero(x: Expr) -> Pair:
 
 
 def _far(size: Expr) -> tuple[Pair, Expr]:
-    """erfc(size) as a pair and an exponent, 3/4 <= size <= 27.5."""
+    """Return erfc(size) as a pair and an exponent, 3/4 <= size <= 27.5."""
     shifted = two_sum(size, f64(3.0))
     u = 1.0 / shifted.hi
     curve = _fitted("erfc", u)
@@ -102,13 +98,15 @@ def erfinv(x: Expr) -> Approximation:
 
 
 def _tiny_inverse(size: Expr) -> Pair:
-    """erfinv(size) = size sqrt(pi) / 2, to all the bits there are."""
+    """Return erfinv(size) = size sqrt(pi) / 2, which for tiny sizes is right to every bit that a pair has."""
     hi, lo = two_product(size, HALF_SQRT_PI[0])
     return Pair(hi, fma(size, HALF_SQRT_PI[1], lo))
 
 
 def _corrected(size: Expr, y: Expr) -> Pair:
-    """erfinv(size) by a step of Newton's from y, which is good to 2^-44: from erf, or from 1 - size beyond 3/4."""
+    """Return erfinv(size) by a step of Newton's method from y, which is good to 2^-44, using erf, or 1 - size beyond
+    3/4.
+    """
     near, far = _near_zero(y), select(y < NEAR, 1.0, y)
     tail, k = _far(far)
     unit = power_of_two(k)

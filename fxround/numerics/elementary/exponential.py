@@ -1,13 +1,9 @@
-"""exp, exp2 and expm1: 2^k exp(r), |r| <= log(2)/2, one polynomial of degree 12.
+"""exp, exp2 and expm1: 2^k exp(r), |r| <= log(2)/2, with one polynomial of degree 12.
 
-What is true here. k is the nearest integer to x / log 2. r = x - k log 2 is kept as a head and a tail (log 2 in two
-parts, the first of 42 bits, so that k times it is exact). exp(r) - 1 = r + rest, |rest| < 0.2 |r|, the
-rest good to 2^-56 of the result; so every function below loses little more than its last rounding.
-
-Why it is safe. x is clamped to where the result has long over- or underflowed.
-
-    before   exp(x)
-    after    2^k * ((1 + r) + rest)
+k is the nearest integer to x / log 2. r = x - k log 2 is kept as a head and a tail: log 2 has two parts, the first of
+42 bits, so that k times it is exact. exp(r) - 1 = r + rest with |rest| < 0.2 |r|, and rest is good to 2^-56 of the
+result, so that the functions lose little more than their last rounding. x is clamped to values where the result has
+over- or underflowed.
 """
 
 from __future__ import annotations
@@ -26,19 +22,19 @@ LOG2_E: Final = 1.4426950408889634
 
 
 class Reduced(NamedTuple):
-    """exp of the argument = 2^k * (1 + r + rest)."""
+    """The parts of a reduced exponential: exp of the argument = 2^k * (1 + r + rest)."""
 
     k: Expr
     r: Expr
     rest: Expr
 
     def exponential(self) -> Pair:
-        """1 + r + rest."""
+        """Return 1 + r + rest."""
         hi, lo = fast_two_sum(f64(1.0), self.r)
         return fast_two_sum(hi, lo + self.rest)
 
     def minus_one(self) -> Pair:
-        """(2^k exp(r) - 1) * 2^-k, relative accuracy kept near 0; k > -1000, any k above 200 counts as 200."""
+        """Return (2^k exp(r) - 1) * 2^-k with relative accuracy near 0. k > -1000; any k above 200 counts as 200."""
         unit = power_of_two(0 - at_most(self.k, 200))
         one, lost = two_sum(f64(1.0), negate(unit))
         hi, lo = two_sum(one, self.r)
@@ -46,17 +42,17 @@ class Reduced(NamedTuple):
 
 
 def at_most(k: Expr, limit: int) -> Expr:
-    """The smaller of two integers in two's complement, |k| < 4096."""
+    """Return the smaller of two integers in two's complement, |k| < 4096."""
     return minimum(k + 4096, limit + 4096) - 4096
 
 
 def at_least(k: Expr, limit: int) -> Expr:
-    """The larger of two integers in two's complement, |k| < 4096."""
+    """Return the larger of two integers in two's complement, |k| < 4096."""
     return maximum(k + 4096, limit + 4096) - 4096
 
 
 def remainder(x: Expr, tail: Expr | None = None) -> tuple[Expr, Pair]:
-    """k (u64) and x + tail - k log 2 as a pair, |x| < 1500 and |tail| about an ulp of x at most."""
+    """Return k (u64) and the pair x + tail - k log 2, for |x| < 1500 and |tail| at most about an ulp of x."""
     k, k_integer = round_to_integer(x, LOG2_E)
     head = fma(k, -LN2[0], x)
     r = fma(k, -LN2[1], head)
@@ -65,20 +61,20 @@ def remainder(x: Expr, tail: Expr | None = None) -> tuple[Expr, Pair]:
 
 
 def reduced(x: Expr, tail: Expr | None = None) -> Reduced:
-    """The reduction of exp(x + tail)."""
+    """Return the reduction of exp(x + tail)."""
     k, r = remainder(x, tail)
     return Reduced(k, r.hi, rest(r.hi, r.lo))
 
 
 def rest(r: Expr, tail: Expr) -> Expr:
-    """exp(r + tail) - 1 - r for a tiny tail."""
+    """Return exp(r + tail) - 1 - r for a tiny tail."""
     square = r * r
     curve = square * polynomial(r, COEFFICIENTS["exp"])
     return fma(tail, (r + curve) + 1.0, curve)
 
 
 def exponential(x: Pair) -> tuple[Pair, Expr]:
-    """exp(x) as a pair in [0.7, 1.42] and an exponent, |x| < 1100."""
+    """Return exp(x) as a pair in [0.7, 1.42] and an exponent, |x| < 1100."""
     parts = reduced(x.hi, x.lo)
     return parts.exponential(), parts.k
 
@@ -91,7 +87,7 @@ def exp(x: Expr) -> Approximation:
 
 
 def exp2(x: Expr) -> Approximation:
-    """2^x; exact at the integers."""
+    """2^x, exact at the integers."""
     clipped = clamped(x, -1200.0, 1200.0)
     k, k_integer = round_to_integer(clipped)
     r = two_product(clipped - k, LN2_FULL[0])

@@ -1,21 +1,18 @@
 """lgamma and digamma: Stirling's series beyond 14, the recurrence below, the reflection for negative arguments.
 
-What is true here. All of it is in pairs, good to 2^-88 absolutely (relatively, where a value is above 1). With p = |x|,
-w = p + 14 if p < 14 and p beyond, P = p (p + 1) ... (p + 13) or 1, and q = sin(pi p) / pi,
+Everything is in pairs, good to 2^-88 absolutely (relatively, where a value is above 1). With p = |x|, w = p + 14 if p <
+14 and p beyond, P = p (p + 1) ... (p + 13) or 1, and q = sin(pi p) / pi,
 
     lgamma(x)  = S(w) - log P                          S(w) = (w - 1/2) log w - w + log(2 pi)/2 + 1/(12 w) - ...
     lgamma(-p) = log(P / (p |q|)) - S(w)               DLMF 5.5.3
     digamma(x) = D(w) - 1/p - ... - 1/(p + 13)         D(w) = log w - 1/(2 w) - 1/(12 w^2) + ...
     digamma(-p) = digamma(p + 1) + cos(pi p) / q       DLMF 5.5.4
 
-Why it is safe. The zeros of lgamma (1, 2, and two between negative integers) and of digamma are where terms of up to
-2^6 cancel. Next to one, neighbouring binary32 numbers have values 2^-22 or more apart, so that half of the 88 bits are
-left even at the nearest of them; of binary64, numbers come 2^-53 close. The positive zeros (1, 2 and digamma's at 1.46)
-have series of their own there; next to a negative one a binary64 argument's value is good to 2^-88 only.
-p - round(p) is exact, so sin(pi p) and cos(pi p) need no reduction.
-
-    before   lgamma(-2.4570247) by the reflection in binary64: two digits
-    after    log(P / (p |q|)) - S(w), both to 2^-88
+At the zeros of lgamma (1, 2, and two between negative integers) and of digamma, terms of up to 2^6 cancel. Neighbouring
+binary32 numbers next to a zero have values 2^-22 or more apart, so that half of the 88 bits remain even at the nearest
+of them. Binary64 numbers come as close as 2^-53: the positive zeros (1, 2 and digamma's at 1.46) have series of their
+own there; next to a negative zero a binary64 argument's value is good to 2^-88 absolutely only. p - round(p) is exact,
+so sin(pi p) and cos(pi p) need no reduction.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ ONE: Final = (1.0, 0.0)
 
 
 def bernoulli(count: int) -> list[Fraction]:
-    """B_0 ... B_count."""
+    """Return the Bernoulli numbers B_0 ... B_count."""
     numbers = [Fraction(1)]
     for m in range(1, count + 1):
         total = sum(math.comb(m + 1, k) * b for k, b in enumerate(numbers))
@@ -61,7 +58,7 @@ _TERMS: Final = 16
 
 
 def _stirling(degree: int) -> list[Fraction]:
-    """The coefficients of 1 / w^(2n - 1) in lgamma (degree 1) or of 1 / w^2n in log - digamma (degree 0)."""
+    """Return the coefficients of 1 / w^(2n - 1) in lgamma (degree 1) or of 1 / w^2n in log - digamma (degree 0)."""
     numbers = bernoulli(2 * _TERMS)
     return [numbers[2 * n] / (2 * n * (2 * n - 1) ** degree) for n in range(1, _TERMS + 1)]
 
@@ -71,29 +68,29 @@ def _reciprocal(a: Pair) -> Pair:
 
 
 def _shifted(size: Expr, i: int) -> Pair:
-    """size + i, exactly."""
+    """Return size + i, exactly."""
     return two_sum(size, f64(float(i)))
 
 
 def _sine(g: Expr) -> Pair:
-    """sin(pi g) / pi, |g| <= 1/2, to 2^-98 of it."""
+    """Return sin(pi g) / pi to 2^-98 of it, |g| <= 1/2."""
     coefficients = [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k + 1) for k in range(18)]
     return multiply(Pair(g, f64(0.0)), pair_series(two_product(g, g), coefficients, 9))
 
 
 def _cosine(g: Expr) -> Pair:
-    """cos(pi g), |g| <= 1/2, to 2^-98."""
+    """Return cos(pi g) to 2^-98, |g| <= 1/2."""
     return pair_series(two_product(g, g), [(-1) ** k * PI ** (2 * k) / math.factorial(2 * k) for k in range(18)], 10)
 
 
 def _fraction(size: Expr) -> Expr:
-    """size minus the nearest integer; 0 from 2^52 on."""
+    """Return size minus the nearest integer; 0 from 2^52 on."""
     whole = (size + 2.0**52) - 2.0**52
     return select(size < 2.0**52, size - whole, 0.0)
 
 
 def _expanded(name: str, x: Expr, total: Pair) -> Pair:
-    """The value, where x is within 2^-8 of a zero of the function by Taylor's series, to 2^-70 of it."""
+    """Return the value; within 2^-8 of a zero of the function from Taylor's series, to 2^-70 of it."""
     zero, *coefficients = EXPANDED[name]
     hi, lo = two_sum(x - zero[0], f64(-zero[1]))
     distance = Pair(hi, lo - zero[2])
@@ -115,7 +112,7 @@ def lgamma(x: Expr) -> Approximation:
     sine = _sine(select(g.equals(0.0), 0.25, absolute(g)))
     quotient = divide(product, multiply(Pair(size, f64(0.0)), sine))
     argument = choose(negative, quotient, product)
-    # Below 2^-100, lgamma(x) = -log|x| to all the bits there are.
+    # Below 2^-100, lgamma(x) = -log|x| to every bit that a pair has.
     argument = choose(tiny, Pair(size, f64(0.0)), argument)
     total, exponent = _stirling_sum(w, x.op != "widen")
     total = add(choose(tiny, pair_constant((0.0, 0.0)), total), negated(precise_log(argument)))
@@ -131,7 +128,7 @@ def lgamma(x: Expr) -> Approximation:
 
 
 def _stirling_sum(w: Pair, wide: bool) -> tuple[Pair, Expr | None]:
-    """S(w), times 2^-64 where its exponent is 64 (only where ``wide``: S(w) may overflow binary64)."""
+    """Return S(w), times 2^-64 where its exponent is 64 (only if ``wide``: S(w) may overflow binary64)."""
     logarithm, inverse = precise_log(w), _reciprocal(w)
     series = multiply(inverse, pair_series(multiply(inverse, inverse), _stirling(1), 4))
     rest = add(pair_constant(HALF_LOG_2_PI), series)
@@ -148,7 +145,7 @@ def _stirling_sum(w: Pair, wide: bool) -> tuple[Pair, Expr | None]:
 
 
 def digamma(x: Expr) -> Approximation:
-    """The derivative of log Gamma; NaN at the negative integers, -inf at +0 and +inf at -0."""
+    """The derivative of log Gamma: NaN at the negative integers, -inf at +0 and +inf at -0."""
     size, negative = absolute(x), x < 0.0
     near = size < float(SHIFT)
     w = choose(near, _shifted(size, SHIFT), Pair(size, f64(0.0)))
@@ -159,7 +156,8 @@ def digamma(x: Expr) -> Approximation:
     terms = _reciprocal(_shifted(size, 1))
     for i in range(2, SHIFT):
         terms = add(terms, _reciprocal(_shifted(size, i)))
-    # The recurrence takes 1/p off a positive x; digamma(p + 1) does not have it, and far out it has to be added.
+    # The recurrence subtracts 1/p for a positive x. digamma(p + 1) does not contain that term, so beyond 14 it has to
+    # be added.
     nothing = pair_constant((0.0, 0.0))
     first = choose(negative, choose(near, nothing, negated(first)), choose(near, first, nothing))
     recurrence = choose(near, terms, nothing)

@@ -1,14 +1,10 @@
 """sinh, cosh, tanh and their inverses.
 
-What is true here. With x = k log 2 + r and w = 2^-2k, 2 sinh(x) 2^-k = (1 - w) cosh(r) + (1 + w) sinh(r), and cosh
-has the signs of w exchanged: at worst a factor of 2 cancels (k = 1), relative accuracy holds near 0, nothing
-overflows early. tanh comes from exp(-2|x|) - 1, the inverses from log(1 + f), f a pair.
-
-Why it is safe. |x| is clamped where the functions have over- or underflowed (22 for tanh), and large arguments
-of asinh and acosh to 2^60 before they are squared, where the root is |x| itself.
-
-    before   (exp(x) - exp(-x)) / 2
-    after    2^(k-1) ((1 - w) cosh(r) + (1 + w) sinh(r))
+With x = k log 2 + r and w = 2^-2k, 2 sinh(x) 2^-k = (1 - w) cosh(r) + (1 + w) sinh(r), and cosh has the signs of w
+exchanged. At worst a factor of 2 cancels (k = 1), relative accuracy holds near 0, and nothing overflows early. tanh
+comes from exp(-2|x|) - 1, the inverses from log(1 + f) with f a pair. |x| is clamped where the functions have over- or
+underflowed (22 for tanh). Above 2^60, where the root is |x| itself, asinh and acosh are log(2|x|), so that no square
+overflows.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from fxround.numerics.scalar import Expr, absolute, fma, negate, select
 
 
 class Halves(NamedTuple):
-    """cosh(r) = 1 + even and sinh(r) = r + odd; ``plus`` and ``minus`` are 1 + w and 1 - w."""
+    """The parts of sinh and cosh: cosh(r) = 1 + even, sinh(r) = r + odd; ``plus`` and ``minus`` are 1 + w and 1 - w."""
 
     k: Expr
     r: Expr
@@ -49,7 +45,7 @@ class Halves(NamedTuple):
     minus: Pair
 
     def combine(self, a: Pair, b: Pair) -> Pair:
-        """a cosh(r) + b sinh(r), for |a| >= |b r| or a = 0."""
+        """Return a cosh(r) + b sinh(r), for |a| >= |b r| or a = 0."""
         product = two_product(b.hi, self.r)
         hi, lo = fast_two_sum(a.hi, product.hi)
         low = fma(b.lo, self.r, (lo + a.lo) + product.lo)
@@ -57,7 +53,7 @@ class Halves(NamedTuple):
 
 
 def _halves(size: Expr) -> Halves:
-    """The parts of sinh and cosh, for 0 <= size."""
+    """Return the parts of sinh and cosh, for size >= 0."""
     k, r = remainder(select(size > 720.0, 720.0, size))
     z = r.hi * r.hi
     odd = fma(r.hi * z, polynomial(z, COEFFICIENTS["sinh"]), fma(r.lo, z * 0.5, r.lo))
@@ -91,14 +87,14 @@ def tanh(x: Expr) -> Approximation:
 
 
 def _square_plus(size: Expr, one: float) -> Pair:
-    """size^2 + one."""
+    """Return size^2 + one."""
     square = two_product(size, size)
     hi, lo = two_sum(square.hi, f64(one))
     return fast_two_sum(hi, lo + square.lo)
 
 
 def _doubled(large: Expr, size: Expr, f: Pair) -> Approximation:
-    """log(1 + f), or log(2 size) where ``large``."""
+    """Return log(1 + f), or log(2 size) where ``large``."""
     value = log1p_pair(choose(large, Pair(size, f64(0.0)), f))
     shifted = add(value, Pair(f64(math.log(2.0)), f64(2.3190468138462996e-17)))
     return Approximation(*choose(large, shifted, value))

@@ -1,16 +1,12 @@
 """asin, acos, atan and atan2.
 
-What is true here. asin: one polynomial in z, z = x^2 up to 1/2 and z = (1 - |x|) / 2 beyond, where asin|x| =
-pi/2 - 2 asin(sqrt(z)) (fdlibm). atan2: the smaller over the larger of |x| and |y|, or (smaller - larger) /
-(smaller + larger) where that is beyond tan(pi/8); the quotient is a pair, at most 0.4143, and what was taken off
-is a multiple of pi/4, kept as a pair. The tails are below 0.06 of the value, so that the error is little more
-than the last rounding's.
+asin uses one polynomial in z, z = x^2 up to 1/2 and z = (1 - |x|) / 2 beyond, where asin|x| = pi/2 - 2 asin(sqrt(z))
+(fdlibm). atan2 divides the smaller of |x| and |y| by the larger, or, where that exceeds tan(pi/8), smaller - larger by
+smaller + larger. The quotient is a pair, at most 0.4143; the angle that was taken off is a multiple of pi/4, kept as a
+pair. The tails are below 0.06 of the value, so that the error is little more than the last rounding's.
 
-Why it is safe. Both arguments of atan2 infinite count as both 1, one as 1 and 0; of binary64 sizes the significands are
-divided, and the exponents kept apart, so that the quotient neither over- nor underflows.
-
-    before   atan(y / x)                          # wrong half plane; y / x over- or underflows
-    after    atan2(y, x)
+If both arguments of atan2 are infinite they count as 1 and 1, if one is, as 1 and 0. For binary64 arguments the
+significands are divided and the exponents kept apart, so that the quotient neither over- nor underflows.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ TAN_PI_8: Final = 0.41421356237309503
 
 
 def _arcsine(size: Expr) -> tuple[Expr, Pair]:
-    """Whether size > 1/2, and asin(size), or there asin(sqrt((1 - size) / 2)). NaN beyond 1."""
+    """Return whether size > 1/2, and asin(size), or there asin(sqrt((1 - size) / 2)). NaN beyond 1."""
     far = size > 0.5
     z = select(far, fma(size, -0.5, 0.5), size * size)
     root = choose(far, square_root(Pair(z, f64(0.0))), Pair(size, f64(0.0)))
@@ -51,7 +47,7 @@ def _arcsine(size: Expr) -> tuple[Expr, Pair]:
 
 
 def _from(turns: float, value: Pair) -> Pair:
-    """turns * pi/2 - value."""
+    """Return turns * pi/2 - value."""
     hi, lo = fast_two_sum(f64(HALF_PI[0] * turns), -1.0 * value.hi)
     return Pair(hi, (lo - value.lo) + HALF_PI[1] * turns)
 
@@ -71,7 +67,7 @@ def acos(x: Expr) -> Approximation:
 
 
 def _angle(y: Expr, x: Expr, left: Expr) -> Pair:
-    """The angle of (x, y) for x, y >= 0 not both 0; pi minus it where ``left``."""
+    """Return the angle of (x, y) for x, y >= 0 that are not both 0; pi minus it where ``left``."""
     steep = y > x
     small, large = select(steep, x, y), select(steep, y, x)
     bent = small > large * TAN_PI_8
@@ -98,10 +94,10 @@ def atan(x: Expr) -> Approximation:
 
 
 def _comparable(y: Expr, x: Expr) -> tuple[Expr, Expr, Expr | None]:
-    """Sizes a and b, neither infinite, not both zero, and an exponent: |y / x| = a / b 2^exponent.
+    """Return sizes a and b, neither infinite, not both zero, and an exponent: |y / x| = a / b 2^exponent.
 
-    Of binary64 numbers the larger becomes one in [1, 2), and the other at least 2^-100: the exponent is not zero only
-    where y is smaller, and then what an arc tangent differs from its argument by is below 2^-200 of it.
+    Of binary64 numbers the larger is scaled to [1, 2), and the other to at least 2^-100. The exponent is nonzero only
+    where y is so much smaller that the arc tangent differs from its argument by less than 2^-200 of it.
     """
     a, b = absolute(y), absolute(x)
     endless = is_infinite(y) | is_infinite(x)

@@ -1,13 +1,9 @@
 """log, log2, log10 and log1p: k log 2 + log(1 + f), 1 + f in [sqrt(1/2), sqrt(2)).
 
-What is true here. With s = f / (2 + f) and z = s^2: log(1 + f) = f - f^2/2 + s (f^2/2 + z P(z)) (fdlibm's form of Tang
-1990). The first two terms are kept as a pair, the rest is below 0.1 |f|; k log 2 is added in two parts, the
-first exact. So log is good to 2^-56 before its last rounding, near 1 too, and log(1) = +0, log2(2^n) = n.
-
-Why it is safe. Subnormals are scaled by 2^54 first; everything but a positive finite argument is a case.
-
-    before   log(x)
-    after    k * LN2 + (f - f^2/2) + s * (f^2/2 + z * P(z))
+With s = f / (2 + f) and z = s^2, log(1 + f) = f - f^2/2 + s (f^2/2 + z P(z)) (fdlibm's form of Tang 1990). The first
+two terms are a pair and the rest is below 0.1 |f|; k log 2 is added in two parts, the first of which is exact. So log
+is good to 2^-56 before its last rounding, near 1 too, and log(1) = +0, log2(2^n) = n. Subnormals are scaled by 2^54
+first; every argument that is not positive and finite is a case.
 """
 
 from __future__ import annotations
@@ -30,7 +26,9 @@ _BIAS: Final = 1100
 
 
 class Split(NamedTuple):
-    """A positive number = 2^k * (1 + f), f exact, sqrt(1/2) <= 1 + f < sqrt(2); ``unit`` = 2^-min(k, 900)."""
+    """The parts of a positive number 2^k * (1 + f), f exact, sqrt(1/2) <= 1 + f < sqrt(2); ``unit`` =
+    2^-min(k, 900).
+    """
 
     k: Expr
     f: Expr
@@ -38,7 +36,7 @@ class Split(NamedTuple):
 
 
 def split(x: Expr) -> Split:
-    """Exponent and fraction of a positive finite number, subnormal or not."""
+    """Return exponent and fraction of a positive finite number, subnormal or not."""
     tiny = x < 2.0**-1022
     code = bits(select(tiny, x * 2.0**54, x))
     biased = (code + ((_BIAS << 52) - _SQRT_HALF_BITS)) >> 52
@@ -48,7 +46,7 @@ def split(x: Expr) -> Split:
 
 
 def log_fraction(f: Expr, tail: Expr | None = None) -> Pair:
-    """log(1 + f + tail), |f| <= 0.4143 and |tail| about an ulp of f at most; relative accuracy 2^-56."""
+    """Return log(1 + f + tail) with relative accuracy 2^-56, |f| <= 0.4143 and |tail| at most about an ulp of f."""
     s = f / (f + 2.0)
     z = s * s
     half = two_product(f * 0.5, f)
@@ -61,13 +59,13 @@ def log_fraction(f: Expr, tail: Expr | None = None) -> Pair:
 
 
 def add_exponent(k: Expr, fraction: Pair) -> Pair:
-    """k log 2 + fraction, for an integer |k| < 2048 and |fraction| < 1/2."""
+    """Return k log 2 + fraction, for an integer |k| < 2048 and |fraction| < 1/2."""
     hi, lo = fast_two_sum(k * LN2[0], fraction.hi)
     return Pair(hi, fma(k, LN2[1], lo + fraction.lo))
 
 
 def domain(x: Expr, pole: float = 0.0) -> tuple[Case, ...]:
-    """The cases of a logarithm: -inf at the pole, NaN below, +inf and NaN themselves."""
+    """Return the cases of a logarithm: -inf at the pole, NaN below, +inf and NaN unchanged."""
     outside = (x <= pole) | ~(x < math.inf)
     value = select(x.equals(pole), -math.inf, select(x < pole, math.nan, x))
     return ((outside, value),)
@@ -102,7 +100,7 @@ def log10(x: Expr) -> Approximation:
 
 
 def _is_power_of_ten(x: Expr, logarithm: Expr) -> Expr:
-    """bool: x = 10^n, n the integer next to the logarithm; 10^22 is the last that is a binary64 number."""
+    """Whether x = 10^n, n the integer next to the logarithm. 10^22 is the last power that is a binary64 number."""
     _, n = round_to_integer(clamped(logarithm, 0.0, 22.0))
     power = f64(1.0)
     for i in range(5):
@@ -117,7 +115,7 @@ def log1p(x: Expr) -> Approximation:
 
 
 def log1p_pair(x: Pair) -> Pair:
-    """log(1 + x) for x > -1: where 1 + x needs no scaling, x itself is the fraction."""
+    """Return log(1 + x) for x > -1. Where 1 + x needs no scaling, x itself is the fraction."""
     one, lost = two_sum(f64(1.0), x.hi)
     parts = split(one)
     scaled = Pair(parts.f, (lost + x.lo) * parts.unit)

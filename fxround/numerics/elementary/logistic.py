@@ -1,13 +1,8 @@
 """sigmoid and softplus from exp(-|x|).
 
-What is true here. E = exp(-|x|) <= 1 is a pair 2^k M. sigmoid is 1 / (1 + E) or E / (1 + E), softplus is
-max(x, 0) + log(1 + E): nothing cancels and nothing overflows, and a result far below 1 keeps its relative
-accuracy down to gradual underflow, because 2^k is applied last.
-
-Why it is safe. |x| is clamped to 800, where E has underflowed.
-
-    before   1 / (1 + exp(-x))
-    after    x < 0 ? E / (1 + E) : 1 / (1 + E)
+E = exp(-|x|) <= 1 is a pair M times 2^k. sigmoid is 1 / (1 + E) or, for x < 0, E / (1 + E); softplus is max(x, 0) +
+log(1 + E). Nothing cancels and nothing overflows, and a result far below 1 keeps its relative accuracy down to gradual
+underflow, because 2^k is applied last. |x| is clamped to 800, where E has underflowed.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 
 def _decay(x: Expr) -> tuple[Pair, Expr, Pair]:
-    """exp(-|x|) as pair M and exponent k, and as the pair E = 2^max(k, -300) M."""
+    """Return exp(-|x|) as pair M and exponent k, and as the pair E = 2^max(k, -300) M."""
     size = absolute(x)
     parts = reduced(negate(select(size > 800.0, f64(800.0), size)))
     pair = parts.exponential()
@@ -42,7 +37,7 @@ def softplus(x: Expr) -> Approximation:
     """log(1 + exp(x))."""
     pair, k, small = _decay(x)
     far = (x < 0.0) & (small.hi < 2.0**-60)
-    # 1 + E, or half of it: both within [sqrt(1/2), sqrt(2)) as log_fraction wants them
+    # 1 + E, or half of it: both lie within [sqrt(1/2), sqrt(2)), the domain of log_fraction.
     upper = small.hi > 0.4142
     shifted = fast_two_sum(f64(-0.5), small.hi * 0.5)
     f = choose(upper, Pair(shifted.hi, shifted.lo + small.lo * 0.5), small)

@@ -1,14 +1,9 @@
 """fmod and remainder: the exact remainder of a division whose quotient may have 2100 bits.
 
-What is true here. |x| = m 2^e, |y| = n 2^f, 1 <= m, n < 2. r = m 2^(e-f) mod n is built up 48 bits at a time:
-r <- r 2^48 - q n with the nearest integer q to the approximate quotient. Every r is a multiple of 2^-52 below 2,
-so that one fma gives it exactly; fmod is exact.
-
-Why it is safe. |q| < 2^50 is off by one at most, |r| stays below 3/4 n, and one addition at the end makes it
-positive. The number of steps follows from the exponents that the argument's type can have.
-
-    before   x - floor(x / y) * y                  # wrong as soon as x / y is rounded
-    after    r 2^48 - q n, step by step, every r exact
+|x| = m 2^e and |y| = n 2^f, 1 <= m, n < 2. r = m 2^(e-f) mod n is computed 48 bits at a time: r <- r 2^48 - q n, with q
+the integer nearest to the approximate quotient. Every r is a multiple of 2^-52 below 2, so that one fma gives it
+exactly; fmod is exact. |q| < 2^50 is off by one at most, |r| stays below 3/4 n, and one addition at the end makes r
+positive. The number of steps follows from the exponents that the arguments' type has.
 """
 
 from __future__ import annotations
@@ -32,13 +27,13 @@ STEP_BITS: Final = 48
 
 
 def _steps(x: Expr, y: Expr) -> int:
-    """How many times 48 bits the exponents of x and y can be apart."""
+    """Return how many steps of 48 bits the exponents of x and y can be apart."""
     span = 127 + 149 if x.op == "widen" and y.op == "widen" else 1023 + 1074
     return -(-(span + 1) // STEP_BITS)
 
 
 def _remainder(x: Expr, y: Expr) -> tuple[Expr, Expr, Expr]:
-    """r, n and f (u64 in two's complement): |x| mod |y| = r 2^f, 0 <= r < n, where |x| >= |y|."""
+    """Return r, n and f (u64 in two's complement): |x| mod |y| = r 2^f, 0 <= r < n, for |x| >= |y|."""
     (m, e), (n, f) = significand(absolute(x)), significand(absolute(y))
     distance = maximum(e, f) - f
     inverse = 1.0 / n
@@ -64,7 +59,7 @@ def fmod(x: Expr, y: Expr) -> Approximation:
 
 
 def remainder(x: Expr, y: Expr) -> Approximation:
-    """x - floor(x / y) y: fmod, plus y where that is nonzero with the other sign (PyTorch's)."""
+    """x - floor(x / y) y, as in PyTorch: fmod, plus y where that is nonzero and has the other sign."""
     r, n, f = _remainder(x, y)
     size, divisor = absolute(x), absolute(y)
     small = size < divisor

@@ -1,28 +1,26 @@
-"""pow(a, b) = exp(b log|a|), with a logarithm good to 2^-65, and to 2^-93 where a boundary is near.
+"""pow(a, b) = exp(b log|a|), with a logarithm good to 2^-65, and to 2^-93 near a boundary.
 
-What is true here. log(1 + f) = 2 (s + s z (1/3 + z P(z))), s = f / (2 + f), z = s^2, all but the tail P in pairs.
-The product b log|a| is a pair, good to 2^-55 absolute where the result neither over- nor underflows, so that the
-result is good to a fraction of an ulp before its last rounding. For binary32 arguments, a result within 8 ulps of a
-number of 26 bits is computed again to 2^-87 (``precise``).
+log(1 + f) = 2 (s + s z (1/3 + z P(z))), s = f / (2 + f), z = s^2, where everything but the tail P is in pairs. The
+product b log|a| is a pair, good to 2^-55 absolutely where the result neither over- nor underflows, so that the result
+is good to a fraction of an ulp before its last rounding. For binary32 arguments, a result within 8 ulps of a number of
+26 bits is computed again to 2^-87 (``precise``). The special cases are those of C23, annex F.10.4.4, in the order in
+which they override each other.
 
 Exact and midpoint cases (after Lauter and Lefevre, IEEE TC 58(2), 2009). Let a = m 2^e > 0 and b = n 2^-F be binary32
 numbers, m and n odd (F may be negative), a != 1, b != 0, and let z = a^b = q 2^k, q odd, have at most 25 bits.
-1.  m = 1: z = 2^(e b), so e b is an integer (2^t is irrational for any other rational t).
-2.  m > 1. Then b > 0: for b < 0, 1/z = a^-b is an algebraic integer power with odd part above 1, and its inverse z is
-    no dyadic rational.
-    F <= 0: b is an integer and z = m^b 2^(e b), so m^b < 2^25; 3^16 > 2^25, hence b <= 15.
-    F > 0: z^(2^F) = a^n, that is q^(2^F) 2^(k 2^F) = m^n 2^(e n). n is odd, so m = r^(2^F), q = r^n, and 2^F divides e;
-    r >= 3 and m < 2^24 give F <= 3, and r^n < 2^25 gives n <= 15.
+
+    1.  m = 1: z = 2^(e b), so e b is an integer (2^t is irrational for any other rational t).
+    2.  m > 1. Then b > 0: for b < 0, 1/z = a^-b is an algebraic integer power with odd part above 1, and its inverse z
+        is no dyadic rational.
+        F <= 0: b is an integer and z = m^b 2^(e b), so m^b < 2^25; 3^16 > 2^25, hence b <= 15.
+        F > 0: z^(2^F) = a^n, that is q^(2^F) 2^(k 2^F) = m^n 2^(e n). n is odd, so m = r^(2^F), q = r^n, and 2^F
+        divides e; r >= 3 and m < 2^24 give F <= 3, and r^n < 2^25 gives n <= 15.
+
 So b is a multiple of 1/8 up to 15, or a is a power of two: finitely many families, which ``exact_powers`` lists; the
-tests run them all, in every mode, both signs of a. In these cases the pair is an exact result plus an error
-below 2^-87 of it, under NOISE = 2^-82, and counts as exact: the code decides them all, and rounds them exactly.
-
-Why it is safe. The special cases are those of C23, annex F.10.4.4, in the order in which they override each other. That
-no other pair comes within 2^-82 of a boundary, or within 2^-87 on its wrong side, is not proved: of some 2^61 pairs
-with a finite result other than 1, 2^61 2^26 2^-87, about one, is to be expected so near.
-
-    before   exp(b * log(a))                       # relative error b log(a) 2^-53
-    after    exp(pair product of b and a pair logarithm), sign and edges by cases
+tests run them all, in every mode, with both signs of a. In these cases the pair is an exact result plus an error below
+2^-87 of it, under NOISE = 2^-82, and counts as exact, so that all of them are rounded exactly. It is not proved that no
+other pair comes within 2^-82 of a boundary, or within 2^-87 on its wrong side: of some 2^61 pairs with a finite result
+other than 1, 2^61 2^26 2^-87, about one, is to be expected so near.
 """
 
 from __future__ import annotations
@@ -55,7 +53,9 @@ THIRD: Final = (0.3333333333333333, 1.850371707708594e-17)
 
 
 def exact_powers() -> Iterator[tuple[int, int, int, int]]:
-    """(m, e modulus, n, F) of part 2 above, b = 1 left out: a = m 2^e for e a multiple of the modulus, b = n 2^-F."""
+    """Yield (m, e modulus, n, F) of part 2 above, b = 1 left out: a = m 2^e for e a multiple of the modulus, b = n
+    2^-F.
+    """
     for f in range(4):
         for n in range(1, 16, 2) if f else range(2, 16):
             for r in range(3, 1 << 13, 2):
@@ -64,7 +64,7 @@ def exact_powers() -> Iterator[tuple[int, int, int, int]]:
 
 
 def accurate_log(x: Expr) -> Pair:
-    """log(x) for positive finite x, to 2^-65 relative."""
+    """Return log(x) to 2^-65 relatively, for positive finite x."""
     parts = split(x)
     f = parts.f
     s = divide(Pair(f, f64(0.0)), fast_two_sum(f64(2.0), f))
@@ -76,7 +76,7 @@ def accurate_log(x: Expr) -> Pair:
 
 
 def _is_integer(size: Expr) -> Expr:
-    """bool, for size >= 0."""
+    """Whether size is an integer, for size >= 0."""
     return ((size + 2.0**52) - 2.0**52).equals(size) | (size >= 2.0**52)
 
 
@@ -96,14 +96,15 @@ def power(a: Expr, b: Expr) -> Approximation:
     odd = integer & ~_is_integer(exponent * 0.5)
     sign = select(odd, a, absolute(a))
     hi, lo = with_sign_of(sign, value)
-    # Next to 1 the noise of an exact result and a true remainder look alike; but there only a = 1 is exact.
+    # Next to 1 the noise of an exact result and a true remainder look alike. There only a = 1 is exact, and it is a
+    # case.
     near_one = absolute(product.hi) < 2.0**-54
     remainder = with_sign_of(sign, with_sign_of(product.hi, Pair(f64(2.0**-55), f64(0.0)))).hi
     return Approximation(hi, lo, k, cases=_edges(a, b, integer, sign), residue=(near_one, remainder), noise=noise)
 
 
 def _refined(size: Expr, b: Expr, value: Pair, k: Expr) -> Pair:
-    """The value, its low part good to 2^-87 where 57 bits might not tell on which side of a boundary it lies."""
+    """Return the value, its low part good to 2^-87 where 57 bits may not decide on which side of a boundary it lies."""
     near = ((bits(value.hi + value.lo) + 8) & ((1 << 27) - 1)) <= 16
     argument = multiply(Pair(b, f64(0.0)), precise_log(Pair(size, f64(0.0))))
     precise, precise_k = precise_exp(Pair(clamped(argument.hi, -800.0, 800.0), argument.lo))

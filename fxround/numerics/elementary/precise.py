@@ -1,12 +1,8 @@
-"""log and exp of pairs to some 90 bits, for results so near a boundary that 57 bits do not tell on which side they are.
+"""log and exp of pairs to some 90 bits, for results so near to a boundary that 57 bits do not decide the rounding.
 
-What is true here. The series of atanh and exp, their first terms in pairs, the others, which are below 2^-40 of the
-sum, in binary64. log 2 is taken in three parts, 42 + 53 + 53 bits, so that k log 2 is good to 2^-140.
-
-Why it is safe. Every step is an operation of ``pairs``, which loses a few units of 2^-104.
-
-    before   log(x) = hi + lo, good to 2^-65
-    after    precise_log(x), good to 2^-93
+Both evaluate their series (of atanh and exp) with the first terms in pairs and the others, which are below 2^-40 of the
+sum, in binary64. log 2 has three parts of 42 + 53 + 53 bits, so that k log 2 is good to 2^-140. Every step is an
+operation of ``pairs``, which loses a few units of 2^-104.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
 
 
 def precise_log(x: Pair) -> Pair:
-    """log(x) for a positive x, not too small for its low part, to 2^-93 of max(1, |log x|)."""
+    """Return log(x) to 2^-93 of max(1, |log x|), for a positive x that is not too small for its low part."""
     parts = split(x.hi)
     f = two_sum(parts.f, x.lo * parts.unit)
     s = divide(f, add(pair_constant((2.0, 0.0)), f))
@@ -48,17 +44,17 @@ def precise_log(x: Pair) -> Pair:
 
 
 def _pair(value: Fraction) -> tuple[float, float]:
-    """A rational number to 106 bits."""
+    """Return a rational number to 106 bits."""
     return float(value), float(value - Fraction(float(value)))
 
 
 def pair_constant(value: tuple[float, float]) -> Pair:
-    """A constant to 106 bits."""
+    """Return a constant to 106 bits."""
     return Pair(f64(value[0]), f64(value[1]))
 
 
 def pair_series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
-    """c0 + c1 z + ...: the first ``heads`` terms in pairs, what follows in binary64."""
+    """Return c0 + c1 z + ...: the first ``heads`` terms in pairs, the following ones in binary64."""
     tail = polynomial(z.hi, [float(c) for c in coefficients[heads:]])
     value = Pair(tail, f64(0.0))
     for c in reversed(coefficients[:heads]):
@@ -67,7 +63,7 @@ def pair_series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
 
 
 def precise_exp(x: Pair) -> tuple[Pair, Expr]:
-    """exp(x) as a pair in [0.7, 1.42] and an exponent (u64), |x| < 1000: off by 2^-92 and what x is off."""
+    """Return exp(x) as a pair in [0.7, 1.42] and an exponent (u64), |x| < 1000. The error is 2^-92 plus that of x."""
     k, k_integer = round_to_integer(x.hi, LOG2_E)
     whole = add(Pair(k * LN2[0], f64(0.0)), multiply(Pair(k, f64(0.0)), pair_constant(LN2_REST)))
     r = add(x, negated(whole))

@@ -1,18 +1,15 @@
-"""Short evaluations for binary32 to nearest even: good to 2^-36, with a test that says when that is not enough.
+"""Short evaluations for binary32 to nearest even: good to 2^-36, with a test of whether that is enough.
 
-What is true here. A ``Quick`` is a binary64 value within 2^-36 of the exact one, relatively, wherever it is
-``trusted``. Rounding to nearest changes only at the midpoints of neighbours. A value further than 2^-35 from every
-midpoint therefore rounds as the exact value does, by the conversion of the hardware; one lane in a thousand is
-nearer, or not trusted, and takes the long way of the function's own file (Ziv 1991). What lies next to a value of
-binary32, as sin(x) next to x, is far from a midpoint and stays quick.
+A ``Quick`` is a binary64 value within 2^-36 of the exact one, relatively, wherever it is ``trusted``. Rounding to
+nearest changes only at the midpoints of neighbours, so a value further than 2^-35 from every midpoint rounds as the
+exact value does, by the hardware's conversion. About one lane in a thousand is nearer, or not trusted, and takes the
+full evaluation of the function's own file (Ziv 1991). A result next to a binary32 number, as sin(x) next to x, is far
+from a midpoint and needs no full evaluation.
 
-Why it is safe. Each error is the sum of a polynomial's (at most 2^-37, stated beside its ``Fit``) and of a few
-roundings of binary64; the tests measure the whole against mpmath. ``trusted`` holds only where the result is a
-normal number of binary32, or exact. Where tanh and erf are cut off, value and exact value lie above the last midpoint
-below 1. The comparison over all binary32 inputs runs these very kernels.
-
-    before   every lane: 53 + 53 bits
-    after    rarely(near a midpoint, 53 + 53 bits, narrow(45 bits))
+Each error is the sum of a polynomial's (at most 2^-37, stated next to its ``Fit``) and of a few roundings of binary64;
+the tests measure the sum against mpmath. ``trusted`` holds only where the result is a normal number of binary32, or
+exact. Where tanh and erf are cut off, value and exact value lie above the last midpoint below 1.
+``benchmarks.exhaustive`` compares the results of these kernels for all binary32 inputs.
 """
 
 from __future__ import annotations
@@ -41,43 +38,44 @@ _EXPONENT: Final = 0xFFF << 52
 
 @dataclass(frozen=True)
 class Quick:
-    """A value within 2^-36 of the exact one, where ``trusted`` (bool) holds; or both between 1 - 2^-25 and 1."""
+    """A value within 2^-36 of the exact one where ``trusted`` (bool) holds; or both lie between 1 - 2^-25 and 1."""
 
     value: Expr
     trusted: Expr
 
     def doubtful(self) -> Expr:
-        """bool: the exact value may round to another binary32 number than ``value`` does."""
+        """Whether the exact value may round to another binary32 number than ``value`` does."""
+        # The 29 low bits are those that binary32 drops; at a midpoint they are 2^28.
         beside = (bits(self.value) - ((1 << 28) - WINDOW)) & ((1 << 29) - 1)
         return (beside <= 2 * WINDOW) | ~self.trusted
 
 
 def _zero_or_within(x: Expr, low: float, high: float) -> Expr:
-    """bool: x = 0, or low <= |x| < high, in integers: for odd functions, which are about x near 0."""
+    """Whether x = 0 or low <= |x| < high, in integers: for odd functions that are about x near 0."""
     size = bits(x) & MAGNITUDE
     return size.equals(0) | ((size - _ordinal(low)) < _ordinal(high) - _ordinal(low))
 
 
 def _positive(x: Expr) -> Expr:
-    """bool: 0 < x < 2^128, for an x of binary32."""
+    """Whether 0 < x < 2^128, for a binary32 x."""
     return (bits(x) - 1) < _ordinal(2.0**128) - 1
 
 
 def _powers(x: Expr) -> tuple[Expr, Expr]:
-    """2^k as bits above a significand of zeros, and exp(r) - 1, x = k log 2 + r, |x| < 100: r is off by 2^-47."""
+    """Return 2^k as bits above a significand of zeros, and exp(r) - 1: x = k log 2 + r, |x| < 100, r off by 2^-47."""
     shifted = fma(x, LOG2_E, SHIFTER)
     r = fma(shifted - SHIFTER, -LN2, x)
     return bits(shifted) << 52, r * polynomial(r, COEFFICIENTS["quick_exp"])
 
 
 def exp(x: Expr) -> Quick:
-    """2^k (1 + r Q(r)); trusted up to 87, where the result is normal."""
+    """2^k (1 + r Q(r)), trusted up to 87, where the result is normal."""
     power, rest = _powers(x)
     return Quick(from_bits(bits(rest + 1.0) + power), absolute(x) < 87.0)
 
 
 def _reciprocal(d: Expr) -> Expr:
-    """1 / d for 1 <= d < 2^130: 12 % off by a subtraction of encodings, then three steps, to 2^-50."""
+    """Return 1 / d for 1 <= d < 2^130: a subtraction of encodings, which is off by 12 %, then three steps, to 2^-50."""
     y = from_bits(const("u64", 0x7FDE623822FC16E6) - bits(d))
     e = fma(negate(d), y, 1.0)
     y = fma(y, fma(e, e, e), y)
@@ -92,7 +90,7 @@ def sigmoid(x: Expr) -> Quick:
 
 
 def tanh(x: Expr) -> Quick:
-    """(E - 1) / (E + 1), E = exp(2 x); E - 1 = 2^k (exp(r) - 1) + (2^k - 1)."""
+    """(E - 1) / (E + 1), E = exp(2 x), where E - 1 = 2^k (exp(r) - 1) + (2^k - 1)."""
     size = clamped(x, -10.0, 10.0)
     power, rest = _powers(size + size)
     scale = from_bits(power + bits(f64(1.0)))
@@ -104,7 +102,7 @@ def tanh(x: Expr) -> Quick:
 
 
 def _logarithm(x: Expr, name: str) -> tuple[Expr, Expr]:
-    """k 2^52 and log(1 + f) of a positive normal number 2^k (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)."""
+    """Return k 2^52 and log(1 + f) of a positive normal number 2^k (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)."""
     exponent = (bits(x) - _SQRT_HALF_BITS) & _EXPONENT
     f = from_bits(bits(x) - exponent) - 1.0
     return signed_to_f64(exponent), f * polynomial(f, COEFFICIENTS[name])
@@ -124,7 +122,7 @@ def erf(x: Expr) -> Quick:
 
 
 def _turned(x: Expr, quarter: int) -> Quick:
-    """sin(x + quarter pi/2): x = k pi/2 + r, r good to 2^-70, far less than |r| itself for |x| < 2^17."""
+    """Return sin(x + quarter pi/2): x = k pi/2 + r, r good to 2^-70, far less than |r| itself for |x| < 2^17."""
     shifted = fma(x, 2 / 3.141592653589793, SHIFTER)
     k = shifted - SHIFTER
     r = fma(k, -HALF_PI[1], fma(k, -HALF_PI[0], x))
@@ -138,7 +136,7 @@ def _turned(x: Expr, quarter: int) -> Quick:
 
 
 def sin(x: Expr) -> Quick:
-    """The sine; a subnormal x is its own sine."""
+    """The sine. A subnormal x is its own sine."""
     return _turned(x, 0)
 
 
@@ -148,7 +146,7 @@ def cos(x: Expr) -> Quick:
 
 
 def power(a: Expr, b: Expr) -> Quick:
-    """2^(b log2 a) for a > 0, the logarithm good to 2^-49."""
+    """2^(b log2 a) for a > 0, with a logarithm good to 2^-49."""
     k, fraction = _logarithm(a, "quick_power")
     t = b * fma(k, 2.0**-52, fraction)
     shifted = t + SHIFTER

@@ -1,15 +1,10 @@
 """x modulo pi/2 for every finite x, in integers (Payne and Hanek 1983).
 
-What is true here. x = M 2^Q with an integer M. Of 2/pi only the bits that land between 2^1 and 2^-n of M 2^Q 2/pi
-matter: those above give multiples of 4 quadrants. They are cut out of a constant at the exponent's
-position, by selects, and multiplied by M modulo 2^(n+2). The nearest quadrant is taken off the top,
-what stays is a fraction f of pi/2, |f| <= 1/2, and r = f pi/2 is returned as a pair.
-
-Why it is safe. The closest that a binary64 number above 1 comes to a multiple of pi/2 is 2^-61 of a quadrant,
-a binary32 number 2^-34. n = 190 and n = 126 leave 2^-137 and 2^-102 of a quadrant for the truncation.
-
-    before   fmod(x, pi / 2)                       # sin(1e22) off in every digit
-    after    quadrant, Pair(hi, lo) = quarter_turns(|x|)
+x = M 2^Q with an integer M. Only the bits of 2/pi that land between 2^1 and 2^-n of M 2^Q 2/pi matter: those above give
+multiples of 4 quadrants. Selects cut them out of a constant, at a position that the exponent gives; they are multiplied
+by M modulo 2^(n+2). The nearest quadrant is taken off the top, which leaves a fraction f of pi/2, |f| <= 1/2, and r = f
+pi/2 is returned as a pair. The closest that a binary64 number above 1 comes to a multiple of pi/2 is 2^-61 of a
+quadrant, a binary32 number 2^-34. n = 190 and n = 126 make the truncation 2^-137 and 2^-102 of a quadrant.
 """
 
 from __future__ import annotations
@@ -36,14 +31,14 @@ _DIGIT: Final = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of x: bits of its significand, its largest exponent, and words of 2/pi that it needs."""
+    """The type of x: the bits of its significand, its largest exponent, and how many words of 2/pi it needs."""
 
     precision: int
     largest_exponent: int
     words: int
 
     def constant(self) -> list[Expr]:
-        """64-bit words of 2/pi, the first bit of which lands on 2^1 for |x| in [1/2, 1)."""
+        """Return 64-bit words of 2/pi, the first bit of which lands on 2^1 for |x| in [1/2, 1)."""
         zeros, count = self.precision + 2, self.words + 1 + (self.largest_exponent + 1) // 64
         stream = TWO_OVER_PI >> (1280 + zeros - 64 * count)
         return [const("u64", stream >> (64 * (count - 1 - i))) for i in range(count)]
@@ -54,7 +49,7 @@ BINARY64: Final = Argument(53, 1023, 3)
 
 
 def quarter_turns(x: Expr) -> tuple[Expr, Pair]:
-    """The nearest multiple of pi/2 to |x| (its number modulo 4, u64), and |x| minus it."""
+    """Return the number modulo 4 (u64) of the multiple of pi/2 nearest to |x|, and |x| minus that multiple."""
     kind = BINARY32 if x.op == "widen" else BINARY64
     size = absolute(x)
     quadrant, remainder = _reduce(size, kind)
@@ -70,7 +65,7 @@ def _reduce(size: Expr, kind: Argument) -> tuple[Expr, Pair]:
     top = (digits[0] << 32) | digits[1]
     quadrant = (top + (1 << 61)) >> 62
     fraction = top - (quadrant << 62)
-    # Every part is below 2^32 in magnitude, and exact.
+    # Every part is a binary64 number without rounding: it is below 2^32 in magnitude, scaled by a power of two.
     head = integer_to_f64((fraction >> 32) ^ (1 << 31), 1 << 31)
     parts = [integer_to_f64(d, 0) * 2.0 ** (-32 * i) for i, d in enumerate([fraction & _DIGIT, *digits[2:]], 1)]
     total = add(fast_two_sum(head, parts[0]), _sum(parts[1:4]))
@@ -78,24 +73,24 @@ def _reduce(size: Expr, kind: Argument) -> tuple[Expr, Pair]:
 
 
 def _sum(parts: list[Expr]) -> Pair:
-    """The sum of decreasing parts, without overlap."""
+    """Return the sum of decreasing parts, without overlap."""
     hi, lo = fast_two_sum(parts[0], parts[1])
     return Pair(hi, lo + parts[2]) if len(parts) > 2 else Pair(hi, lo)
 
 
 def _window(kind: Argument, position: Expr) -> list[Expr]:
-    """kind.words words of the constant, from this bit on."""
+    """Return kind.words words of the constant, from the bit at this position on."""
     words, index, shift = kind.constant(), position >> 6, position & 63
     for stage in reversed(range((len(words) - kind.words - 1).bit_length())):
         step, here = 1 << stage, ~((index >> stage) & 1).equals(0)
         need = kind.words + step
-        # A word beyond the last is asked for only where the remaining index is 0.
+        # A word beyond the last one is needed only where the remaining index is 0.
         words = [select(here, words[j + step], w) if j + step < len(words) else w for j, w in enumerate(words[:need])]
     return [(a << shift) | ((b >> 1) >> (63 - shift)) for a, b in pairwise(words)]
 
 
 def _multiply(significand: Expr, words: list[Expr], long: bool) -> list[Expr]:
-    """significand * words modulo 2^(64 len(words)), as 32-bit digits, the first one the highest."""
+    """Return significand * words modulo 2^(64 len(words)), as 32-bit digits, the highest first."""
     digits = [part for w in reversed(words) for part in (w & _DIGIT, w >> 32)]
     low = _row(significand & _DIGIT, digits, [])
     product = _row(significand >> 32, digits[:-1], low[1:]) if long else low[1:]
@@ -103,7 +98,9 @@ def _multiply(significand: Expr, words: list[Expr], long: bool) -> list[Expr]:
 
 
 def _row(factor: Expr, digits: list[Expr], addend: list[Expr]) -> list[Expr]:
-    """factor * digits + addend, lowest digit first; factor below 2^32 (2^21 with an addend), no digit more."""
+    """Return factor * digits + addend, lowest digit first and without a further digit; factor below 2^32 (2^21 with an
+    addend).
+    """
     out: list[Expr] = []
     carry: Expr | None = None
     for i, digit in enumerate(digits):

@@ -1,13 +1,9 @@
 """cbrt, rsqrt and hypot.
 
-What is true here. Each is an approximation y with a few wrong bits plus the exact residual times the derivative: a
-pair good to about 2^-95, so that the result is the nearest binary64 number but for one case in 2^40, and
-an exact result (cbrt(27), hypot(3, 4), rsqrt(1/16)) is exact.
-
-Why it is safe. The ends of binary64's range are scaled away before squares and cubes are formed.
-
-    before   pow(x, 1 / 3)
-    after    y + (x - y^3) / (3 y^2)
+Each is an approximation y with a few wrong bits plus the exact residual times the derivative, as in y + (x - y^3) / (3
+y^2): a pair good to about 2^-95. The result is therefore the nearest binary64 number but for one case in 2^40, and an
+exact result (cbrt(27), hypot(3, 4), rsqrt(1/16)) is exact. Arguments near the ends of binary64's range are scaled
+before they are squared or cubed.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ def rsqrt(x: Expr) -> Approximation:
 
 
 def hypot(x: Expr, y: Expr) -> Approximation:
-    """sqrt(x^2 + y^2); infinite if either is, even if the other is NaN."""
+    """sqrt(x^2 + y^2): infinite if either is, even if the other is NaN."""
     a, b = absolute(x), absolute(y)
     large, small = select(a > b, a, b), select(a > b, b, a)
     exponent: Expr | None = None

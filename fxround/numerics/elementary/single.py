@@ -1,16 +1,13 @@
 """Evaluations in binary32 alone, for binary32 to nearest even: an interval, and whether it rounds to one number.
 
-What is true here. A ``Single`` is an interval [head + low, head + high] that holds the exact value wherever it is
-``trusted``. Where both ends round to one binary32 number so does the exact value, rounding being monotone: that
-number is the result (Ziv 1991). Elsewhere, one lane in a thousand or so, ``quick`` decides in binary64.
+A ``Single`` is an interval [head + low, head + high] that holds the exact value wherever it is ``trusted``. Rounding is
+monotone, so where both ends round to the same binary32 number, the exact value rounds to it too (Ziv 1991). Elsewhere,
+in about one lane of a thousand, ``quick`` decides in binary64.
 
-Why it is safe. A value is a head and a tail, kept apart by error-free transformations, so that what is lost is a few
-units of 2^-24 of the tail; beside each function stands what adds up to the interval's half width. ``trusted`` keeps
-arguments where no part that counts is subnormal; a NaN equals nothing, so it is never taken for a result. Where this
-argument should fail, the comparison over all binary32 inputs would show it: it runs these very kernels.
-
-    before   8 lanes of binary64 in a register
-    after    rarely(ends differ, binary64, 16 lanes of binary32)
+A value is a head and a tail, kept apart by error-free transformations, so that a few units of 2^-24 of the tail are
+lost; each function states the sum that makes the interval's half width. ``trusted`` excludes arguments for which a part
+that counts is subnormal; a NaN equals nothing, so it is never taken for a result. ``benchmarks.exhaustive`` compares
+the results of these kernels for all binary32 inputs.
 """
 
 from __future__ import annotations
@@ -38,12 +35,12 @@ from fxround.numerics.scalar import (
 
 
 def _nearest(value: float) -> float:
-    """The nearest binary32 number."""
+    """Return the nearest binary32 number."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def _encodings(values: Iterable[float]) -> list[int]:
-    """The nearest binary32 numbers, as integers."""
+    """Return the encodings of the nearest binary32 numbers."""
     return [int.from_bytes(struct.pack("<f", v), "little") for v in values]
 
 
@@ -83,9 +80,10 @@ _SMALL: Final = (127 - 90) << 23
 
 @dataclass(frozen=True)
 class Single:
-    """The exact value lies in [head + low, head + high] (f32), where ``trusted`` (bool; None: everywhere) holds.
+    """An interval [head + low, head + high] (f32) that holds the exact value where ``trusted`` (bool; None:
+    everywhere).
 
-    ``sign`` (u32): where it is given, that is |value|, and this the sign bit.
+    If ``sign`` (u32) is given, the interval holds |value|, and ``sign`` is the sign bit.
     """
 
     head: Expr
@@ -96,18 +94,18 @@ class Single:
 
     @property
     def value(self) -> Expr:
-        """The rounded value, f32; of no meaning where it is ``doubtful``."""
+        """The rounded value, f32. It means nothing where it is ``doubtful``."""
         value = self.head + self.low
         return value if self.sign is None else from_bits(bits(value) | self.sign)
 
     def doubtful(self) -> Expr:
-        """bool: the ends round to different numbers, or nothing is known."""
+        """Whether the ends round to different numbers, or the interval is not trusted."""
         same = (self.head + self.low).equals(self.head + self.high)
         return ~(same if self.trusted is None else same & self.trusted)
 
 
 def _polynomial(x: Expr, name: str) -> Expr:
-    """Horner's rule with fma."""
+    """Evaluate a polynomial by Horner's rule with fma."""
     *others, last = COEFFICIENTS[name]
     value = const("f32", last)
     for c in reversed(others):
@@ -116,7 +114,7 @@ def _polynomial(x: Expr, name: str) -> Expr:
 
 
 class _Powers(NamedTuple):
-    """exp of the argument = power (1 + r + rest); ``square`` is (r + the argument's low part)^2 < 2^-13."""
+    """The parts of exp = power (1 + r + rest); ``square`` is (r + the argument's low part)^2 < 2^-13."""
 
     power: Expr
     r: Expr
@@ -124,17 +122,18 @@ class _Powers(NamedTuple):
     square: Expr
 
     def pair(self) -> Pair:
-        """The sum: the tail is below 2^-13 of the head."""
+        """Return the sum as a pair whose tail is below 2^-13 of the head."""
         head = fma(self.power, self.r, self.power)
         return Pair(head, fma(self.power, self.rest, fma(self.power, self.r, self.power - head)))
 
 
 def _powers(x: Expr, excess: list[int]) -> _Powers:
-    """x = k log(2)/32 + r, |x| < 87; r is exact, its low part below 2^-22 holds what log(2)/32 lacks.
+    """Reduce x = k log(2)/32 + r, |x| < 87. r is exact; its low part, below 2^-22, holds what the head of log(2)/32
+    lacks.
 
-    The table has binary32 numbers near 2^(j/32), and how much j log(2)/32 exceeds their logarithms, so that ``power``
-    is exact too (after Gal 1986). exp(r) - 1 - r loses 2^-37.5 where its argument is rounded, and less than
-    2^-36.1 in the roundings of a square below 2^-13, half of which counts: 2.0e-11 of the value in all.
+    The table holds binary32 numbers near 2^(j/32), and how much j log(2)/32 exceeds their logarithms, so that ``power``
+    is exact too (after Gal 1986). exp(r) - 1 - r loses 2^-37.5 where its argument is rounded, and less than 2^-36.1 in
+    the roundings of a square below 2^-13, half of which counts: 2.0e-11 of the value in all.
     """
     shifted = fma(x, STEPS, SHIFTER)
     k = shifted - SHIFTER
@@ -148,14 +147,14 @@ def _powers(x: Expr, excess: list[int]) -> _Powers:
 
 
 def exp(x: Expr) -> Single:
-    """exp(x) within 2.0e-11; the table lowers it by 2.2e-11, the upper end is rounded once more (2^-38)."""
+    """exp(x) within 2.0e-11. The table lowers it by 2.2e-11; the upper end is rounded once more (2^-38)."""
     parts = _powers(x, _LOWERED)
     head, low = parts.pair()
     return Single(head, low, fma(parts.power, 2 * _EXP_BOUND, low), absolute(x) < 75.0)
 
 
 def sigmoid(x: Expr) -> Single:
-    """1 / (1 + exp(-x)): exp's bound, the quotient's remainder being exact, and roundings of a tail below 2^-23."""
+    """1 / (1 + exp(-x)): exp's bound, plus roundings of a tail below 2^-23; the quotient's remainder is exact."""
     e = fast_two_sum(*_powers(negate(x), _EXCESS).pair())
     d = two_sum(const("f32", 1.0), e.hi)
     inverse = 1.0 / d.hi
@@ -166,10 +165,10 @@ def sigmoid(x: Expr) -> Single:
 
 
 def tanh(x: Expr) -> Single:
-    """(1 - F) / (1 + F), F = exp(-2 |x|); |x| beyond 20 counts as 20, whose result is 1 as well.
+    """(1 - F) / (1 + F), F = exp(-2 |x|). |x| beyond 20 counts as 20, whose result is 1 as well.
 
-    1 - F is as small as x. The roundings of exp's square, five of 2^-24 of a half of it, are therefore stated by
-    themselves (``_TANH_REST``); what else exp loses is in ``_TANH_BOUND``. A subnormal x has no other part that counts.
+    1 - F is as small as x. The roundings of exp's square, five of 2^-24 of a half of it, therefore have a term of their
+    own (``_TANH_REST``); exp's other errors are in ``_TANH_BOUND``. A subnormal x has no other part that counts.
     """
     size = absolute(x)
     parts = _powers(select(size > 20.0, 20.0, size) * -2.0, _EXCESS)
@@ -191,8 +190,9 @@ def tanh(x: Expr) -> Single:
 def log(x: Expr) -> Single:
     """k log(2) - log(c) + log1p(f), x = 2^k m, f = m c - 1 < 2^-6, c one of 32 inverses; near 1, k = 0 and c = 1.
 
-    The first two have heads of 16 bits behind the point, which add exactly, and rests that lose 2^-24 of themselves
-    (``_LOG_BOUND``, of the heads' sum); log1p(f) - f loses five roundings of half a square, and f's (``_LOG_REST``).
+    The heads of the first two have 16 bits after the binary point, so that they add exactly; their rests lose 2^-24 of
+    themselves (``_LOG_BOUND``, relative to the heads' sum). log1p(f) - f loses five roundings of half a square, and f's
+    (``_LOG_REST``).
     """
     code = bits(x) - (0x3F800000 - (1 << 17))
     power = code & _EXPONENT
@@ -213,14 +213,15 @@ def log(x: Expr) -> Single:
 
 
 def erf(x: Expr) -> Single:
-    """a P(a - c), a = |x|, c the nearest multiple of 1/8, |a - c| <= 1/16; a beyond 3.93 counts as 3.93: 1 as well.
+    """a P(a - c), a = |x|, c the nearest multiple of 1/8, |a - c| <= 1/16. a beyond 3.93 counts as 3.93, whose result
+    is 1 too.
 
-    P's first two coefficients have two parts. What follows them, ``rest``, is below 2^-9 of P. It loses at most seven
-    roundings of 2^-24 of itself, its largest coefficient's included; that 5.5 bound their sum is what the comparison
-    over all inputs shows.
+    P's first two coefficients have two parts. The rest, ``rest``, is below 2^-9 of P. It loses at most seven roundings
+    of 2^-24 of itself, including that of its largest coefficient. That 5.5 units bound their sum is established by the
+    comparison over all inputs.
     """
     size = absolute(x)
-    # Zero, or not so small that a part is subnormal.
+    # Zero, or large enough that no part is subnormal.
     trusted = (bits(size) - 1) >= _SMALL - 1
     size = select(size > _ERF_END, _ERF_END, size)
     shifted = size + EIGHTHS

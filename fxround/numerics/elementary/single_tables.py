@@ -1,4 +1,4 @@
-"""The entries that ``coefficients.tabulate`` gives, each a binary32 number (a test compares them)."""
+"""The entries that ``coefficients.tabulate`` returns, each a binary32 number. A test compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coefficients that ``coefficients`` derives, lowest power first (a test compares them)."""
+"""The coefficients that ``coefficients.derive`` and ``expand`` return, lowest power first. A test compares them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """sin, cos and tan: two polynomials on [-pi/4, pi/4] after an exact reduction.
 
-What is true here. x = n pi/2 + r + r', r + r' good to 2^-75 relative for every finite x (``reduction``); sin and cos of
-r + r' are pairs whose heads are r and 1 - r^2/2, good to 2^-56. The quadrant n picks one of them and its sign.
-
-Why it is safe. Infinities are cases; sin(+-0) and tan(+-0) keep their sign because the sign is applied last.
-
-    before   sin(x)
-    after    n & 1 ? cos(r) : sin(r), negated where n & 2
+x = n pi/2 + r + r', where r + r' is good to 2^-75 relatively for every finite x (``reduction``). sin and cos of r + r'
+are pairs whose heads are r and 1 - r^2/2, good to 2^-56. The quadrant n picks one of them and its sign. sin(+-0) and
+tan(+-0) keep their sign because the sign is applied last; infinities are cases.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ from fxround.numerics.scalar import Expr, absolute, fma, from_bits, negate
 
 
 def _sin(r: Pair) -> Pair:
-    """sin(r), |r| <= pi/4."""
+    """Return sin(r), |r| <= pi/4."""
     z = r.hi * r.hi
     curve = r.hi * (z * polynomial(z, COEFFICIENTS["sin"]))
     return fast_two_sum(r.hi, fma(r.lo, fma(z, -0.5, 1.0), curve))
 
 
 def _cos(r: Pair) -> Pair:
-    """cos(r), |r| <= pi/4."""
+    """Return cos(r), |r| <= pi/4."""
     square = two_product(r.hi, r.hi)
     z = square.hi
     hi, lo = fast_two_sum(f64(1.0), z * -0.5)
@@ -51,7 +47,7 @@ def _odd(quadrant: Expr) -> Expr:
 
 
 def _sign_of_half_turn(quadrant: Expr) -> Expr:
-    """A float with the sign (-1)^(quadrant / 2)."""
+    """Return a float with the sign (-1)^(quadrant / 2)."""
     return from_bits(quadrant << 62)
 
 
