@@ -1,20 +1,15 @@
-"""Bins for exact sums: one 64-bit integer an exponent, added up once at the end.
+"""Bins for exact sums: one 64-bit integer for each exponent, added up once at the end.
 
-What is true here. A finite x is m * 2^(e - bias) with an integer m. Bin e of a table of 64-bit integers
-gathers the m of exponent e (a 53-bit m in two halves, the upper one 26 bins on), so the bins hold the exact sum; at
-the end they are added up, with carries, into one long integer whose leading 64 bits and "anything below"
-make the binary64 value to be rounded.
+A finite x is m * 2^(e - bias) with an integer m. Bin e of a table of 64-bit integers holds the sum of the m of exponent
+e (a 53-bit m in two halves, the upper one 26 bins higher), so that all bins together hold the exact sum. At the end
+they are added up, with carries, into one long integer; its leading 64 bits and whether anything is below them make the
+binary64 value to be rounded. Only integers are added, so the order of the elements cannot change the result.
 
     binary32 carrier    320 bins, 24-bit m      no bin overflows before 2^38 elements
     binary64 carrier   2144 bins, 27-bit m      no bin overflows before 2^35 elements
 
-(Compare Neal, "Fast exact summation using small and large superaccumulators", 2015.)
-
-Why it is safe. Integers only, and their addition is associative: there is no order to get wrong. The highest bins are
-those of sums of 2^35 of the largest numbers.
-
-    before   s = 0.0; for v in x: s += v          # as many roundings as elements
-    after    bin[exponent(v)] += significand(v)   # none
+A table has bins beyond the leading bit of a sum of 2^35 of the largest numbers. Compare Neal, "Fast exact summation
+using small and large superaccumulators", 2015.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.render import SCALARS, emit, literal, llvm_type, splat
 
-# Elements that are taken at once.
+# Elements that are added together.
 LANES: Final = 8
 _I128: Final = ir.IntType(128)
 _NAN, _PLUS, _MINUS = 4, 1, 2
@@ -49,38 +44,38 @@ _HALF: Final = 26
 
 @dataclass(frozen=True)
 class Bins:
-    """Where the bits of a carrier go: bin p counts in units of 2^(p - bias)."""
+    """The bins of a carrier: bin p counts in units of 2^(p - bias)."""
 
     carrier: str
 
     @property
     def trailing(self) -> int:
-        """Bits of the trailing significand."""
+        """The number of bits of the trailing significand."""
         return CARRIERS[self.carrier].trailing
 
     @property
     def bytes(self) -> int:
-        """The size of the carrier."""
+        """The size of an element in bytes."""
         return 4 if self.carrier == "f32" else 8
 
     @property
     def bias(self) -> int:
-        """The weight of a bin: p - bias."""
+        """The number p of the bin whose unit is 1."""
         return CARRIERS[self.carrier].bias + self.trailing
 
     @property
     def exponents(self) -> int:
-        """All exponent fields; the last one is that of the infinities and NaNs."""
+        """The number of exponent fields; the last one is that of infinities and NaNs."""
         return 256 if self.carrier == "f32" else 2048
 
     @property
     def number(self) -> int:
-        """The size of a table, a multiple of 32."""
+        """The number of bins of a table, a multiple of 32."""
         return 320 if self.carrier == "f32" else 2144
 
 
 class Tables:
-    """Some tables of bins; ``add`` spreads a vector of elements over them, or puts it into one."""
+    """Several tables of bins and their flags; ``add`` spreads a vector over the tables, or puts it into one."""
 
     def __init__(self, b: ir.IRBuilder, kernel: Exact, bins: Bins, number: int) -> None:
         self.b, self.kernel, self.bins, self.number = b, kernel, bins, number
@@ -97,7 +92,7 @@ class Tables:
         return at(self.b, self.bin, self.b.mul(lane, I64(self.bins.number)), I64)
 
     def clear(self, first: Any = 0, number: int | None = None) -> None:
-        """The bins and flags of some tables (all of them) to zero."""
+        """Set the bins and flags of ``number`` tables from ``first`` on to zero; of all, if no number is given."""
         b, first, number = self.b, I64(first) if isinstance(first, int) else first, number or self.number
         begin = b.mul(first, I64(self.bins.number))
         with count(b, begin, b.add(begin, I64(number * self.bins.number)), LANES) as i:
@@ -106,7 +101,7 @@ class Tables:
             b.store(I64(0), at(b, self.flags, table, I64))
 
     def fold(self) -> None:
-        """Add all tables to the first."""
+        """Add all tables to the first one, and join their flags."""
         b, vector = self.b, ir.VectorType(I64, LANES)
         with count(b, I64(0), I64(self.bins.number), LANES) as i:
             places = [at(b, self.table(I64(t)), i, I64) for t in range(self.number)]
@@ -120,7 +115,7 @@ class Tables:
         b.store(flags[0], self.flags)
 
     def padded(self, source: Any, number: Any) -> Any:
-        """``number`` elements in the buffer, zeros behind them."""
+        """Copy ``number`` elements to a buffer, followed by zeros."""
         b, zero = self.b, 0 if isinstance(self.memory, ir.IntType) else 0.0
         with count(b, I64(0), I64(LANES)) as i:
             b.store(ir.Constant(self.memory, zero), at(b, self.buffer, i, self.memory))
@@ -128,7 +123,7 @@ class Tables:
         return self.buffer
 
     def add(self, address: Any, table: Any | None = None) -> None:
-        """Eight elements into ``table``; else those of lane l into table l mod their number."""
+        """Add eight elements to ``table``; without one, the element of lane l to table l mod their number."""
         b, bins, code = self.b, self.bins, self.code
         (x,) = emit(self.kernel.read, b, [load_vector(b, address, self.kernel.loads[0], LANES)], LANES)
 
@@ -137,6 +132,8 @@ class Tables:
 
         field = b.and_(b.lshr(x, each(bins.trailing)), each(bins.exponents - 1))
         fraction = b.and_(x, each((1 << bins.trailing) - 1))
+        # A subnormal has field 0, no implicit bit and the unit of field 1; ``total_function`` moves bin 0 to bin 1.
+        # Infinities and NaNs add nothing here and are noted in the flags.
         implicit = b.select(b.icmp_unsigned("==", field, each(0)), each(0), each(1 << bins.trailing))
         special = b.icmp_unsigned("==", field, each(bins.exponents - 1))
         magnitude = b.select(special, each(0), b.or_(fraction, implicit))
@@ -151,8 +148,11 @@ class Tables:
             pieces = [b.and_(low, each((1 << _HALF) - 1)), b.lshr(low, each(_HALF))]
         b.store(b.zext(field, wide) if code.width < 64 else field, self.places, align=64)
         for piece, part in zip(pieces, self.parts, strict=True):
+            # ``high`` is 0 or -1: this negates the pieces of negative elements.
             b.store(b.sub(b.xor(piece, high), high), part, align=64)
         for lane in range(LANES):
+            # One lane after the other: two elements may share a bin. Neighbouring lanes add to different tables, so
+            # that an addition seldom waits for the store of the one before.
             place = b.load(at(b, self.places, I64(lane), I64), typ=I64)
             for i, part in enumerate(self.parts):
                 own = self.table(I64(lane % self.number) if table is None else table)
@@ -161,7 +161,7 @@ class Tables:
                 b.store(b.add(b.load(slot, typ=I64), value), slot)
 
     def _mark(self, special: Any, fraction: Any, sign: Any, table: Any | None) -> None:
-        """Note infinities and NaNs in their tables' flags."""
+        """Note infinities and NaNs in the flags of their tables."""
         b = self.b
         for lane in range(LANES):
             here = I32(lane)
@@ -174,20 +174,24 @@ class Tables:
 
 
 def total_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:
-    """total(table, flags): the sum that the table holds, as binary64, to odd or to nearest even."""
+    """The function total(table, flags): the sum in a table as binary64, to odd or to nearest even.
+
+    The 64 leading bits carry a sticky lowest bit, more than ten places below the 53 that are kept: either rounding of
+    them is that of the exact sum.
+    """
     function = ir.Function(module, ir.FunctionType(SCALARS["f64"], [PTR, I64]), "total")
     function.linkage = "internal"
     b = ir.IRBuilder(function.append_basic_block("entry"))
     table, flags = function.args
     groups = bins.number // 32
     size = groups + 4
-    # Two words of zeros below, for the window under a leading word that is the lowest.
+    # Two words of zeros below the lowest one, which ``_window`` reads if the leading word is among the lowest.
     words = scratch(b, I64, size + 2)
     for i in range(2):
         b.store(I64(0), at(b, words, I64(i), I64))
     with b.if_then(b.icmp_unsigned("!=", flags, I64(0)), likely=False):
         b.ret(_special(b, flags))
-    # Exponent field 0 has the weight of field 1.
+    # Field 0 has the unit of field 1. With bin 0 empty, ``encode`` never shifts by more than 63.
     first = at(b, table, I64(1), I64)
     b.store(b.add(b.load(first, typ=I64), b.load(table, typ=I64)), first)
     b.store(I64(0), table)
@@ -203,6 +207,7 @@ def total_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:
 
 
 def _special(b: ir.IRBuilder, flags: Any) -> Any:
+    """The infinity or NaN that the flags stand for: infinities of both signs, or a NaN, give a NaN."""
     nan, infinity, sign = (0x7FF8 << 48), (0x7FF << 52), 1 << 63
     code = b.select(b.icmp_unsigned("==", flags, I64(_PLUS)), I64(infinity), I64(nan))
     code = b.select(b.icmp_unsigned("==", flags, I64(_MINUS)), I64(infinity | sign), code)
@@ -210,12 +215,13 @@ def _special(b: ir.IRBuilder, flags: Any) -> Any:
 
 
 def _carry(b: ir.IRBuilder, table: Any, words: Any, groups: int) -> Any:
-    """Add the bins into 32-bit words, two's complement; whether the sum is negative."""
+    """Add the bins up into 32-bit words, two's complement; returns whether the sum is negative."""
     carried = Carried(b, [_I128(0)])
     with count(b, I64(0), I64(groups)) as g:
         (total,) = carried.load()
         base = at(b, table, b.mul(g, I64(32)), I64)
         for t in range(32):
+            # 32 bins of 64 bits, shifted by up to 31, are below 2^100 together: 128 bits hold them and the carry.
             value = b.sext(b.load(at(b, base, I64(t), I64), typ=I64), _I128)
             total = b.add(total, b.shl(value, _I128(t)))
         b.store(b.and_(b.trunc(total, I64), I64(0xFFFFFFFF)), at(b, words, b.add(g, I64(2)), I64))
@@ -228,7 +234,7 @@ def _carry(b: ir.IRBuilder, table: Any, words: Any, groups: int) -> Any:
 
 
 def _negate_if(b: ir.IRBuilder, words: Any, size: int, negative: Any) -> None:
-    """The magnitude of the long integer."""
+    """Replace the long integer by its magnitude."""
     with b.if_then(negative):
         carried = Carried(b, [I64(1)])
         with count(b, I64(2), I64(size + 2)) as i:
@@ -239,7 +245,7 @@ def _negate_if(b: ir.IRBuilder, words: Any, size: int, negative: Any) -> None:
 
 
 def _leading(b: ir.IRBuilder, words: Any, size: int) -> Any:
-    """The place of the highest word that is not zero; below 2 if all are."""
+    """The index of the highest word that is not zero; less than 2 if all are zero."""
     found = Carried(b, [I64(0)])
     with count(b, I64(2), I64(size + 2)) as i:
         here = b.icmp_unsigned("!=", b.load(at(b, words, i, I64), typ=I64), I64(0))
@@ -248,7 +254,7 @@ def _leading(b: ir.IRBuilder, words: Any, size: int) -> Any:
 
 
 def _window(b: ir.IRBuilder, words: Any, leading: Any) -> tuple[Any, Any]:
-    """(the leading 64 bits, the lowest one set if anything is lost below; the bin number of the leading bit)."""
+    """(the leading 64 bits, the lowest set if any bit below is; the bin number of the leading bit)."""
     parts = [b.load(at(b, words, b.sub(leading, I64(i)), I64), typ=I64) for i in range(3)]
     rest = Carried(b, [I64(0)])
     with count(b, I64(2), b.sub(leading, I64(2))) as i:
@@ -264,7 +270,7 @@ def _window(b: ir.IRBuilder, words: Any, leading: Any) -> tuple[Any, Any]:
 
 
 def encode(b: ir.IRBuilder, significand: Any, exponent: Any, to_odd: bool) -> Any:
-    """The binary64 encoding of significand * 2^(exponent - 63), rounded."""
+    """The binary64 encoding of significand * 2^(exponent - 63), rounded once; bit 63 of the significand is set."""
     low = b.icmp_signed("<", exponent, I64(-1022))
     places = b.add(I64(11), b.select(low, b.sub(I64(-1022), exponent), I64(0)))
     kept = b.lshr(significand, places)
@@ -273,6 +279,8 @@ def encode(b: ir.IRBuilder, significand: Any, exponent: Any, to_odd: bool) -> An
         kept = b.or_(kept, b.zext(b.icmp_unsigned("!=", lost, I64(0)), I64))
         beyond = I64((0x7FF << 52) - 1)
     else:
+        # A carry out of ``kept`` runs into the exponent field, which is the encoding of the next binade, or of
+        # infinity.
         half = b.shl(I64(1), b.sub(places, I64(1)))
         tie = b.and_(b.icmp_unsigned("==", lost, half), b.trunc(kept, ir.IntType(1)))
         kept = b.add(kept, b.zext(b.or_(b.icmp_unsigned(">", lost, half), tie), I64))

@@ -1,14 +1,9 @@
-"""Kernels one after the other over a few rows at a time, in one call: the loop over ranges of rows and over stages.
+"""Several kernels in one call, a few rows at a time: the loop over ranges of rows, and over stages in a range.
 
-What is true here. A table says which kernels make up a chain, and where the values between them lie. For each range
-of rows every kernel runs on its part; what lies between two of them is a buffer of the thread's own, and a kernel is
-told the address where element 0 would be.
-
-Why it is safe. A kernel touches the range's rows alone; a buffer holds as many rows as a range, and is written by its
-stage before a later one reads it.
-
-    before   for a range, for a stage: a call from Python
-    after    chain(first range, last range, table, ...)
+A table says which kernels make up a chain and where the values between them are stored. For each range of rows every
+kernel runs on its part. A value between two stages is a buffer of the thread's own with as many rows as a range; a
+kernel is passed the address where element 0 would be, so it may touch only the rows of its range. A stage writes its
+buffer before a later stage reads it.
 """
 
 from __future__ import annotations
@@ -19,10 +14,10 @@ from llvmlite import ir
 
 from fxround.runtime.llvm.loops import I64, PTR, at, call_address, count, define
 
-# The table: HEADER; bytes of a row of each value, 0 for what has a place outside; STAGE for each stage; then places.
+# The table: HEADER; the bytes of a row of each value, 0 if the value is stored outside; STAGE for each stage; places.
 HEADER: Final = ("rows", "range", "values", "stages")
-# lines: whether the kernel reduces lines. unit, width: elements of an item and of a row. a, b, c, d: what the kernel is
-# told besides. places: where, among the places, the stage's operands and then its results are listed.
+# lines: whether the kernel reduces lines. unit, width: elements of an item and of a row. a, b, c, d: further arguments
+# of the kernel. places: the index, among the places, of the stage's list of operands and then results.
 STAGE: Final = ("function", "lines", "unit", "width", "a", "b", "c", "d", "operands", "results", "places")
 ARGS: Final = ("table", "bases", "keys", "scratch")
 
@@ -30,8 +25,9 @@ ARGS: Final = ("table", "bases", "keys", "scratch")
 def build_chain(_: None) -> str:
     """The LLVM text of ``chain(begin, end, ARGS...)`` over ranges of rows.
 
-    bases: the address of element 0 of each value, or the offset of its buffer in ``scratch``. keys: an address for
-    each stage. scratch: room for an address of each value, for those of a stage's operands and results, and buffers.
+    bases    the address of element 0 of each value, or the offset of its buffer in ``scratch``
+    keys     an address for each stage
+    scratch  room for an address of each value, for those of a stage's operands and results, and for the buffers
     """
     module = ir.Module("chain")
     b, a = define(module, "chain", [("begin", I64), ("end", I64), *((name, PTR) for name in ARGS)])
@@ -45,6 +41,8 @@ def build_chain(_: None) -> str:
         last = b.select(b.icmp_signed("<", rows, end), rows, end)
         with count(b, I64(0), values) as i:
             step, base = _word(b, a["table"], b.add(steps, i)), _word(b, a["bases"], i)
+            # The address that row 0 would have: row ``first`` is the first of the buffer. An integer, since it may be
+            # out of bounds.
             buffer = b.add(base, b.sub(own, b.mul(first, step)))
             outside = b.icmp_signed("==", step, I64(0))
             b.store(b.select(outside, base, buffer), at(b, a["scratch"], i, I64))
@@ -62,8 +60,11 @@ def build_chain(_: None) -> str:
 
 
 def _call(b: ir.IRBuilder, a: dict[str, Any], stage: dict[str, Any], key: Any, at_: Any, first: Any, last: Any) -> None:
-    """One stage for the rows first ... last; the addresses that it needs are in scratch, from number ``at_``."""
+    """Call one stage for the rows first ... last; the addresses of its operands and results are in scratch from ``at_``
+    on.
+    """
     unit, width = stage["unit"], stage["width"]
+    # A range begins at a multiple of 64 rows and so at a whole item, provided that 64 is a multiple of ``unit``.
     begin = b.sdiv(b.mul(first, width), unit)
     end = b.sdiv(b.add(b.mul(last, width), b.sub(unit, I64(1))), unit)
     operands = at(b, a["scratch"], at_, I64)

@@ -2,8 +2,7 @@
 
 An item is a run of columns of one product. Its accumulators stay in registers from the first step to the last. Elements
 of the first operand are loaded one by one from where they are stored, rows of the second one as vectors, the last
-vector under a mask. Packing pays only where many tiles read
-a packed panel.
+vector under a mask. Packing pays only where many tiles read a packed panel.
 
 Each lane takes the steps k = 0, 1, 2, ... from +0 with its own stream, which is numbered by the place of its result:
 exactly as the packed kernel does (``contract``). A lane without a column is neither loaded nor stored.

@@ -1,12 +1,8 @@
 """The Exact shape as LLVM: sums in integers, block by block, rounded once at the end.
 
-What is true here. A block of a line (or of some neighbouring lines, a lane each) is read twice: for its largest
-exponent, then to be added up (``blocks``); only what is too wide for that goes into bins (``bins``).
-
-Why it is safe. Integers only, and their addition is associative: neither k's order nor the blocks can be seen.
-
-    before   s = 0.0; for v in x: s += v          # as many roundings as elements
-    after    total += integer(v)                  # none
+A block of a line (or of several adjacent lines, one in each lane) is read twice: once for its largest exponent, once to
+be added up (``blocks``). A block whose exponents differ too much for that goes into bins (``bins``). All sums are sums
+of integers, and integer addition is associative: the order of k, blocks and lanes cannot change the result.
 """
 
 from __future__ import annotations
@@ -36,23 +32,24 @@ from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, load_seed, start
 
-# Elements of a block of a line; rows of a block of neighbouring lines: both stay in the caches.
+# Elements of a block of a line, and rows of a block of adjacent lines: both stay in the caches. ``blocks`` relies on at
+# most 2^12 elements in a block, whose integers of at most 2^50 sum to 2^62.
 _BLOCK: Final = 4096
 _ROWS: Final = 512
 _TABLES: Final = 4
 
 
 def lines_across(kernel: Exact, inner: int) -> int:
-    """Neighbouring lines side by side; 0 if there are too few."""
+    """The number of adjacent lines to take together; 0 if there are too few."""
     most = 64 if CARRIER_OF[kernel.loads[0]] == "f32" else 32
     return next((n for n in (most, 16, 8) if inner >= n), 0)
 
 
 def build_exact(variant: tuple[Exact, int, bool]) -> str:
-    """``exact(begin, end, lines, x, out, key)``.
+    """The LLVM text of ``exact(begin, end, lines, x, out, key)``; ``variant`` is (kernel, lanes, dense).
 
-    lanes > 0: items are groups of so many neighbouring lines. Else items are lines, whose elements are
-    neighbours in one run (dense) or are brought together.
+    With lanes > 0, items are groups of ``lanes`` adjacent lines. Otherwise items are lines, whose elements are adjacent
+    in one run (dense) or are copied into panels.
     """
     kernel, lanes, dense = variant
     module = ir.Module("exact")
@@ -66,7 +63,7 @@ def build_exact(variant: tuple[Exact, int, bool]) -> str:
 
 
 class _Lines:
-    """What both walks share."""
+    """What both walks have in common: tables, totals, loading and storing."""
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lines: int, lanes: int) -> None:
         self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
@@ -76,13 +73,14 @@ class _Lines:
         self.totals = blocks.Totals(b, self.tables, lines)
 
     def read(self, address: Any) -> Any:
-        """A vector of encodings."""
+        """Load a vector of elements as encodings."""
         elements = load_vector(self.b, address, self.kernel.loads[0], self.lanes)
         return emit(self.kernel.read, self.b, [elements], self.lanes)[0]
 
     def finish(self, line: Any, place: Any, number: Any, total: ir.Function) -> None:
-        """Round and store a line's sum."""
+        """Round and store the sum of a line."""
         b, kernel = self.b, self.kernel
+        # The rounding of the sum draws before the rounding of the store, each only if its mode draws.
         state = start(b, number, self.seed, 1, any(kernel.draws))
         once, state = advance(b, state, 1, kernel.draws[0])
         again, _ = advance(b, state, 1, kernel.draws[1])
@@ -100,7 +98,7 @@ class _Along(_Lines):
         self.tail = scratch(b, self.memory, self.lanes)
 
     def build(self, total: ir.Function) -> None:
-        """Loop over the lines."""
+        """Emit the loop over the lines."""
         b = self.b
         with count(b, self.a["begin"], self.a["end"]) as item:
             x, out, number = self.description.line(item)
@@ -111,17 +109,20 @@ class _Along(_Lines):
             else:
                 with panels(b, self.description, base, self.memory, self.buffer, lambda: I64(0)) as filled:
                     self._blocks(self.buffer, filled)
+            # ``_bin`` spreads a line over several tables; ``Totals.value`` reads the first one.
             with b.if_then(b.icmp_unsigned("!=", b.load(self.totals.used, typ=I64), I64(0)), likely=False):
                 self.tables.fold()
             self.finish(I64(0), out, number, total)
 
     def _blocks(self, base: Any, number: Any) -> None:
+        """Emit the loop over the blocks of ``number`` adjacent elements."""
         b = self.b
         with count(b, I64(0), number, _BLOCK) as k:
             left = b.sub(number, k)
             self._block(at(b, base, k, self.memory), b.select(b.icmp_signed("<", left, I64(_BLOCK)), left, I64(_BLOCK)))
 
     def _block(self, base: Any, number: Any) -> None:
+        """Add up one block; the last partial vector is copied to a buffer and padded with zeros."""
         b, lanes = self.b, self.lanes
         whole = b.and_(number, I64(-lanes))
         rest = b.sub(number, whole)
@@ -140,13 +141,15 @@ class _Along(_Lines):
 
         field = b.zext(_reduced(b, "umax", blocks.largest(b, self.bins, vectors, lanes), lanes), I64)
         ok = blocks.ordinary(b, self.bins, field)
+        # A zero of the padding adds M and nothing else, so the padding counts among the elements that M is subtracted
+        # for.
         taken = b.add(whole, b.select(partial, I64(lanes), I64(0)))
         self._try(vectors, field, taken, list(blocks.levels(self.bins)), ok, lambda: self._bin(base, number))
 
     def _try(
         self, vectors: Any, field: Any, taken: Any, levels: list[int], ok: Any, otherwise: Callable[[], None]
     ) -> None:
-        """Add the block up at so many levels, else at more, else in bins."""
+        """Add the block up with the first of ``levels`` that leaves no rest; otherwise call ``otherwise``."""
         b, lanes = self.b, self.lanes
         done = scratch(b, I64, 1)
         b.store(I64(0), done)
@@ -157,6 +160,8 @@ class _Along(_Lines):
                 magic = blocks.units(b, self.bins, lowest, level, 1)
                 sums, left = blocks.add_up(b, [splat(b, m, lanes) for m in magic], vectors, lanes)
                 flags = ir.IntType(lanes)
+                # No lane has a rest: every integer is exact. Sums and M * taken wrap modulo 2^64 alike, and their
+                # difference is below 2^63 in magnitude, so it is the exact sum.
                 with b.if_then(b.icmp_unsigned("==", b.bitcast(left, flags), flags(0)), likely=True):
                     own = [
                         b.sub(_reduced(b, "add", s, lanes), b.mul(m, taken)) for s, m in zip(sums, magic, strict=True)
@@ -167,6 +172,7 @@ class _Along(_Lines):
             otherwise()
 
     def _bin(self, base: Any, number: Any) -> None:
+        """Add a block to the tables of bins."""
         b, tables = self.b, self.tables
         self.totals.open(I64(0), _TABLES)
         whole = b.and_(number, I64(-LANES))
@@ -178,7 +184,7 @@ class _Along(_Lines):
 
 
 def _reduced(b: ir.IRBuilder, how: str, vector: Any, lanes: int) -> Any:
-    """A vector's lanes added up, or the largest of them."""
+    """The sum of a vector's lanes (``add``), or the largest of them (``umax``)."""
     element = vector.type.element
     name = f"llvm.vector.reduce.{how}.v{lanes}i{element.width}"
     callee = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(element, [vector.type]), name)
@@ -186,7 +192,7 @@ def _reduced(b: ir.IRBuilder, how: str, vector: Any, lanes: int) -> Any:
 
 
 class _Across(_Lines):
-    """Groups of neighbouring lines, one a lane."""
+    """Groups of adjacent lines, one in each lane."""
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lanes: int) -> None:
         super().__init__(b, a, kernel, lanes, lanes)
@@ -197,7 +203,7 @@ class _Across(_Lines):
         self.sums = [scratch(b, I64, lanes) for _ in range(max(blocks.levels(self.bins)))]
 
     def build(self, total: ir.Function) -> None:
-        """Loop over the groups."""
+        """Emit the loop over the groups."""
         b, lines = self.b, self.lines
         length = lines.description.length
         with lines.each():
@@ -215,9 +221,11 @@ class _Across(_Lines):
                 self.finish(lane, place, number, total)
 
     def _row(self, base: Any, r: Any) -> Any:
+        """The address of the group's elements of row r of the block."""
         return at(self.b, base, self.b.load(at(self.b, self.offsets, r, I64), typ=I64), self.memory)
 
     def _block(self, base: Any, first: Any, rows: Any) -> None:
+        """Add up ``rows`` rows of the group, from row ``first`` on."""
         b, lanes, description = self.b, self.lanes, self.lines.description
         with count(b, I64(0), rows) as r:
             (offset,) = description.place(b.add(first, r), description.k_dims, "k_size", ("k_x",))
@@ -230,6 +238,7 @@ class _Across(_Lines):
         fields = blocks.wide(b, blocks.largest(b, self.bins, vectors, lanes), lanes)
         b.store(fields, self.fields, align=64)
         b.store(ir.Constant(llvm_type("u64", lanes), None), self.done, align=64)
+        # A lane that is added up at one level is done; the next level reads all lanes again and takes the others.
         again = scratch(b, I64, 1)
         b.store(I64(1), again)
         for level in blocks.levels(self.bins):
@@ -239,7 +248,7 @@ class _Across(_Lines):
             self._bin_rest(base, rows)
 
     def _add_up(self, vectors: Any, rows: Any, level: int, again: Any) -> None:
-        """Take the lanes that are not done yet and have no rest at this level."""
+        """Add up at this level the lanes that are not done and have no rest; set ``again`` if any is left."""
         b, lanes = self.b, self.lanes
         fields = b.load(self.fields, typ=llvm_type("u64", lanes), align=64)
         lowest = blocks.lowest_unit(b, self.bins, fields, level, lanes)
@@ -265,6 +274,7 @@ class _Across(_Lines):
                 b.store(I64(1), again)
 
     def _bin_rest(self, base: Any, rows: Any) -> None:
+        """Put the lanes that no level could add up into bins."""
         b = self.b
         with count(b, I64(0), I64(self.lanes)) as lane:
             done = b.load(at(b, self.done, lane, I64), typ=I64)
@@ -272,7 +282,7 @@ class _Across(_Lines):
                 self._bin(base, rows, lane)
 
     def _bin(self, base: Any, rows: Any, lane: Any) -> None:
-        """A lane's elements of a block into its table."""
+        """Put one lane's elements of a block into its table."""
         b = self.b
         self.totals.open(lane, 1)
         zero = ir.Constant(self.memory, 0 if isinstance(self.memory, ir.IntType) else 0.0)

@@ -1,14 +1,10 @@
 """Several operators of the scalar IR as one instruction, where the processor has it.
 
-What is true here. Three idioms are recognized: a sum with the high bits of 32 random ones, the next state of a random
-stream, and the question whether a binary64 value is finite and not zero, to be left as it is otherwise.
-
-Why it is safe. Each instruction is defined as exactly these integer operators: ``vpmadd52huq`` adds bits 52 and up
-of a product of two numbers, of which it reads the 52 lowest bits, so that a factor 2^(52-n) shifts right by n;
-``vpmadd52luq`` adds the bits below; ``vfixupimmpd`` answers by a value's class.
-
-    before   vpsrlq $3; vpaddq
-    after    vpmadd52huq
+Three idioms are recognized: the sum with the high bits of a 32-bit random word, the next state of a random stream, and
+the test whether a binary64 value is finite and not zero, which is left as it is otherwise. Each instruction is defined
+as exactly these integer operators, so the bits are the same. ``vpmadd52huq`` adds bits 52 and up of a product of two
+numbers, of which it reads the 52 lowest bits, so a factor of 2^(52-n) shifts right by n; ``vpmadd52luq`` adds the bits
+below; ``vfixupimmpd`` chooses by a value's class.
 """
 
 from __future__ import annotations
@@ -23,15 +19,16 @@ from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.loops import declared
 from fxround.runtime.llvm.render import Fusion, literal, llvm_type
 
-# Four bits a class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. 1: the value.
+# Four bits for each class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. 1
+# keeps # the value.
 _SPECIAL: Final = 0x00110111
-# Lanes of a vector of 512 bits, and the bits of a factor that its products of 52 bits read.
+# The 64-bit lanes of a 512-bit vector, and the bits of a factor that a 52-bit product reads.
 _LANES: Final = 8
 _FACTOR_BITS: Final = 52
 
 
 def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
-    """What the processor has for vectors of this many 64-bit lanes."""
+    """The fusions that the processor has for vectors of this many 64-bit lanes; None if it has none."""
     if machine.vector_bytes != 64 or lanes % _LANES:
         return None
 
@@ -44,11 +41,13 @@ def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
 
 
 def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
-    """x + (y >> n), y of 32 bits; where these are bits 52 - 32 and up of a word z, from z itself."""
+    """x + (y >> n) for a 32-bit y; if y is bits 20 and up of a word z, computed from z itself."""
     x, shifted = node.args
     if node.type != "u64" or shifted.op != "shr" or shifted.args[0].op != "widen" or shifted.args[1].op != "const":
         return None
     word, left = shifted.args[0], _FACTOR_BITS - int(shifted.args[1].attr or 0)
+    # (z >> 20) cut to 32 bits, then >> n, is bits 20 + n to 51 of z: the product reads no bit above 51, and shifts by
+    # both.
     narrowed = word.args[0]
     if narrowed.op == "narrow" and _is_shift(narrowed.args[0], _FACTOR_BITS - WIDTH["u32"]):
         word, left = narrowed.args[0].args[0], left - (_FACTOR_BITS - WIDTH["u32"])
@@ -56,7 +55,7 @@ def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) 
 
 
 def _congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
-    """(x * A mod 2^52) + C."""
+    """(x * A mod 2^52) + C, the next state of a stream; A must have at most 52 bits."""
     product, constant = node.args
     if node.type != "u64" or product.op != "and" or constant.op != "const":
         return None
@@ -75,7 +74,7 @@ def _is_shift(node: Expr, places: int) -> bool:
 
 
 def _wide_product(half: str, b: ir.IRBuilder, addend: Any, x: Any, factor: int, lanes: int) -> Any:
-    """addend + the low ("l") or high ("h") 52 bits of x mod 2^52 times the factor."""
+    """addend + the low (``l``) or high (``h``) 52 bits of (x mod 2^52) * factor."""
     if lanes > _LANES:
         parts = [
             _wide_product(half, b, _part(b, addend, first, lanes), _part(b, x, first, lanes), factor, lanes // 2)
@@ -110,6 +109,6 @@ def _choice(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
     kind = ir.FunctionType(floats, [floats, floats, llvm_type("u64", 8), word, ir.IntType(8), word])
     callee = declared(b, "llvm.x86.avx512.mask.fixupimm.pd.512", kind)
     table = literal("u64", _SPECIAL, 8)
-    # Every lane, the current rounding direction.
+    # All lanes are computed; 4 is the current rounding direction.
     operands = [b.bitcast(env[y], floats), b.bitcast(env[x], floats), table, word(0), ir.IntType(8)(-1), word(4)]
     return b.bitcast(b.call(callee, operands), llvm_type("u64", 8))

@@ -1,14 +1,10 @@
-"""Lines of an operand in memory: where they start, how k walks them, and several of them side by side.
+"""Lines of an operand in memory: where they start, how k walks them, and several of them together.
 
-What is true here. A kernel gets the description of ``runtime.lines`` as 64-bit integers: the number of lines, their
-length, how many dimensions, then ``MAX_DIMS`` places each for ``COLUMNS``. ``Neighbours`` are lines next to each
-other in memory, a vector load apart; ``Scattered`` are any lines, an element load each.
-
-Why it is safe. Every line that a group covers exists: the last group reaches back over its neighbour's lines, and
-finds the same; a group that is larger than all of them repeats the last.
-
-    before   a copy of the operand in the one layout that the loops know
-    after    line.load(k) ... line.store(result)
+A kernel gets the description of ``runtime.lines`` as 64-bit integers: the number of lines, their length, the numbers of
+dimensions, then ``MAX_DIMS`` entries for each of ``COLUMNS``. ``Neighbours`` are lines that are adjacent in memory and
+loaded as vectors; ``Scattered`` are any lines, loaded element by element. Every lane of a group has a line that exists:
+the last group overlaps the one before it and computes the same results again, and a group larger than all lines repeats
+the last.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ ARGS: Final = [("begin", I64), ("end", I64), ("lines", PTR), ("x", PTR), ("out",
 
 
 class Description:
-    """The integers of ``runtime.lines.Lines.array``, loaded once a call."""
+    """The integers of ``runtime.lines.Lines.array``, loaded once in a call."""
 
     def __init__(self, b: ir.IRBuilder, base: Any) -> None:
         self.b, self.base = b, base
@@ -64,10 +60,13 @@ class Description:
         return self.column(name, self.b.sub(dims, I64(1)))
 
     def place(self, index: Any, dims: Any, size: str, steps: Sequence[str]) -> list[Any]:
-        """The offsets of the row-major ``index`` of the first ``dims`` dimensions; zeros if there are none."""
+        """The offsets, by each of ``steps``, of row-major ``index`` of the first ``dims`` dimensions; zeros if dims is
+        0.
+        """
         b = self.b
         rest, *offsets = carried = [index, *(I64(0) for _ in steps)]
         state = Carried(b, carried)
+        # The outermost dimension needs no division: what is left of the index is its coordinate.
         with count(b, I64(1), dims) as i:
             d = b.sub(dims, i)
             extent = self.column(size, d)
@@ -86,17 +85,20 @@ class Description:
 
     @contextmanager
     def runs(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Loop over the runs of k: (the first k, its offset in the operand, its offset in the result)."""
+        """Loop over the runs of k; yields (the first k, its offset in the operand, its offset in the result)."""
         b = self.b
         outer = b.sub(self.k_dims, I64(1))
+        # A line of no elements has a run of 0, which is no divisor.
         step = b.select(b.icmp_signed("<", self.run, I64(1)), I64(1), self.run)
         with count(b, I64(0), self.length, step) as k:
             yield k, *self.place(b.sdiv(k, step), outer, "k_size", ("k_x", "k_out"))
 
 
 class Neighbours:
-    """Lines whose elements are neighbours in memory. Group i is vector i mod v of the outer index i div v,
-    v = ceil(inner / lanes); there are at least as many inner lines as lanes.
+    """Lines whose elements are adjacent in memory, one in each lane.
+
+    Group i is vector i mod v of the outer index i div v, with v = ceil(inner / lanes). There are at least as many inner
+    lines as lanes.
     """
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan | Exact, lanes: int) -> None:
@@ -115,6 +117,8 @@ class Neighbours:
             outer = b.sdiv(item, vectors)
             first = b.mul(b.sub(item, b.mul(outer, vectors)), I64(lanes))
             last = b.sub(self.inner, I64(lanes))
+            # The last vector of a row of lines moves back to end with it. Lines of two groups are computed twice, with
+            # their own numbers and so the same bits; two threads may then store the same values to the same places.
             first = b.select(b.icmp_signed("<", last, first), last, first)
             base = d.place(outer, b.sub(d.dims, I64(1)), "size", ("x", "out", "line"))
             steps = (I64(1), self.out_step, self.line_step)
@@ -122,28 +126,28 @@ class Neighbours:
             yield
 
     def elements(self) -> Any:
-        """The numbers of the lines."""
+        """The numbers of the group's lines."""
         b, lanes = self.b, self.lanes
         return b.add(splat(b, self.base[2], lanes), b.mul(iota(lanes), splat(b, self.line_step, lanes)))
 
     def load(self, offset: Any) -> Any:
-        """One vector."""
+        """Load one vector: an element of each line."""
         b, storage = self.b, self.kernel.loads[0]
         here = at(b, self.a["x"], b.add(self.base[0], offset), MEMORY[storage])
         return load_vector(b, here, storage, self.lanes)
 
     def prefetch(self, offset: Any) -> None:
-        """Ask for a vector that is needed soon; it may lie beyond the last."""
+        """Prefetch a vector that is needed soon; it may be beyond the last one, which a prefetch permits."""
         b, memory = self.b, MEMORY[self.kernel.loads[0]]
         here = at(b, self.a["x"], b.add(self.base[0], offset), memory)
         callee = declared(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]))
         per_line = CACHE_LINE // bytes_in(memory)
         for element in range(0, self.lanes, per_line):
-            # For reading, to stay in all levels, data.
+            # The arguments: for reading, kept in all levels of the cache, data.
             b.call(callee, [at(b, here, I64(element), memory), I32(0), I32(3), I32(1)])
 
     def store(self, value: Any, offset: Any) -> None:
-        """One vector where the results are neighbours too."""
+        """Store one vector; element by element if the results are not adjacent."""
         b, result, type_ = self.b, self.kernel.result, MEMORY[self.kernel.result]
         here = at(b, self.a["out"], b.add(self.base[1], offset), type_)
         with b.if_else(b.icmp_signed("==", self.out_step, I64(1))) as (together, apart):
@@ -157,7 +161,7 @@ class Neighbours:
 
 
 class Scattered:
-    """Any lines: group i is the lines visited as number i * lanes and after."""
+    """Any lines, one in each lane: group i is the lines visited as number i * lanes and after."""
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int) -> None:
         self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
@@ -171,6 +175,8 @@ class Scattered:
         """Loop over the groups."""
         b, d = self.b, self.description
         with count(b, self.a["begin"], self.a["end"]) as item:
+            # The last group moves back to end with the last line, so a caller must make every line before it available
+            # too. If there are fewer lines than lanes, it starts at 0 and the lanes beyond repeat the last line.
             wanted, last = b.mul(item, I64(self.lanes)), b.sub(d.count, I64(self.lanes))
             first = b.select(b.icmp_signed("<", last, wanted), last, wanted)
             first = b.select(b.icmp_signed("<", first, I64(0)), I64(0), first)
@@ -182,7 +188,7 @@ class Scattered:
             yield
 
     def elements(self) -> Any:
-        """The numbers of the lines."""
+        """The numbers of the group's lines."""
         return self.b.load(self.places[2], typ=llvm_type("u64", self.lanes), align=64)
 
     def x(self, lane: int, offset: Any) -> Any:
@@ -194,12 +200,13 @@ class Scattered:
         return self._address("out", 1, lane, offset, MEMORY[self.kernel.result])
 
     def _address(self, base: str, column: int, lane: int, offset: Any, type_: Any) -> Any:
+        """The address of an element of a lane's line; column 0 of ``places`` is the operand's, 1 the result's."""
         b = self.b
         own = b.load(at(b, self.places[column], I64(lane), I64), typ=I64)
         return at(b, self.a[base], b.add(own, offset), type_)
 
     def load(self, offset: Any) -> Any:
-        """One element a lane."""
+        """Load one element of each line."""
         b, storage = self.b, self.kernel.loads[0]
         memory = MEMORY[storage]
         row: Any = ir.Constant(ir.VectorType(memory, self.lanes), ir.Undefined)
@@ -209,7 +216,7 @@ class Scattered:
         return load_vector(b, self.row, storage, self.lanes)
 
     def store(self, value: Any, offset: Any) -> None:
-        """One element a lane."""
+        """Store one element for each line."""
         b, memory = self.b, MEMORY[self.kernel.result]
         store_vector(b, value, self.ends, self.kernel.result, self.lanes)
         for lane in range(self.lanes):

@@ -1,13 +1,10 @@
-"""Small tables: an entry a lane, permuted within registers where the processor can, loaded elsewhere.
+"""Small tables: one entry for each lane, permuted within registers where the processor can, loaded from memory
+elsewhere.
 
-What is true here. ``lookup`` writes a table as a constant array of the module and calls a function whose name says its
-entries and its lanes; ``definitions`` gives the text of what a module calls, for processors with 512-bit registers and
-for others. The index counts modulo the number of entries.
-
-Why it is safe. Entries are integers, moved and never computed with: every definition gives the same bits.
-
-    before   gather from memory: 16 loads
-    after    vpermi2d: 32 entries lie in two registers
+``lookup`` writes a table as a constant array of the module and calls a function whose name gives its numbers of entries
+and lanes; ``definitions`` gives the text of the functions that a module calls, for processors with 512-bit registers
+and for others. The index counts modulo the number of entries. Entries are integers that are moved and never computed
+with, so every definition gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _CALLED: Final = re.compile(r'@"?fxround\.lookup(\d+)\.v(\d+)"?\(')
 
 
 def lookup(b: ir.IRBuilder, index: Any, entries: Sequence[ir.Constant], result: Any) -> Any:
-    """Entry ``index`` of constants that are repeated over the lanes; result: i32, or a vector of it."""
+    """Entry ``index`` of constants that are repeated over the lanes; ``result`` is i32 or a vector of it."""
     lanes = result.count if isinstance(result, ir.VectorType) else 1
     values = [e.constant[0] if isinstance(result, ir.VectorType) else e for e in entries]
     table = _table(b.module, [int(v.constant) for v in values])
@@ -39,7 +36,7 @@ def lookup(b: ir.IRBuilder, index: Any, entries: Sequence[ir.Constant], result: 
 
 
 def _table(module: ir.Module, values: list[int]) -> Any:
-    """The constant array of these values, one a module."""
+    """The constant array of these values, one for each module."""
     name = "table." + ".".join(f"{v:x}" for v in values)
     found = module.globals.get(name)
     if found is not None:
@@ -53,7 +50,7 @@ def _table(module: ir.Module, values: list[int]) -> Any:
 
 
 def definitions(text: str, wide: bool) -> str:
-    """The functions that an LLVM module's text calls and does not define. wide: registers have 512 bits."""
+    """The functions that a module's text calls and does not define. wide: registers have 512 bits."""
     called = sorted({(int(n), int(v)) for n, v in _CALLED.findall(text)})
     parts = [_define(entries, lanes, wide) for entries, lanes in called]
     return "\n".join([_INTRINSICS, *parts] if wide else parts)
@@ -80,7 +77,7 @@ def _loaded_one(entries: int) -> str:
 
 
 def _gathered(entries: int, lanes: int) -> str:
-    """A load a lane."""
+    """One load for each lane."""
     kind = f"<{lanes} x i32>"
     lines = [f"  %low = and {kind} %index, splat (i32 {entries - 1})"]
     for i in range(lanes):
@@ -95,7 +92,7 @@ def _gathered(entries: int, lanes: int) -> str:
 
 
 def _permuted(entries: int, lanes: int) -> str:
-    """A permutation of one or two registers for 16 lanes, which reads just the bits of the index that count."""
+    """A permutation of one or two registers for 16 lanes; it ignores the bits of the index above those that count."""
     full, kind = f"<{_REGISTER} x i32>", f"<{lanes} x i32>"
     lines = [
         f"  %first = load {full}, ptr %table, align 64",
@@ -119,6 +116,6 @@ def _permuted(entries: int, lanes: int) -> str:
 
 
 def _places(start: int, count: int, lanes: int) -> str:
-    """A shuffle's mask: count lanes from start on, those beyond the last of no value."""
+    """The mask of a shuffle: ``count`` lanes from ``start`` on; lanes beyond the last have no value."""
     chosen = (f"i32 {i}" if i < lanes else "i32 poison" for i in range(start, start + count))
     return f"<{count} x i32> <{', '.join(chosen)}>"

@@ -1,12 +1,7 @@
-"""Loop and memory idioms over an llvmlite builder, shared by the kernel shapes.
+"""Loops, functions and memory accesses over an llvmlite builder, shared by all kernel shapes.
 
-What is true here. ``count`` is the one loop; ``Module`` is the one way to make a function. Pointers
-are opaque, offsets are in elements.
-
-Why it is safe. Nothing here computes: every arithmetic operator of a kernel comes from ``render``.
-
-    before   bb = f.append_basic_block(); phi = ...; phi.add_incoming(...)      # at each loop, again
-    after    with count(b, lo, hi) as i: ...
+``count`` is the one loop and ``define`` the one way to make a kernel's function. Pointers are opaque, and offsets count
+elements. Nothing here computes with values: every arithmetic operator of a kernel comes from ``render``.
 """
 
 from __future__ import annotations
@@ -27,12 +22,12 @@ I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
-# All exceptions masked, round to nearest, subnormals kept: the state in which a process starts.
+# The state in which a process starts: all exceptions masked, round to nearest, subnormals kept.
 _MXCSR: Final = 0x1F80
 _DIRECTIONS: Final[dict[Direction, int]] = {"nearest": 0, "down": 0x2000, "up": 0x4000, "zero": 0x6000}
-# Subnormal results become zero, which raises underflow even where the result was exact.
+# Flush subnormal results to zero; this raises underflow even where the result was exact.
 _FLUSH: Final = 0x8000
-# Subnormal operand, overflow, underflow.
+# The flags for a subnormal operand, overflow and underflow.
 _RAISED: Final = 0x1A
 MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16, "mask": I8}
 
@@ -44,20 +39,22 @@ def define(
     direction: Direction = "nearest",
     watched: bool = False,
 ) -> tuple[ir.IRBuilder, dict[str, Any]]:
-    """A void function of the module, its builder at the entry block, and its arguments by name.
+    """A void function of the module: its builder at the entry block, and its arguments by name.
 
-    What is exported under ``name`` calls it with the floating-point environment that IEEE 754 starts with, and
-    gives the caller's back: neither a flush of subnormals nor a rounding direction set outside can reach it.
-    direction: the rounding direction that the function runs with. watched: it flushes subnormal results, and
-    its argument ``flags`` (a pointer to an i32) is set to nonzero where anything overflowed or was subnormal.
+    The function exported as ``name`` calls it in the floating-point environment that IEEE 754 starts with and then
+    restores the caller's, so neither flushing of subnormals nor a rounding direction set outside can change a result.
+    ``direction`` is the rounding direction while it runs. A ``watched`` function flushes subnormal results to zero and
+    has an argument ``flags`` (a pointer to an i32), which is set to nonzero if anything overflowed or was subnormal.
+    On processors other than x86-64 the caller's environment stays as it is.
     """
     kind = ir.FunctionType(ir.VoidType(), [t for _, t in args])
     function = ir.Function(module, kind, f"{name}.body")
+    # Not inlined: the optimizer could otherwise move operations across the change of the environment.
     function.linkage = "internal"
     function.attributes.add("noinline")
     for argument, (label, type_) in zip(function.args, args, strict=True):
         argument.name = label
-        # ``out`` may be an operand: rounding in place is allowed.
+        # ``out`` may be an operand, for rounding in place: ``noalias`` would let LLVM move its loads after its stores.
         if isinstance(type_, ir.PointerType) and label != "out":
             argument.add_attribute("noalias")
     labels = [label for label, _ in args]
@@ -66,6 +63,7 @@ def define(
 
 
 def _export(module: ir.Module, name: str, function: ir.Function, control: int, labels: list[str]) -> None:
+    """Export ``name``: set the environment, call the function, collect its flags, restore the environment."""
     outer = ir.Function(module, function.function_type, name)
     b = ir.IRBuilder(outer.append_basic_block("entry"))
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -95,7 +93,7 @@ def told(b: ir.IRBuilder, a: dict[str, Any], names: Sequence[str]) -> dict[str, 
 
 @contextmanager
 def count(b: ir.IRBuilder, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
-    """for (i = start; i < stop; i += step), signed 64-bit; the body is emitted inside the block."""
+    """Loop ``for (i = start; i < stop; i += step)`` over signed 64-bit i; the body is emitted inside the block."""
     before = b.block
     head = b.append_basic_block("head")
     body = b.append_basic_block("body")
@@ -113,7 +111,7 @@ def count(b: ir.IRBuilder, start: Any, stop: Any, step: Any = 1) -> Iterator[Any
 
 
 class Carried:
-    """Values that a loop carries: stack slots that the optimizer turns into registers."""
+    """Values that a loop carries, in stack slots that the optimizer turns into registers."""
 
     def __init__(self, b: ir.IRBuilder, values: Sequence[Any]) -> None:
         self._b = b
@@ -138,8 +136,9 @@ def at(b: ir.IRBuilder, base: Any, index: Any, type_: Any) -> Any:
 
 
 def scratch(b: ir.IRBuilder, type_: Any, length: int) -> Any:
-    """An array on the stack, allocated once a call, aligned for any vector."""
+    """An array on the stack, allocated once in a call and aligned for any vector."""
     with b.goto_entry_block():
+        # In the entry block: an alloca inside a loop would grow the stack with every pass.
         slot = b.alloca(ir.ArrayType(type_, length))
         slot.align = 64
         slot.type = PTR
@@ -147,14 +146,14 @@ def scratch(b: ir.IRBuilder, type_: Any, length: int) -> Any:
 
 
 def load_vector(b: ir.IRBuilder, address: Any, storage: Storage, lanes: int) -> Any:
-    """``lanes`` stored elements as the IR's element type (16-bit codes in a u32)."""
+    """Load ``lanes`` stored elements as the IR's element type (16-bit codes and masks as u32)."""
     memory = MEMORY[storage] if lanes == 1 else ir.VectorType(MEMORY[storage], lanes)
     value = b.load(address, typ=memory, align=MEMORY_BYTES[storage])
     return b.zext(value, llvm_type("u32", lanes)) if ELEMENT_OF[storage] == "u32" else value
 
 
 def store_vector(b: ir.IRBuilder, value: Any, address: Any, storage: Storage, lanes: int) -> None:
-    """The inverse of ``load_vector``."""
+    """Store ``lanes`` elements: the inverse of ``load_vector``, masks excepted."""
     if ELEMENT_OF[storage] == "u32":
         value = b.trunc(value, I16 if lanes == 1 else ir.VectorType(I16, lanes))
     b.store(value, address, align=MEMORY_BYTES[storage])
@@ -164,7 +163,7 @@ MEMORY_BYTES: Final[dict[Storage, int]] = {"f32": 4, "f64": 8, "f16": 2, "bf16":
 
 
 def copy_elements(b: ir.IRBuilder, target: Any, source: Any, number: Any, type_: Any) -> None:
-    """Copy ``number`` elements one by one: the short ends of arrays."""
+    """Copy ``number`` elements one by one, for the short ends of arrays."""
     with count(b, I64(0), number) as i:
         b.store(b.load(at(b, source, i, type_), typ=type_), at(b, target, i, type_))
 
@@ -175,10 +174,10 @@ def iota(lanes: int, type_: Any = I64) -> ir.Constant:
 
 
 def transpose(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """The columns of a square matrix given by its rows (a power of two of them): log2(n) rounds of interleaving.
+    """The columns of a square matrix given by its rows (a power of two of them), in log2(n) rounds of interleaving.
 
-    Interleaving row i with row i + n/2 moves the highest bit of the row number to the lowest of the column
-    number; n rounds of one bit each exchange the two numbers.
+    Interleaving row i with row i + n/2 moves the highest bit of the row number to the lowest of the column number; n
+    rounds of one bit each exchange the two numbers.
     """
     n = len(rows)
     low = ir.Constant(ir.VectorType(I32, n), [I32(i // 2 + n * (i % 2)) for i in range(n)])
@@ -190,7 +189,7 @@ def transpose(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 
 def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: int, others: Any = None) -> Any:
-    """The elements under the mask; the other lanes are not read, and are zero or ``others``."""
+    """Load the elements under the mask; the other lanes are not read, and are zero or ``others``."""
     kind = ir.VectorType(memory, lanes)
     others = ir.Constant(kind, [memory(0)] * lanes) if others is None else others
     name = f"llvm.masked.load.v{lanes}{name_of(memory)}.p0"
@@ -199,7 +198,7 @@ def masked_load(b: ir.IRBuilder, address: Any, memory: Any, mask: Any, lanes: in
 
 
 def masked_store(b: ir.IRBuilder, value: Any, address: Any, memory: Any, mask: Any, lanes: int) -> None:
-    """Store the elements under the mask, and touch no others."""
+    """Store the elements under the mask; other memory is not touched."""
     kind = ir.VectorType(memory, lanes)
     name = f"llvm.masked.store.v{lanes}{name_of(memory)}.p0"
     signature = ir.FunctionType(ir.VoidType(), [kind, address.type, I32, mask.type])
@@ -207,21 +206,21 @@ def masked_store(b: ir.IRBuilder, value: Any, address: Any, memory: Any, mask: A
 
 
 def declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:
-    """The module's function of this name."""
+    """The module's function of this name, declared at its first use."""
     return b.module.globals.get(name) or ir.Function(b.module, signature, name)
 
 
 def call_address(b: ir.IRBuilder, address: Any, arguments: Sequence[Any]) -> None:
-    """Call the void function at an address (i64) with 64-bit integers, pointers among them as their addresses."""
+    """Call the void function at an address (i64) with 64-bit integers; pointers are passed as addresses."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
     b.call(b.inttoptr(address, kind.as_pointer()), arguments)
 
 
 def name_of(memory: Any) -> str:
-    """A type of memory, as the names of LLVM's intrinsics spell it."""
+    """A memory type as the names of LLVM's intrinsics spell it."""
     return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]
 
 
 def bytes_in(memory: Any) -> int:
-    """The size of an element in memory."""
+    """The size of an element in memory, in bytes."""
     return 8 if memory == I64 else next(MEMORY_BYTES[s] for s, m in MEMORY.items() if m == memory)

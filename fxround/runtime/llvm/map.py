@@ -1,15 +1,10 @@
 """The Map shape as LLVM: blocks of 64 elements, vectors inside a block.
 
-What is true here. Element i of the row-major result belongs to block i div 64. A block fetches each operand as 64
-consecutive elements: in place where they lie so, through a stack buffer where they are strided,
-broadcast or short; draws its random words (16 Philox counters give 64 words); and runs the body
-vector by vector.
-
-Why it is safe. Blocks are fixed by the element index, so threads may take any of them; a block touches only
-elements below ``total``.
-
-    before   expand().contiguous() for each operand, then a kernel
-    after    one pass over memory, whatever the strides
+Element i of the row-major result belongs to block i div 64. A block finds each operand as 64 consecutive elements, in
+place where they are adjacent, copied to a stack buffer where they are strided, broadcast or too few; draws its random
+words (16 Philox counters give 64 words); and runs the body vector by vector. So a map is one pass over memory whatever
+the strides are. Blocks are fixed by the index of the element, so threads may take any of them with the same bits. Only
+elements below ``total`` are stored.
 """
 
 from __future__ import annotations
@@ -45,19 +40,20 @@ from fxround.runtime.llvm.loops import (
 )
 from fxround.runtime.llvm.render import emit, needed, splat
 
-# ``inner`` and ``row`` serve results whose innermost dimension is whole blocks: a block's elements are neighbours in
-# the operand, or are one element of it, and neither is fetched.
+# ``inner`` and ``row`` serve results whose innermost dimension is a multiple of 64: a block's elements are adjacent in
+# the operand, or are all one element of it, and are not copied.
 Access = Literal["contiguous", "scalar", "inner", "row", "strided"]
 MAX_DIMS: Final = 16
-# Operators of a body up to which LLVM optimizes: a tenth of the time of a call, for twice that of compiling.
+# The largest number of operators of a body that LLVM optimizes: optimizing saves a tenth of a call's time, and doubles
+# that of compiling.
 _OPTIMIZED: Final = 2000
 
 
 @dataclass(frozen=True)
 class MapVariant:
-    """A Map specialised for how each operand lies in memory, and for a processor.
+    """A Map specialised for how each operand is stored, and for a processor.
 
-    told: whether the key holds, behind seed and sample, node and number of each draw, in turn; else only the nodes.
+    told: after seed and sample, the key holds the node and the number of each draw, in turn; otherwise only the nodes.
     """
 
     kernel: Map
@@ -67,27 +63,30 @@ class MapVariant:
 
     @property
     def digest(self) -> str:
-        """The key of its compiled code."""
+        """The key of the compiled code."""
         return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.told else ''}"
 
 
 @cache
 def words_function() -> Function:
-    """(counter, key, draw) to the four Philox words of a block's lane."""
+    """The function (counter, key, draw) -> the four Philox words of one lane of a block."""
     counter, key, draw = param("counter", "u64"), Key.params(), param("draw", "u32")
     return Function("words", (counter, *key.exprs, draw), block_words(counter, draw, key))
 
 
 def lanes_of(body: Function) -> int:
-    """16 where all that is not needed rarely is 32 bits wide, else 8: a vector then fills one AVX-512 register."""
+    """The lanes of a vector that fills one AVX-512 register: 16 if all that is always needed has 32 bits, else 8."""
     return 8 if any(n.type in ("u64", "f64") for n in needed(body.results, {})) else 16
 
 
 def build_map(variant: MapVariant) -> str:
     """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, outs, key)``.
 
-    begin, end: block numbers. sizes: ndim. operands, outs: one pointer each. strides: operand by operand,
-    ndim each, in elements. key: seed low, seed high, sample, then the node numbers (``MapVariant.told``).
+    begin, end       block numbers
+    sizes            ndim sizes of the result, neighbouring dimensions merged
+    operands, outs   one pointer each
+    strides          ndim strides for each operand, in elements
+    key              seed low, seed high, sample, then the node numbers (see ``MapVariant``)
     """
     kernel = variant.kernel
     module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
@@ -96,6 +95,7 @@ def build_map(variant: MapVariant) -> str:
     lanes = lanes_of(kernel.body)
     fuse = fusions_for(variant.machine, lanes)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
+    # Twice a block: a repeated element is written as a whole block at any place of the first one (``_copy_run``).
     buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
@@ -120,6 +120,8 @@ def build_map(variant: MapVariant) -> str:
                 node, draw = numbers(d)
                 _draw(b, at(b, random, b.mul(d, I64(BLOCK)), I32), block, [*seed, node], draw)
         heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
+        # The body always computes 64 elements. In a short block those beyond ``total`` are stale, and stay on the
+        # stack: the results go to ``ends``, from which only ``number`` are copied.
         targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
         with count(b, I64(0), I64(BLOCK), lanes) as i:
             values = [
@@ -134,6 +136,8 @@ def build_map(variant: MapVariant) -> str:
             for value, target, s in zip(
                 emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
             ):
+                # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
+                # loaded before the same elements are stored.
                 store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
@@ -145,7 +149,7 @@ def build_map(variant: MapVariant) -> str:
 
 
 def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], tuple[Any, Any]]:
-    """From a draw's place in the kernel to the number of its node and its own: u32."""
+    """A function from the place of a draw in the kernel to its node number and draw number (u32)."""
 
     def load(array: Any, index: Any) -> Any:
         return b.load(at(b, array, index, I32), typ=I32)
@@ -159,7 +163,7 @@ def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], 
 
 
 def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
-    """A constant array of u32."""
+    """A constant array of u32 in the module."""
     content = ir.Constant(ir.ArrayType(I32, len(values)), values)
     table = ir.GlobalVariable(b.module, content.type, name)
     table.linkage, table.global_constant, table.initializer = "internal", True, content
@@ -167,7 +171,7 @@ def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
 
 
 def _draw(b: ir.IRBuilder, words: Any, block: Any, key: list[Any], draw: Any) -> None:
-    """64 random words: Philox of 16 counters, word w of counter l at element 16 w + l."""
+    """Emit 64 random words: Philox of 16 counters, word w of counter l for element 16 w + l of the block."""
     first = b.add(splat(b, b.mul(block, I64(STRIDE)), STRIDE), iota(STRIDE))
     results = emit(words_function(), b, [first, *(splat(b, k, STRIDE) for k in (*key, draw))], STRIDE)
     for w, value in enumerate(results):
@@ -187,7 +191,7 @@ def _fetch(
     number: Any,
     place: Any,
 ) -> Any:
-    """The address of 64 consecutive elements of an operand (of one, for a scalar)."""
+    """The address of 64 consecutive elements of an operand (of one element for a scalar)."""
     memory = MEMORY[storage]
     if access == "scalar":
         return pointer
@@ -199,11 +203,12 @@ def _fetch(
     short = b.icmp_signed("<", number, I64(BLOCK))
     with b.if_then(short):
         copy_elements(b, buffer, here, number, memory)
+    # Vectors of a short block would read beyond the operand's last element: they read the copy.
     return b.select(short, buffer, here)
 
 
 def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
-    """The coordinates of element ``base``, one for each dimension."""
+    """The coordinates of element number ``base``, one for each dimension."""
     place = scratch(b, I64, MAX_DIMS)
     with b.goto_entry_block():
         rest = b.alloca(I64)
@@ -219,8 +224,9 @@ def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
 
 
 def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> None:
-    """The coordinates of the element a block further, with carries outwards; a carry alone costs a division."""
+    """Move the coordinates on by one block, with carries outwards; only a carry costs a division."""
     last = b.sub(a["ndim"], I64(1))
+    # The outermost coordinate has no carry: after the last block it is beyond its size, and is not used.
     dimension, moved = Carried(b, [last]), Carried(b, [b.add(b.load(at(b, place, last, I64), typ=I64), I64(BLOCK))])
     loop, carry, done = (b.append_basic_block(n) for n in ("advance", "carry", "settled"))
     b.branch(loop)
@@ -245,7 +251,7 @@ def _neighbours(b: ir.IRBuilder, a: dict[str, Any], operand: int, storage: Stora
 
 
 def _offset(b: ir.IRBuilder, place: Any, ndim: Any, strides: Any) -> Any:
-    """Where the element at ``place`` lies."""
+    """The offset of the element at ``place``."""
     offset = Carried(b, [I64(0)])
     with count(b, I64(0), ndim) as d:
         step = b.mul(b.load(at(b, place, d, I64), typ=I64), b.load(at(b, strides, d, I64), typ=I64))
@@ -254,10 +260,10 @@ def _offset(b: ir.IRBuilder, place: Any, ndim: Any, strides: Any) -> Any:
 
 
 def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
-    """gather(buffer, x, place, number, ndim, sizes, strides): ``number`` elements of a strided array from ``place`` on.
+    """The function gather(buffer, x, place, number, ndim, sizes, strides): ``number`` elements of a strided array.
 
-    In place if they are consecutive and a whole block, else copied to the buffer, run by run of the innermost
-    dimension; elements behind them are written over.
+    They start at ``place``. A whole block that is consecutive is returned in place; anything else is copied to the
+    buffer, run by run of the innermost dimension. Elements of the buffer after them are overwritten.
     """
     memory = MEMORY[storage]
     name = f"gather_{storage}"
@@ -275,6 +281,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     whole = b.and_(b.icmp_signed("==", number, I64(BLOCK)), b.icmp_signed(">=", room, number))
     with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(1)))):
         b.ret(at(b, x, begin, memory))
+    # A copy: the caller advances ``place`` itself, for all operands.
     here = scratch(b, I64, MAX_DIMS)
     copy_elements(b, here, place, ndim, I64)
     state = Carried(b, [I64(0), room, begin])
@@ -288,7 +295,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     filled = b.add(filled, length)
     b.cbranch(b.icmp_signed("<", filled, number), more, done)
     b.position_at_end(more)
-    # The run has reached the end of its row: back to the row's beginning, and on to the next one.
+    # The run has reached the end of its row: go back to the row's beginning, then to the next row.
     row = b.sub(offset, b.mul(b.sub(size, room), inner))
     state.store([filled, size, _next_row(b, here, row, last, sizes, strides)])
     b.branch(loop)
@@ -298,7 +305,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
 
 
 def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: Any, storage: Storage) -> None:
-    """``length`` elements of a row, ``stride`` apart."""
+    """Copy ``length`` elements of a row that are ``stride`` apart; may write up to 64 elements after the first."""
     memory, lanes = MEMORY[storage], STRIDE
     vector, align = ir.VectorType(memory, lanes), MEMORY_BYTES[storage]
 
@@ -308,7 +315,8 @@ def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: An
 
     with b.if_else(b.icmp_signed("==", stride, I64(0))) as (repeated, apart):
         with repeated:
-            # A whole block of it, without a loop whose end is hard to foresee.
+            # A whole block of the element: a loop would have an end that is hard to predict. Later runs overwrite the
+            # excess.
             one = splat(b, b.load(source, typ=memory), lanes)
             for i in range(0, BLOCK, lanes):
                 b.store(one, at(b, target, I64(i), memory), align=align)
@@ -316,6 +324,8 @@ def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: An
             long = b.and_(b.icmp_signed("==", stride, I64(1)), b.icmp_signed(">=", length, I64(lanes)))
             with b.if_else(long) as (vectors, elements):
                 with vectors:
+                    # The last vector ends with the run and may overlap the one before it: nothing beyond the run is
+                    # read.
                     end = b.sub(length, I64(lanes))
                     with count(b, I64(0), end, lanes) as i:
                         move(i)
@@ -326,7 +336,7 @@ def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: An
 
 
 def _next_row(b: ir.IRBuilder, place: Any, offset: Any, last: Any, sizes: Any, strides: Any) -> Any:
-    """Where the next row of the innermost dimension begins, in row-major order: a carry into the outer ones."""
+    """The offset at which the next row of the innermost dimension begins, in row-major order."""
     state = Carried(b, [last, offset])
     loop, again, done = (b.append_basic_block(n) for n in ("carry", "again", "settled"))
     b.branch(loop)

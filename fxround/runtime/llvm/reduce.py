@@ -1,14 +1,9 @@
-"""The Reduce and Scan shapes as LLVM: lines along vectors, or across them.
+"""The Reduce and Scan shapes as LLVM: loops along lines, or across several lines.
 
-What is true here. ``along`` takes one line at a time: the chains of an order are the lanes of a vector, and k walks
-the line itself or panels copied from it. ``across`` takes a group of lines side by side, one a lane, the chains an
-array of vectors. Both walk k upwards and combine the chains by the formula of ``orders``.
-
-Why it is safe. A lane is a result's own chain in either: no lane ever mixes with another but by
-``combine``, where the formula says so.
-
-    before   a tree that depends on the vector width and on how the threads were dealt
-    after    Order's formula, once along and once across
+``build_along`` takes one line at a time: the chains of the order are the lanes of a vector, and k walks the line itself
+or panels copied from it. ``build_across`` takes a group of lines, one in each lane, and holds the chains in an array of
+vectors. Both walk k upwards and combine the chains by the formula of ``numerics.orders``, so they give the same bits.
+Lanes are mixed only by ``combine``, where the formula says so; the result depends on neither vector width nor threads.
 """
 
 from __future__ import annotations
@@ -40,37 +35,37 @@ from fxround.runtime.llvm.panels import PANEL, panels
 from fxround.runtime.llvm.render import constant, emit, llvm_type, splat
 from fxround.runtime.llvm.streams import advance, apply, load_seed, start
 
-# Registers side by side where there are many lines next to each other.
+# Registers of adjacent lines to use where there are many lines.
 WIDE: Final = 8
-# Lines that are walked at once where a step draws.
+# Lines that are walked together where a step draws.
 TOGETHER: Final = 4
-# Elements of a line between one that is asked for and the one that is needed.
+# How many elements ahead of the present one are prefetched.
 AHEAD: Final = 8
 
 
 def one_register(kernel: Reduce | Scan) -> int:
-    """Lines side by side: one AVX-512 register of accumulators."""
+    """The number of lines in one AVX-512 register of accumulators."""
     return 16 if kernel.accumulator == "f32" else 8
 
 
 def across_lanes(kernel: Reduce | Scan, inner: int) -> int:
-    """Neighbouring lines side by side: one register of them, or several where there are many.
+    """The number of adjacent lines to take together: one register of them, or several where there are many.
 
-    Several make the walk down the columns read whole runs of memory, and hide the latency of a step.
+    Several registers read whole runs of memory on the way down the columns, and hide the latency of a step.
     """
     one = one_register(kernel)
     return one * WIDE if inner >= one * WIDE else one
 
 
 def first_of(kernel: Reduce | Scan, lanes: int) -> Any:
-    """What chains start from."""
+    """The value from which chains start."""
     return constant(const(kernel.accumulator, kernel.first), lanes)
 
 
 def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
-    """``reduce(begin, end, lines, x, out, key)`` over the lines visited as number begin..end.
+    """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over the lines visited as number begin ... end.
 
-    dense: k walks neighbouring elements in one run; else panels of them are brought together.
+    dense: k walks adjacent elements in one run; otherwise they are copied into panels.
     """
     kernel, dense, machine = variant
     module = ir.Module("along")
@@ -92,7 +87,7 @@ def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
 
 
 class Along:
-    """Some lines whose chains are the lanes of a vector: where they begin, take their steps, and end."""
+    """Some lines whose chains are the lanes of a vector: their start, their steps and their end."""
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce, machine: Machine) -> None:
         self.b, self.a, self.kernel, self.machine = b, a, kernel, machine
@@ -103,13 +98,14 @@ class Along:
         self.types = llvm_type(kernel.accumulator, self.lanes), llvm_type("u64", self.lanes)
         self.chains = [scratch(b, t, TOGETHER) for t in self.types]
         self.places = [scratch(b, I64, TOGETHER) for _ in ("x", "out")]
-        # How many elements are left at the front of the tail.
+        # The number of elements at the front of ``tail`` that no step has taken yet: fewer than there are lanes.
         self.rest = Carried(b, [I64(0)])
 
     def begin(self, slot: Any, item: Any) -> None:
-        """Where a line and its result lie, and its chains."""
+        """Find where a line and its result are stored, and start its chains."""
         b, n, kernel = self.b, self.lanes, self.kernel
         x, out, number = self.description.line(item)
+        # Each chain has a stream of its own: number line * chains + chain, wherever and whenever the line is visited.
         elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
         state = start(b, elements, self.seed, n, kernel.draws or kernel.finish_draws)
         self._put(slot, [first_of(kernel, n), state])
@@ -117,7 +113,7 @@ class Along:
             b.store(place, at(b, array, slot, I64))
 
     def dense(self, lines: Any, together: int) -> None:
-        """Lines in one run each, side by side where there are enough: one's step hides the others' latency."""
+        """Walk lines of one run each, several together where there are enough: that hides the latency of a step."""
         b = self.b
         if together > 1:
             with b.if_else(b.icmp_signed("==", lines, I64(together))) as (all_of_them, fewer):
@@ -138,21 +134,25 @@ class Along:
             self._put(slot, chain.load())
 
     def panels(self) -> None:
-        """A line brought together in panels; what is left of one stands at the front of the next."""
+        """Walk a line in panels; the elements that are left of one panel are moved to the front of the next."""
         b, chain = self.b, Carried(self.b, self._chain(I64(0)))
         self.rest.store([I64(0)])
         base = self._base(I64(0))
         with panels(b, self.description, base, self.memory, self.tail, lambda: self.rest.load()[0]) as number:
             total = b.add(self.rest.load()[0], number)
             with count(b, I64(0), self._whole(total), self.lanes) as k:
+                # Each panel gives a multiple of n elements to the chains, so lane l still takes the elements with k mod
+                # n = l.
                 chain.store(self._step(chain.load(), at(b, self.tail, k, self.memory)))
             left = b.sub(total, self._whole(total))
+            # Either nothing was taken and the elements stay where they are, or source and target are n or more apart:
+            # the copy never reads what it has written.
             copy_elements(b, self.tail, at(b, self.tail, self._whole(total), self.memory), left, self.memory)
             self.rest.store([left])
         self._put(I64(0), chain.load())
 
     def end(self, slot: Any, dense: bool) -> None:
-        """The last elements, fewer than chains; the chains' combination; and the store."""
+        """Take the last elements, fewer than there are chains; combine the chains; round and store."""
         b, n, kernel, length = self.b, self.lanes, self.kernel, self.description.length
         if dense:
             left = b.sub(length, self._whole(length))
@@ -161,6 +161,7 @@ class Along:
             (left,) = self.rest.load()
         chain = Carried(b, self._chain(slot))
         with b.if_then(b.icmp_signed(">", left, I64(0))):
+            # Lanes without an element step on stale data, and keep their accumulator and their state.
             active = b.icmp_signed("<", iota(n), splat(b, left, n))
             stepped = self._step(chain.load(), self.tail)
             chain.store([b.select(active, new, old) for new, old in zip(stepped, chain.load(), strict=True)])
@@ -206,9 +207,12 @@ def step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes
 
 
 def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any) -> list[Any]:
+    """Combine the chains in lanes; ``used`` is the number of chains that have an element."""
     n, width = kernel.order.chains, kernel.order.chains // 2
     while width >= 1:
         acc, state = chain
+        # The formula starts at the smallest power of two >= used. From a larger width on, no lane has a partner until
+        # that width is reached, so nothing changes there. Only lanes that combine advance their streams.
         shifted = [ir.IntType(32)(min(i + width, n - 1)) for i in range(n)]
         other = b.shuffle_vector(acc, acc, ir.Constant(ir.VectorType(ir.IntType(32), n), shifted))
         bits, following = advance(b, state, n, kernel.draws)
@@ -221,11 +225,12 @@ def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any)
 
 
 def _group(b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int, neighbours: bool) -> Group:
+    """The group of lines that a kernel takes."""
     return (Neighbours if neighbours else Scattered)(b, a, kernel, lanes)
 
 
 def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
-    """``reduce(begin, end, lines, x, out, key)`` over groups of so many lines: neighbours, or any."""
+    """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over groups of ``lanes`` lines, adjacent or any."""
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
@@ -252,6 +257,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
             state = start(b, elements, seed, lanes, kernel.draws or kernel.finish_draws)
             put(c, [first_of(kernel, lanes), state])
         with lines.description.runs() as (k, offset, _), count(b, I64(0), lines.description.run) as j:
+            # Chain k mod n: the number of chains is a power of two.
             c = b.and_(b.add(k, j), I64(n - 1))
             x = lines.load(b.add(offset, b.mul(j, lines.description.k_x)))
             if isinstance(lines, Neighbours):
@@ -274,8 +280,10 @@ def _combine_chains(
     chain: Callable[[Any], list[Any]],
     put: Callable[[Any, list[Any]], None],
 ) -> None:
+    """Combine the chains in the array; ``used`` is the number of chains that have an element."""
     width = kernel.order.chains // 2
     while width >= 1:
+        # Pairs (c, c + width) with c < width and c + width < used; none where the difference is negative.
         pairs = _least(b, b.sub(used, I64(width)), I64(width))
         with count(b, I64(0), pairs) as c:
             acc, state = chain(c)
@@ -287,7 +295,7 @@ def _combine_chains(
 
 
 def build_scan(variant: tuple[Scan, int, bool, Machine]) -> str:
-    """``reduce(begin, end, lines, x, out, key)``: every prefix of groups of lines."""
+    """The LLVM text of ``reduce(begin, end, lines, x, out, key)``: every prefix of groups of lines."""
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
@@ -298,6 +306,8 @@ def build_scan(variant: tuple[Scan, int, bool, Machine]) -> str:
         with lines.description.runs() as (_, x, out), count(b, I64(0), lines.description.run) as j:
             element = lines.load(b.add(x, b.mul(j, lines.description.k_x)))
             acc, state = step(b, kernel, carried.load(), element, lanes, machine)
+            # A prefix draws for its step, then for its store, from the line's one stream: the state of both is carried
+            # on.
             bits, state = advance(b, state, lanes, kernel.finish_draws)
             (result,) = emit(kernel.finish, b, [acc, bits], lanes)
             lines.store(result, b.add(out, b.mul(j, lines.description.k_out)))

@@ -1,14 +1,9 @@
 """The LLVM table: every operator of the scalar IR as one builder call, on scalars or on vectors.
 
-What is true here. ``emit`` walks a function's schedule and looks each operator up in ``TABLE``; it knows
-nothing about rounding. With lanes > 1 every value is a vector and every operator works lane by lane, so
-the same listing gives the same bits at any width.
-
-Why it is safe. No fast-math flag is ever set, no float operator is contracted (LLVM contracts only
-where a flag allows it), and division, root and fma are the IEEE operations.
-
-    before   %y = fadd fast float %a, %b
-    after    %y = fadd <16 x float> %a, %b
+``emit`` walks a function's schedule and looks each operator up in ``TABLE``; it knows nothing about rounding. With
+lanes > 1 every value is a vector and every operator works lane by lane, so one listing gives the same bits at any
+width. No fast-math flag is ever set, no float operator is contracted (LLVM contracts only where a flag allows it), and
+division, square root and fma are the IEEE operations.
 """
 
 from __future__ import annotations
@@ -34,17 +29,17 @@ SCALARS: Final = MappingProxyType(
 )
 
 Emit = Callable[[ir.IRBuilder, list[Any], Any], Any]
-# Several operators at once: the value of a node, or None where there is nothing better than the table.
+# Several operators as one: the value of a node, or None if the table's row is to be used.
 Fusion = Callable[[Expr, ir.IRBuilder, dict[Expr, Any]], Any]
 
 
 def llvm_type(type: Type, lanes: int) -> Any:
-    """A scalar type, or a vector of ``lanes`` of it."""
+    """The LLVM type of a scalar type, or of a vector of ``lanes`` of it."""
     return SCALARS[type] if lanes == 1 else ir.VectorType(SCALARS[type], lanes)
 
 
 def constant(node: Expr, lanes: int) -> ir.Constant:
-    """A constant, repeated over the lanes."""
+    """A constant node, repeated over the lanes."""
     return literal(node.type, int(node.attr or 0), lanes)
 
 
@@ -123,11 +118,10 @@ TABLE: Final[dict[str, Emit]] = {
 def emit(
     function: Function, b: ir.IRBuilder, args: Sequence[Any], lanes: int, fuse: Fusion | None = None
 ) -> tuple[Any, ...]:
-    """Append the function's operators to the builder's block; its parameters are ``args``.
+    """Append the function's operators to the builder's block; its parameters are ``args``. Returns its results.
 
-    fuse: gives a node's value by other means than the table's, or None.
-
-    What only the rare side of a ``rarely`` needs is put in a block that is skipped unless some lane wants it.
+    fuse: gives a node's value by other means than the table, or None. Operators that only the rare side of a ``rarely``
+    needs are put in a block that is skipped unless some lane wants it.
     """
     env: dict[Expr, Any] = dict(zip(function.params, args, strict=True))
     _emit(function.results, b, env, lanes, fuse)
@@ -154,7 +148,7 @@ def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: i
 
 
 def needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
-    """What the roots need in any case, operands first: everything but the rare sides."""
+    """The nodes that the roots need in any case, operands first: all but the rare sides."""
     order: dict[Expr, None] = {}
     stack = [(r, False) for r in reversed(roots)]
     while stack:
@@ -173,8 +167,9 @@ def needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
 def _branch(
     node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, always: set[Expr], fuse: Fusion | None
 ) -> Any:
+    """Emit a ``rarely``: the rare side in a block of its own, selected lane by lane."""
     condition, rare, common = node.args
-    # What both sides need must dominate both.
+    # What both sides need must dominate both, so it is emitted before the branch.
     _emit([n for n in needed([rare], env) if n in always], b, env, lanes, fuse)
     wanted = env[condition]
     if lanes > 1:
@@ -203,5 +198,5 @@ def splat(b: ir.IRBuilder, value: Any, lanes: int) -> Any:
 
 
 def bytes_of(type: Type) -> int:
-    """The size of a scalar in memory."""
+    """The size of a scalar in memory, in bytes."""
     return max(1, WIDTH[type] // 8)

@@ -1,12 +1,8 @@
-"""Chains along lines, several lines side by side: Scan, and Reduce under the order ``sequential``.
+"""Chains along lines, several lines together: Scan, and Reduce under the order ``sequential``.
 
-What is true here. The lanes are lines whose elements are neighbours along k. A square block of elements is turned in
-registers, so that its columns are the steps; a scan's results are turned back.
-
-Why it is safe. A lane is a line's own chain, wherever the line lies.
-
-    before   x.t().contiguous(), then a walk down the columns
-    after    16 rows x 16 columns at a time, in registers
+The lanes are lines whose elements are adjacent along k. A square block of elements is transposed in registers, so that
+its columns are the steps; the results of a scan are transposed back. A lane is a line's own chain, wherever the line is
+stored, so the bits are those of a walk along each line.
 """
 
 from __future__ import annotations
@@ -25,7 +21,9 @@ from fxround.runtime.llvm.streams import advance, load_seed, start
 
 
 def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
-    """``reduce(begin, end, lines, x, out, key)`` over groups of lines; k walks neighbours within each run."""
+    """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over groups of lines; k has adjacent elements in
+    runs.
+    """
     kernel, machine = variant
     module = ir.Module("rows")
     b, a = define(module, "reduce", ARGS)
@@ -44,6 +42,7 @@ def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
             whole = b.and_(run, I64(-lanes))
             with count(b, I64(0), whole, lanes) as k:
                 rows = [load_vector(b, lines.x(r, b.add(x, k)), storage, lanes) for r in range(lanes)]
+                # Column s is step k + s of every line: the columns are taken in ascending order.
                 results = [take(column) for column in transpose(b, rows)]
                 if isinstance(kernel, Scan):
                     for r, value in enumerate(transpose(b, results)):
@@ -59,7 +58,7 @@ def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
 
 
 def _finished(b: ir.IRBuilder, kernel: Reduce | Scan, carried: Carried, lanes: int) -> Any:
-    """The result of the present accumulators."""
+    """Draw for the store and round the present accumulators to the results."""
     acc, state = carried.load()
     bits, state = advance(b, state, lanes, kernel.finish_draws)
     carried.store([acc, state])

@@ -1,13 +1,8 @@
-"""The Scatter shape as LLVM: each destination walks its own contributions, in the order of their source.
+"""The Scatter shape as LLVM: each destination adds up its own contributions, in the order of their source.
 
-What is true here. Contributions are listed by destination row: those of row r are ``order[starts[r]:starts[r + 1]]``,
-each the number of a row of ``inner`` source elements. A vector is neighbouring elements of one destination row.
-
-Why it is safe. A destination belongs to one thread and is written once: nothing is atomic, so nothing
-depends on who came first.
-
-    before   atomicAdd(&out[index[k]], x[k])
-    after    for (c = starts[r]; c < starts[r + 1]; ++c) acc = step(acc, x[order[c]], random)
+Contributions are listed by destination row: those of row r are ``order[starts[r]:starts[r + 1]]``, each the number of a
+row of ``inner`` source elements. A vector is adjacent elements of one destination row. A destination belongs to one
+thread and is written once; no operation is atomic, so timing cannot change the order of the additions.
 """
 
 from __future__ import annotations
@@ -39,14 +34,14 @@ POINTERS = [(name, PTR) for name in ("starts", "order", "self", "x", "out", "key
 
 
 def lanes_for(kernel: Scatter, inner: int) -> int:
-    """One register of accumulators, or a single lane where a destination row is a single element."""
+    """One register of accumulators, or a single lane if a destination row is a single element."""
     return 1 if inner == 1 else 16 if kernel.accumulator == "f32" else 8
 
 
 def build_scatter(variant: tuple[Scatter, int]) -> str:
-    """``scatter(begin, end, inner, starts, order, self, x, out, key)`` over vectors of destination elements.
+    """The LLVM text of ``scatter(begin, end, inner, starts, order, self, x, out, key)`` over vectors of elements.
 
-    Item i is vector i mod v of destination row i div v, v = ceil(inner / lanes).
+    Item i is vector i mod v of destination row i div v, with v = ceil(inner / lanes).
     """
     kernel, lanes = variant
     module = ir.Module("scatter")
@@ -65,6 +60,8 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
             here = at(b, base, offset, memory)
             with b.if_then(short):
                 copy_elements(b, buffer, here, left, memory)
+            # The last vector of a row is read from a copy: a load in place would go beyond the row, perhaps beyond the
+            # tensor.
             return load_vector(b, b.select(short, buffer, here), storage, lanes)
 
         (value,) = emit(kernel.lift, b, [fetch(a["self"], index)], lanes)
