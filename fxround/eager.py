@@ -1,13 +1,8 @@
-"""``fxround.round``: the rounding of a tensor or an array, eagerly.
+"""``fxround.round``: round a tensor or an array eagerly.
 
-What is true here. The result has the operand's type, dtype and shape; the carrier is binary64 for float64 and
-binary32 for the rest, so a float64 value is rounded from its own bits. Gradients pass straight through, are zero where
-the rounding clamped, or are rounded themselves (numerics.gradients).
-
-Why it is safe. It is the program ``t0 = identity(x0) @ R`` of the compiled graphs, run by the same kernel.
-
-    before   x.to(torch.float8_e4m3fn).to(x.dtype)      # one mode, one overflow, whatever it saturates
-    after    fxround.round(x, "e4m3fn/stochastic/saturate", seed=1)
+The function runs the program ``t0 = identity(x0) @ R`` by the kernel that compiled graphs use. The carrier is binary64
+for float64 operands and binary32 for all others, so that a float64 value is rounded once, from its own bits. A
+gradient passes straight through, is zeroed where the rounding clamped, or is rounded itself (``numerics.gradients``).
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ RoundingLike = str | Rounding | Format | torch.dtype
 
 
 def rounding_program(rounding: Rounding) -> Program:
-    """The program that rounds its one operand."""
+    """Return the program that rounds its one operand."""
     return Program((Statement("t0", "identity", ("x0",), rounding),))
 
 
@@ -64,19 +59,32 @@ def round(
 ) -> Any:
     """Round every element of ``x`` to the values of a format.
 
-    x: a torch tensor (float32, float64, float16, bfloat16) or NumPy array (the first three) of any shape
-    and strides. rounding: ``format[/mode[/overflow]]``, as in ``"e4m3fn/stochastic/saturate"``, a Format or a
-    floating-point dtype, as in ``torch.bfloat16``. seed, sample: what the random bits of the stochastic modes are a
-    function of, beside the element's row-major index.
-    out: written to and returned, of x's shape and dtype; x itself, or memory apart from x's.
-    gradient: what happens to the gradient of a tensor:
-    ``straight_through``; ``zero_clamped``, zero where the rounding clamped; a rounding, by which it is rounded, with
-    random bits of its own; or the last two, as in ``"zero_clamped e5m2/stochastic"``.
+    Args:
+        x: a torch tensor (float32, float64, float16 or bfloat16) or a NumPy array (float32, float64 or float16), of any
+            shape and strides.
+        rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
+            a floating-point dtype, for example ``torch.bfloat16``.
+        seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
+            sample, row-major index of the element).
+        out: a tensor or array of x's type, shape and dtype that receives the result; x itself, or memory apart from
+            x's.
+        gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
+            rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
+            example ``"zero_clamped e5m2/stochastic"``.
 
-    Returns a row-major result of x's shape and dtype.
-    Raises ValueError for an unknown format or mode (with the nearest names), a precision or range that the
-    dtype's carrier cannot hold, zeros where nothing is clamped, an ``out`` whose elements share memory with each other
-    or with other elements of x; TypeError for another kind of operand.
+    Returns:
+        A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
+
+    Raises:
+        TypeError: for another type of operand, or an array of another dtype.
+        ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
+            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, an ``out`` of another shape or dtype,
+            one that needs a gradient, and an ``out`` whose elements share memory with each other or with other elements
+            of x.
+
+    Example::
+
+        fxround.round(torch.rand(3), "e5m2/stochastic/saturate", seed=1)
     """
     with aside():
         return _rounded(x, rounding, seed, sample, out, gradient)
@@ -109,7 +117,7 @@ def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, g
 def _as_tensor(x: FloatArray) -> Tensor:
     if x.dtype not in (np.float32, np.float64, np.float16):
         raise TypeError(f"x has dtype {x.dtype}; expected float16, float32 or float64 in native byte order")
-    # Negative strides and read-only memory are not torch's; a copy is.
+    # A tensor has no negative strides and is always writable, so such an array is copied.
     return torch.from_numpy(x if x.flags.writeable and all(s >= 0 for s in x.strides) else x.copy())
 
 
@@ -146,13 +154,13 @@ def _round_tensor(
         if shared or not out.is_contiguous() or out.is_neg():
             return out.copy_(run_map(program, (x,), x.dtype, draw))
     run_map(program, (x,), x.dtype, draw, out)
-    # What is saved for a backward is noticed to have changed.
+    # The new version makes autograd raise if out was saved for a backward.
     torch.autograd.graph.increment_version(out)
     return out
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory of two tensors meets, gaps between elements included."""
+    """Whether the memory ranges of two tensors overlap, gaps between elements included."""
 
     def end(x: Tensor) -> int:
         span = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
@@ -180,7 +188,7 @@ def _repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Round(torch.autograd.Function):
-    """A rounding with the gradient that is asked for, which draws from the stream behind the rounding's own."""
+    """A rounding with the requested gradient, which draws from the stream numbered one after the rounding's own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int, how: Gradient, stream: int) -> Tensor:

@@ -1,14 +1,9 @@
-"""``fxround.selftest``: whether the kernels of this machine compute what the specification says, in a few seconds.
+"""``fxround.selftest``: compare the kernels of this machine with the specification, in a few seconds.
 
-What is true here. Roundings, products of matrices and sums are compared with ``numerics.exact``, over rational numbers
-and Python's integers alone, Philox with its published vectors, and elementary functions with stored hashes of their
-correctly rounded values (``tests/test_selftests.py`` makes them with MPFR). The kernels are those that models run.
-
-Why it is safe. Nothing of the algorithm, the code generator or NumPy is on the other side of a comparison. A mismatch
-raises, with the first value that is wrong.
-
-    before   trust the processor, the compiler and the cache
-    after    print(fxround.selftest())
+Roundings, products of matrices and sums are compared with ``numerics.exact``, which uses rational numbers and Python's
+integers alone; Philox with its published vectors; elementary functions with stored hashes of their correctly rounded
+values (``tests/test_selftests.py`` makes them with MPFR). The expected values use neither the algorithm nor the code
+generator of the kernels, and the kernels are those that models run.
 """
 
 from __future__ import annotations
@@ -70,12 +65,14 @@ STORED: Final = MappingProxyType(
 
 
 class SelftestFailed(FxroundError):
-    """A kernel's bits are not those of the specification: this machine, its compiler or its cache cannot be trusted."""
+    """Raised by ``selftest`` if a kernel's bits differ from the specification: this machine, its compiler or its cache
+    cannot be trusted.
+    """
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, how many values, and with what."""
+    """One comparison: what was compared, the number of values, and what with."""
 
     what: str
     values: int
@@ -84,18 +81,23 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SelftestReport(Tabled):
-    """What was compared; all of it was equal, bit for bit, as the code of ``instruction_set`` on ``machine``."""
+    """What ``fxround.selftest`` compared; all values were equal, bit for bit.
+
+    machine           the name of the processor
+    instruction_set   the instruction set of the code, for example "avx2"
+    comparisons       one ``Comparison`` per kind of kernel
+    """
 
     machine: str
     instruction_set: str
     comparisons: tuple[Comparison, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain."""
+        """Return all fields as plain data."""
         return asdict(self)
 
     def table(self) -> Table:
-        """A row a comparison."""
+        """Return a table with one row per comparison."""
         rows = tuple((c.what, c.values, c.against) for c in self.comparisons)
         total = sum(c.values for c in self.comparisons)
         title = f"fxround on {self.machine}, instruction set {self.instruction_set}"
@@ -103,9 +105,20 @@ class SelftestReport(Tabled):
 
 
 def selftest() -> SelftestReport:
-    """Compare kernels with the specification; what was compared. Raises SelftestFailed at the first wrong value.
+    """Compare kernels with the specification, bit for bit.
 
-    The kernels are compiled for this machine, or for what ``fxround.instruction_set`` says, as those of models are.
+    The kernels are compiled for this machine, or for the set that ``fxround.instruction_set`` selects, as those of
+    models are. Elementary functions are compared at 1024 arguments each.
+
+    Returns:
+        A ``SelftestReport``, which prints as a table.
+
+    Raises:
+        SelftestFailed: at the first wrong value; the message names it.
+
+    Example::
+
+        print(fxround.selftest())
     """
     checks = (_philox, _roundings, _contractions, _sums, _elementary)
     found = tuple(comparison for check in checks for comparison in check())
@@ -113,7 +126,7 @@ def selftest() -> SelftestReport:
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
-    """Philox4x32-10 over Python's integers."""
+    """Compute Philox4x32-10 (Salmon et al., SC 2011) over Python's integers."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for i in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
@@ -123,12 +136,12 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
 
 
 def word(element: int, node: int) -> int:
-    """The 32 random bits of an element of a node's result, as docs/numerics.md states them."""
+    """Return the 32 random bits of an element of a node's result, as docs/numerics.md defines them."""
     return _block(element // 64 * 16 + element % 16, 0, node)[element % 64 // 16]
 
 
 def stream(element: int, node: int) -> Iterator[int]:
-    """The random bits of a chain, one step after the other."""
+    """Yield the random bits of the steps of a chain, in order, as docs/numerics.md defines them."""
     words = _block(0, 0xFFFF, node)
     x = splitmix64(words[1] << 32 | words[0], element) % 2**52
     while True:
@@ -137,7 +150,7 @@ def stream(element: int, node: int) -> Iterator[int]:
 
 
 def splitmix64(seed: int, number: int) -> int:
-    """Output ``number`` of the sequence, as its paper states it."""
+    """Return output ``number`` of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -156,7 +169,7 @@ def _philox() -> Iterator[Comparison]:
 
 
 def _roundings() -> Iterator[Comparison]:
-    """Every mode of a format in one kernel: boundaries, ties, zeros, infinities, NaN."""
+    """Compare every mode of a format in one kernel: boundaries, ties, zeros, infinities, NaN."""
     for fmt in FORMATS.values():
         if not fmt.within(FORMATS["binary32"]):
             continue
@@ -179,7 +192,7 @@ def _argument(x: Tensor, i: int) -> str:
 
 
 def boundaries(fmt: Format) -> Tensor:
-    """Binary32 numbers next to where the format's roundings change."""
+    """Return binary32 numbers close to where the roundings of the format change."""
     middle = (fmt.emin + fmt.emax) // 2
     near = [Fraction(2) ** fmt.emin, Fraction(2) ** middle, Fraction(3) * Fraction(2) ** middle, Fraction(fmt.maximum)]
     steps = [Fraction(i, 4) for i in range(-4, 9)]
@@ -191,7 +204,7 @@ def boundaries(fmt: Format) -> Tensor:
 
 
 def _contractions() -> Iterator[Comparison]:
-    """acc = R(a_k b_k + acc), k ascending from 0; operands of 14 bits, so that what is lost is exact."""
+    """Compare acc = R(a_k b_k + acc), k ascending from 0; operands have 14 bits, so that binary32 loses some."""
     a, b = _numbers("a", 3 * 33).reshape(1, 3, 33), _numbers("b", 33 * 5).reshape(1, 33, 5)
     for text in ("binary32", "binary32/toward_zero", "bfloat16", "binary32/stochastic"):
         step = Rounding.parse(text)
@@ -213,7 +226,7 @@ def _chain(terms: Any, rounding: Rounding, element: int) -> float:
 
 
 def _sums() -> Iterator[Comparison]:
-    """Sums of rows of 200 in 16 lanes, and exact ones."""
+    """Compare sums of rows of 200 elements, in 16 lanes and exact."""
     x = torch.ldexp(_numbers("sum", 4 * 200), torch.arange(800) % 17 - 8).reshape(4, 200)
     for text, lanes in (("lanes:16", _lanes), ("exact", _total)):
         for accumulate in (Rounding.parse("binary32"), Rounding.parse("binary32/toward_positive")):
@@ -250,19 +263,19 @@ def _elementary() -> Iterator[Comparison]:
 
 
 def arguments(name: str) -> Tensor:
-    """1024 binary32 numbers for a function: from -8 to 8, above zero for a logarithm."""
+    """Return 1024 binary32 arguments of a function: from -8 to 8, positive for a logarithm."""
     x = torch.ldexp(_numbers(name, 1024), -(torch.arange(1024) % 12))
     return x.abs() if name == "log" else x
 
 
 def _numbers(name: str, count: int) -> Tensor:
-    """Odd multiples of 2^-10 below 16 in magnitude: 15 bits of SHAKE-256 of a name."""
+    """Return odd multiples of 2^-10 below 16 in magnitude, from 14 bits each of SHAKE-256 of a name."""
     drawn = np.frombuffer(hashlib.shake_256(name.encode()).digest(2 * count), "<i2").astype(np.float32)
     return torch.from_numpy((2 * np.floor(drawn / 4) + 1) / np.float32(2.0**10))
 
 
 def _equal(what: str, got: Tensor, want: Sequence[float], where: Callable[[int], str]) -> None:
-    """Raise SelftestFailed at the first element that is not the same number, zero's sign included."""
+    """Raise SelftestFailed at the first element that is not the same number, the sign of zero included."""
     for i, (found, expected) in enumerate(zip(got.tolist(), want, strict=True)):
         same = found == expected and math.copysign(1, found) == math.copysign(1, expected)
         if not same and not (math.isnan(found) and math.isnan(expected)):

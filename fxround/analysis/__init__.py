@@ -1,9 +1,8 @@
-"""Analysis: what a perturbed model tells, as data first.
+"""Analysis: measure how a perturbed model behaves, and find the operations that lose accuracy.
 
-What is true here. Every module reads compiled models through their public interface; nothing changes a graph. Results
-are data (``to_dict``, ``to_json``, ``to_pandas``); text, HTML and plots come second. What needs an optional package
-imports it when asked, so that importing ``fxround`` stays quick.
+The modules use compiled models through their public interface and change no graph. Results are data (``to_dict``,
+``to_json``, ``to_pandas``), from which text, HTML and plots are made. A module imports an optional package only when
+a function needs it, so that ``import fxround`` stays fast. Example::
 
-    before   a loop over seeds, and np.std
-    after    fxround.variability(model, inputs).check(min_bits=10)
+    fxround.variability(model, inputs).check(min_bits=10)
 """

@@ -1,10 +1,7 @@
-"""What a localization found, as data: sets of sites to blame, where they stand in the model, what passes without them.
+"""The report of ``fxround.localize``: sets of sites to blame and their place in the model.
 
-What is true here. Each set fails, and without any one of its members it passes; sets have no member in common; what
-is left when all are taken away passes. A search that was interrupted says so, and what it had found.
-
-    before   0011010 FAIL (27/100)
-    after    print(report)                  # set 1: fails in 5 of 5 runs; model.py:12, the lines around it
+Each set fails, and passes without any one of its members; sets are disjoint; the sites that remain when all sets are
+removed pass together. The report of a search that was stopped says so and holds the sets found until then.
 """
 
 from __future__ import annotations
@@ -25,11 +22,18 @@ _ENDED: Final = {"interrupted": "Interrupted", "limit": "Stopped at the limit of
 
 @dataclass(frozen=True)
 class Blame:
-    """One site of a set: a node of the captured graph and where it comes from.
+    """One site of a set: a node of the captured graph and its place in the model.
 
-    excerpt: (number, text) of the source lines around it, where the file can be read. elements: row-major half-open
-    ranges of the result's elements that are to blame (None: not asked, all of them). amplifier: the operation, here or
-    behind it, in which most bits cancel in the quiet run, if any do: its place and how many.
+    node        the node's name
+    operator    for example "aten.mm.default"
+    module      the path of the module; "" is the root
+    module_type the class of the module
+    source      the model's line, "file:number"; code is its text
+    excerpt     (number, text) of the source lines around it, if the file can be read
+    shape       the shape of the node's result
+    elements    row-major half-open ranges of the result's elements that are to blame; None if not searched
+    amplifier   the operation, this one or a later one, in which most bits cancel in the quiet run; "" if none do
+    cancelled   the number of bits that cancel there
     """
 
     node: str
@@ -47,7 +51,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Culprits:
-    """A minimal set: its sites, their modules, and the samples of the ``runs`` that fail with these sites alone."""
+    """A minimal failing set: its sites, their modules, and the numbers of the samples that fail with these sites on."""
 
     sites: tuple[Blame, ...]
     modules: tuple[str, ...]
@@ -58,12 +62,20 @@ class Culprits:
 class LocalizeReport(Tabled):
     """What ``fxround.localize`` found.
 
-    sets: disjoint minimal failing sets. ended: "complete" when all the rest passes, "limit" after so many sets,
-    "interrupted" by Ctrl-C. passing: the names of the sites that pass all together, of a complete search. narrowed,
-    within: of another, the sites and modules among which the next set is. remedy: of a complete search, a policy (for
-    ``fxround.compile``) that rounds what is to blame as the quiet one does; remedied: whether the check passes with it.
-    executed, recalled: runs of the model, and verdicts read from the cache. failing, passed: different sets of sites
-    that were seen to fail and to pass. random: whether samples may differ.
+    model, policy, quiet  names of the model's class and of the two policies
+    level, seed, runs     as passed; runs is 1 if nothing is random
+    sites, modules        how many were searched
+    sets        disjoint minimal failing sets
+    ended       "complete" (the remaining sites pass together), "limit" or "interrupted" (Ctrl-C)
+    passing     names of the sites that pass together, if the search is complete
+    narrowed    names of the sites that hold a further set, and ``within`` their modules, if it is not complete
+    remedy      a policy as a dict, for ``fxround.compile``, that rounds the culprits as the quiet policy does; None if
+                the search is not complete; ``remedied``: whether the check passes with it
+    executed    runs of the model; ``recalled``: verdicts read from the cache
+    failing     the number of different sets that were seen to fail; ``passed``: to pass
+    random      whether samples may differ
+
+    ``print(report)`` shows the sets with source lines; ``table()``, ``to_dict()`` and ``to_json()`` give the same data.
     """
 
     model: str
@@ -89,14 +101,14 @@ class LocalizeReport(Tabled):
 
     @property
     def overlooked(self) -> float:
-        """The share p of samples such that a set that fails in more of them is seen to fail with 95 % probability.
+        """The smallest failure rate p that ``runs`` samples detect with 95 % probability: (1 - p)^runs = 5 %.
 
-        (1 - p)^runs = 5 %; 0 where nothing is random.
+        0 if nothing is random.
         """
         return 1 - (1 - CONFIDENCE) ** (1 / self.runs) if self.random else 0.0
 
     def table(self) -> Table:
-        """One row a site to blame."""
+        """Return a table with one row per site to blame."""
         rows = [
             (i, s.module or "(root)", s.operator, s.source, s.code, f"{len(c.failures)} of {self.runs}", s.amplifier)
             for i, c in enumerate(self.sets, 1)
@@ -106,7 +118,7 @@ class LocalizeReport(Tabled):
         return Table(columns, tuple(rows), title=self._title(), note=self._note())
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain; and ``overlooked``."""
+        """Return all fields and ``overlooked`` as plain data."""
         return asdict(self) | {"overlooked": self.overlooked}
 
     def __str__(self) -> str:
@@ -152,7 +164,7 @@ def _runs(count: int) -> str:
 
 
 def _module(path: str, culprits: Culprits) -> str:
-    """A module of a set, and which of its operations are sites."""
+    """Return a module of a set and the operations in it that are sites, as text."""
     sites = [site for site in culprits.sites if site.module == path]
     kind = next((f" ({site.module_type})" for site in sites if site.module_type), "")
     words = (site.operator.split(".")[1] if "." in site.operator else site.code for site in sites)
@@ -160,7 +172,7 @@ def _module(path: str, culprits: Culprits) -> str:
 
 
 def _lines(site: Blame) -> str:
-    """A site's place, and the lines around it with the guilty one marked."""
+    """Return a site's place and the lines around it, with the site's line marked."""
     result = f"{site.operator} -> {list(site.shape)}"
     place = f"  {site.module or '(root)'}  {result}  {site.source or site.code}  (node {site.node})"
     amplified = [f"    amplified by {site.amplifier}: {site.cancelled:.0f} bits cancel"] if site.amplifier else []

@@ -1,17 +1,13 @@
-"""Localize: which roundings make a model's result wrong, found by delta debugging, without compiling anew.
+"""``fxround.localize``: find the roundings that make a model's result wrong, by delta debugging.
 
-What is true here. A search switches sites between a perturbing and a quiet policy (``masks``), first whole modules,
-then nodes in the modules found, then, if asked, elements of a node's result. It begins by showing that the check
-fails with everything on and passes with everything off, and ends when what is not to blame passes all together.
-
-Why it is safe. Every verdict is a function of (graph, inputs, sites, seed): the same call finds the same sets, and
-with a cache directory an interrupted one continues where it was. A set that is reported was seen to fail.
+A search switches sites between a perturbing and a quiet policy (``masks``) without compiling the model again. It
+searches whole modules first, then the nodes of the modules found, then, if requested, the elements of a node's
+result. It first checks that the test fails with all sites on and passes with all sites off, and ends when the
+remaining sites pass together. Every reported set was observed to fail. A verdict is a function of (graph, inputs,
+sites, seed), so that the same call finds the same sets, and a cache directory lets an interrupted search continue.
 
 Source of the method: Févotte and Lathuilière, Debugging and optimization of HPC programs with the Verrou tool,
 Correctness 2019 (rddmin); Zeller and Hildebrandt, IEEE TSE 28(2), 2002 (ddmin).
-
-    before   the loss is NaN under stochastic rounding; comment out layers until it is not
-    after    fxround.localize(model, x, lambda y: y.isfinite().all())
 """
 
 from __future__ import annotations
@@ -48,18 +44,43 @@ def localize(
     limit: int | None = None,
     progress: bool | Callable[[str], None] | None = None,
 ) -> LocalizeReport:
-    """The smallest sets of modules, nodes or elements whose roundings by ``policy`` make the check fail.
+    """Find the smallest sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
 
-    inputs: a tensor, a tuple of arguments, a dict of keywords, a tuple and a dict, or a DataLoader, of which the first
-    batch is taken. check: a function of the output, True where it passes; or (metric, threshold), a name of
-    ``fxround.analysis.metrics.METRICS`` (worse than the threshold fails) or a function of (output, reference) that may
-    not exceed it; or None with ``min_bits``, to which every element must agree with the reference. reference: what they
-    compare with (None: the output of the quiet run). quiet: the policy of the sites that are off. runs: samples a set,
-    which fails if one of them does (1 where nothing is random). cache: a directory of verdicts, for going on later.
-    limit: stop after so many sets. progress: True, a function of a line of text, or None: in a terminal.
+    Args:
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
+            DataLoader, of which the first batch is used.
+        check: a function of the output that returns True if it passes; or (metric, threshold), where metric is a name
+            of ``fxround.analysis.metrics.METRICS`` (worse than the threshold fails) or a function of (output,
+            reference) whose value must not exceed the threshold; or None with ``min_bits``.
+        policy: the policy of the sites that are on, as for ``fxround.compile``.
+        quiet: the policy of the sites that are off.
+        level: ``"modules"``, ``"nodes"`` or ``"elements"``: how far the search goes.
+        min_bits: the number of leading bits in which every element must agree with the reference.
+        reference: what metrics and ``min_bits`` compare with, shaped like the output; None takes the output of the
+            quiet run.
+        runs: samples per set, at least 1; a set fails if one of its samples fails. One run is used if neither policy
+            draws random bits.
+        seed: 0 to 2^63 - 1, the seed of all random bits.
+        cache: a directory for verdicts, from which a later call continues; None stores nothing.
+        limit: the number of sets after which the search stops; None finds all.
+        progress: True, a function of a line of text, or None to show progress in a terminal.
 
-    Ctrl-C ends the search with a report of what was found so far. Raises NothingFails (a ValueError) where the check
-    passes with every site on, ValueError where it fails with every site off, and what ``fxround.compile`` raises.
+    Returns:
+        A ``LocalizeReport``. Ctrl-C ends the search and returns the report of the sets found so far.
+
+    Raises:
+        NothingFails: a ValueError, if the check passes with every site on.
+        ValueError: for wrong arguments, or if the check fails with every site off.
+        TypeError: for another kind of check; also what ``fxround.compile`` raises.
+
+    Example::
+
+        report = fxround.localize(model, x, lambda y: y.isfinite().all())
+        print(report)
+        fixed = fxround.compile(model, report.remedy)
+
+    Source: Févotte and Lathuilière 2019 (rddmin); Zeller and Hildebrandt 2002 (ddmin).
     """
     if level not in LEVELS:
         raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")

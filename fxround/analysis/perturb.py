@@ -1,16 +1,9 @@
-"""``fxround.perturb``: perturb a model inside of code that cannot be changed.
+"""``fxround.perturb``: perturb a model inside code that cannot be changed.
 
-What is true here. Within the block, a call of the model (or of its ``forward``) runs it under the policy; behind the
-block the model is what it was, errors included. Each call is a sample of its own: call k of a block has the bits of
-(seed, sample + k), so that a loop over batches, or a text generated token by token, does not meet the same noise
-again and again; the same seed repeats the whole block.
-
-Why it is safe. Nothing of the model is replaced but its class, by a subclass with two methods, and that only while
-the block lasts. Parameters, buffers, hooks and ``isinstance`` stay. Calls of a submodule that do not come through the
-model are not perturbed: pass that submodule.
-
-    before   accuracy = evaluate(model)                  # somebody else's function
-    after    with fxround.perturb(model, seed=run): accuracy = evaluate(model)
+Within the block, a call of the model or of its ``forward`` runs under the policy; after the block the model is as it
+was, also when the block raises. Call k of a block has the bits of (seed, sample + k), so that repeated calls draw
+different random bits, and the same seed repeats the whole block. While the block lasts, the model's class is replaced
+by a subclass with two methods; parameters, buffers, hooks and ``isinstance`` are unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +23,28 @@ from fxround.policy import Policy
 def perturb(
     model: nn.Module, policy: Any = "stochastic", *, seed: int = 0, sample: int = 0, strict: bool | None = None
 ) -> Iterator[RoundedModule]:
-    """Run ``model`` under ``policy`` within the block; yields the compiled module (for ``coverage()`` and its like).
+    """Run ``model`` under ``policy`` within the block.
 
-    model: the module that the code in the block calls. policy, strict: as for ``compile``. seed, sample: of the first
-    call. Raises what ``compile`` raises, ValueError if the model is perturbed already."""
+    Calls of a submodule that do not come through the model are not perturbed; pass the submodule itself for that.
+
+    Args:
+        model: the ``torch.nn.Module`` that the code in the block calls.
+        policy: as for ``fxround.compile``.
+        seed: 0 to 2^63 - 1, the seed of all random bits of the block.
+        sample: 0 to 2^32 - 1, the sample of the first call; each call takes the next one.
+        strict: as for ``fxround.compile``.
+
+    Yields:
+        The ``RoundedModule`` that runs the calls, for ``coverage()`` and ``summary()``.
+
+    Raises:
+        ValueError: if the model is perturbed already; also what ``compile`` raises.
+
+    Example::
+
+        with fxround.perturb(model, seed=1):
+            accuracy = evaluate(model)
+    """
     original = type(model)
     if getattr(original, "_fxround_perturbed", False):
         raise ValueError(f"{original.__name__} is perturbed already: leave that block first")
@@ -47,7 +58,7 @@ def perturb(
 
 
 def _perturbed(original: type[nn.Module], compiled: RoundedModule, sample: int) -> type[nn.Module]:
-    """A subclass whose calls are those of the compiled module."""
+    """Return a subclass whose calls are those of the compiled module."""
     seed, calls = int(compiled.rng[0]), 0
 
     def run(self: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,13 +1,9 @@
-"""The report of a study: figures as data, a table to read, a check for continuous integration.
+"""The report of a variability study: figures as data, tables, plots, and a check for continuous integration.
 
-What is true here. A report holds numbers; text, HTML and plots are made from the same ones. Every figure in bits is
-printed with the half width of its confidence interval, and the cost of few samples stands at the top. What is stable
-and far from its reference is said in words.
-
-Why it is safe. No evidence is None, never the bits of the format: ``check(min_bits=...)`` fails on it.
-
-    before   assert bits.mean() > 10           # nan > 10 is False, 24.0 > 10 was a constant
-    after    report.check(min_bits=10, max_flips=0.0)
+Text, HTML and plots are made from the same numbers. Every figure in bits has the half width of its confidence
+interval, and the legend states the cost of few samples. The findings name results that are stable but far from a
+reference. A figure without evidence is None, never the number of bits of the format, so that
+``check(min_bits=...)`` fails on it.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from fxround.policy import Policy
 from fxround.significance import decimal, general_probability, half_width, penalty, require
 from fxround.table import Table, Value
 
-# The share of elements beyond their spread at which a result is called wrong: normal samples put less than a thousandth
+# A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
 # Of fewer elements than this, the one or two that chance puts outside are a larger share: half of them must be there.
@@ -42,13 +38,14 @@ COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidenc
 
 
 class CheckFailed(AssertionError):
-    """A report does not hold what was asked of it; the message lists every condition that failed."""
+    """Raised by ``VariabilityReport.check``; the message lists every condition that failed."""
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """How the sequential rule ended: what it watched, how well that is known (the worst batch), whether that is
-    enough."""
+    """How ``samples="auto"`` ended: the watched figure, its tolerance, its half width in the worst batch, and whether
+    the tolerance was reached.
+    """
 
     watch: str
     tolerance: float
@@ -58,11 +55,24 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class VariabilityReport:
-    """What a study found. ``figures``: results first, then layers or nodes in the order of the model.
+    """What ``fxround.variability`` measured.
 
-    samples: runs of each batch. complete: False after Ctrl-C (batches: how many there would have been, None if
-    unknown). isolated: the first result's figures with one site perturbed alone. kept: every sample, if asked for: a
-    dict a batch, from (kind, name) to a list of tensors."""
+    policy, seed, method, confidence  as passed
+    samples     the number of runs of each batch
+    complete    False if Ctrl-C ended the study
+    batches     the number of batches that the inputs have; None if unknown
+    rows        the number of input rows in all batches
+    figures     one ``Figures`` per place: results first, then layers or nodes in the order of the model
+    metrics     the metrics over samples
+    isolated    figures of the first result with one site perturbed at a time
+    adaptive    how ``samples="auto"`` ended, None otherwise
+    notes       warnings that belong to the figures
+    provenance  versions, machine, times and seeds, as plain data
+    kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
+    graph       the rounded graph for networkx
+
+    ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything.
+    """
 
     policy: Policy
     seed: int
@@ -85,7 +95,7 @@ class VariabilityReport:
     def of(
         study: Study, policy: Policy, complete: bool, batches: int | None, provenance: dict[str, Any]
     ) -> VariabilityReport:
-        """What a study has so far."""
+        """Return the report of a study as far as it has run."""
         found = [tally.figures() for tally in study.tallies.values()]
         recorders = study.recorders or ()
         return VariabilityReport(
@@ -110,8 +120,7 @@ class VariabilityReport:
     # ---- reading ----
 
     def __getitem__(self, name: str) -> Figures:
-        """The figures of a result, layer or node by name; results come first. Raises KeyError with the names there
-        are."""
+        """The figures of a result, layer or node by name; results come first. Raises KeyError listing the names."""
         for figures in self.figures:
             if figures.place.name == name:
                 return figures
@@ -119,16 +128,16 @@ class VariabilityReport:
 
     @property
     def outputs(self) -> tuple[Figures, ...]:
-        """The results' figures."""
+        """The figures of the results."""
         return tuple(f for f in self.figures if f.place.kind == OUTPUT)
 
     @property
     def places(self) -> tuple[Figures, ...]:
-        """The layers' or nodes' figures, in the order of the model."""
+        """The figures of the layers or nodes, in the order of the model."""
         return tuple(f for f in self.figures if f.place.kind != OUTPUT)
 
     def metric(self, name: str) -> Measured:
-        """A metric's values. Raises ValueError with the names there are."""
+        """Return the values of a metric. Raises ValueError listing the measured names."""
         for metric in self.metrics:
             if metric.name == name:
                 return metric
@@ -138,7 +147,11 @@ class VariabilityReport:
     # ---- views ----
 
     def table(self) -> Table:
-        """A row a place: bits (mean, worst, of the whole), half interval, evidence, agreement with the references."""
+        """Return a table with one row per place.
+
+        Its columns are bits (mean, half width, worst, of the whole tensor), decimal digits, contributing bits, evidence
+        in percent, and the agreement with each reference.
+        """
         references = list(dict.fromkeys(name for f in self.figures for name in f.agreement))
         broken = any(f.nonfinite for f in self.figures)
         columns = ("place", *COLUMNS, *_headings(references), *(["not finite"] if broken else []))
@@ -149,11 +162,11 @@ class VariabilityReport:
         return Table(columns, rows)
 
     def isolated_table(self) -> Table:
-        """A row a site: the first result's figures when that site alone is perturbed."""
+        """Return a table with one row per site: the figures of the first result when only that site is perturbed."""
         return Table(("perturbed alone", *COLUMNS), tuple((f.place.name, *_numbers(f)) for f in self.isolated))
 
     def metrics_table(self) -> Table:
-        """A row a metric: mean, spread and worst over samples."""
+        """Return a table with one row per metric: mean, spread and worst value over the samples."""
         columns = ("metric", "mean", "spread", "worst", "unit", "meaning")
         rows = [(m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", f"{m.worst:.6g}", m.unit, m.meaning) for m in self.metrics]
         return Table(columns, tuple(rows))
@@ -169,7 +182,7 @@ class VariabilityReport:
 
     @property
     def heading(self) -> str:
-        """What was run."""
+        """One line: model, policy, samples, inputs, batches and seed."""
         model = self.provenance["model"]
         runs = _range(self.samples)
         several = "" if len(self.samples) == 1 else "es"
@@ -186,7 +199,7 @@ class VariabilityReport:
 
     @property
     def legend(self) -> str:
-        """How to read the figures."""
+        """One line on how to read the figures."""
         n = min(self.samples, default=0)
         if n < 2:
             return "No batch has two samples: there are no figures."
@@ -202,11 +215,11 @@ class VariabilityReport:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What a reader must not miss, in words."""
+        """The most important findings as sentences: wrong or unproven results, changed labels, NaN and infinities."""
         return tuple(_findings(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the kept samples, as plain data."""
+        """Return everything but the kept samples and the graph as plain data."""
         return {
             "policy": self.policy.to_dict(),
             "seed": self.seed,
@@ -228,19 +241,22 @@ class VariabilityReport:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_pandas(self) -> Any:
-        """A data frame, one row a place. Raises ImportError where pandas is missing."""
+        """Return a ``pandas.DataFrame`` with one row per place. Raises ImportError without pandas."""
         return require("pandas", "report").DataFrame([_flat(f) for f in self.figures])
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Bits per layer, histogram over elements, spread of samples: a matplotlib figure, also written to ``path``."""
+        """Return a matplotlib figure: bits per layer, histogram over elements, spread of samples.
+
+        path: also write the figure there. Raises ImportError without matplotlib.
+        """
         return import_module("fxround.analysis.plots").plot(self, path)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained page, also written to ``path``."""
+        """Return one self-contained HTML page; ``path``: also write it there."""
         text: str = import_module("fxround.analysis.html").page(self)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -261,11 +277,23 @@ class VariabilityReport:
         max_outside: float | None = None,
         allow_nonfinite: bool = False,
     ) -> VariabilityReport:
-        """The report itself if every condition holds; raises CheckFailed with those that do not.
+        """Return the report if every condition holds.
 
-        min_bits, min_worst: mean and worst bits of every result. max_flips: share of inputs whose label changes in
-        any sample. max_outside: share of elements whose reference lies beyond their spread. allow_nonfinite: NaN and
-        infinities pass. A report that was interrupted fails."""
+        Args:
+            min_bits: the least mean number of significant bits of every result; no evidence fails.
+            min_worst: the least number of significant bits of any element of a result.
+            max_flips: the largest share, 0 to 1, of inputs whose label changes in any sample.
+            max_outside: the largest share, 0 to 1, of elements whose reference is beyond their spread.
+            allow_nonfinite: whether NaN and infinities pass.
+
+        Raises:
+            CheckFailed: an AssertionError that lists every failed condition. A report that was interrupted fails.
+            ValueError: for ``max_flips`` if label flips were not measured.
+
+        Example::
+
+            fxround.variability(model, x).check(min_bits=10, max_flips=0.0)
+        """
         failures = [] if self.complete else [f"the study was interrupted ({self._partial})"]
         for f in self.outputs:
             failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
@@ -362,7 +390,7 @@ def _figures_dict(f: Figures) -> dict[str, Any]:
 
 
 def _flat(f: Figures) -> dict[str, Any]:
-    """One level of columns."""
+    """Return the figures of a place as one flat row of columns."""
     data = _figures_dict(f)
     place = data.pop("place")
     for nested in ("agreement", "quantiles", "histogram"):

@@ -1,15 +1,9 @@
-"""``fxround.variability``: run a model many times under a policy that perturbs, and report how many bits are real.
+"""``fxround.variability``: run a model many times under a perturbing policy and count the significant bits.
 
-What is true here. The same arguments and seed give the same figures, whatever the number of workers and threads.
-Statistics are taken element by element over samples, and then summed up over elements, place by place. Beside the
-spread of the samples stands how far their mean is from the unperturbed run and from a run in binary64: a result can
-be stable and wrong.
-
-Why it is safe. Nothing of the model changes. Equal samples count as no evidence, too few samples are warned of, and a
-run that was interrupted says how many samples it has.
-
-    before   ten runs under an instrumented interpreter, and a notebook
-    after    print(fxround.variability(model, x)); fxround.variability(model, x).check(min_bits=10)
+Statistics are computed for every element over the samples, and then aggregated over the elements of each result,
+layer or node. The report also compares the mean of the samples with an unperturbed run and with a run in binary64,
+because a result can be stable and wrong. The same arguments and seed give the same figures for any number of workers
+and threads; the model is not changed.
 """
 
 from __future__ import annotations
@@ -64,22 +58,55 @@ def variability(
     keep_samples: bool = False,
     progress: bool | None = None,
 ) -> VariabilityReport:
-    """How many significant bits the results of ``model`` have, and every layer's or node's values.
+    """Measure how many significant bits the results of a model have, and optionally each of its layers or nodes.
 
-    inputs: a tensor, a tuple of arguments, a dict of keywords, a tuple and a dict, or a DataLoader (its last part is
-    a target if the model does not take it); batch_size splits tensors. policy: as for ``compile``. samples: how many
-    runs a batch, or ``"auto"``: until the mean of ``watch`` ("bits", or a metric's name) is known to within
-    ``tolerance`` (bits, or the metric's unit) at ``confidence``, at most ``max_samples``. capture: what is looked at
-    beside the results: each layer's last value, or every operation. metrics: names of
-    ``fxround.analysis.metrics.METRICS``, functions of (sample, unperturbed result), or "auto". reference: "binary64"
-    (a copy of the model, cast), None, or a tensor shaped like the results of all inputs. method, probability,
-    confidence: of the bits (see ``fxround.significance``). isolate: "layers" or "operators" perturbs them one at a
-    time as well, and reports what each does to the first result alone. n_jobs: of joblib; any joblib backend that is
-    active. keep_samples: keep every sample of everything looked at (memory grows with samples). progress: None shows
-    it in a terminal.
+    The model runs ``samples`` times on every batch, each time with other random bits. The spread of the samples gives
+    the number of significant bits of each element. Elements whose samples are all equal count as no evidence.
 
-    Raises TypeError and ValueError for wrong arguments, what ``compile`` and the model raise; ImportError names a
-    missing extra. Ctrl-C ends the sampling and returns what there is."""
+    Args:
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes. It is not changed.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
+            DataLoader (the last part of its batches is the target if the model does not take it).
+        policy: the perturbing policy, as for ``fxround.compile``.
+        samples: runs per batch, at least 2, or ``"auto"``: sample until the mean of ``watch`` is known to within
+            ``tolerance`` at ``confidence``, at most ``max_samples`` times.
+        capture: what is measured beside the results: ``"outputs"`` (nothing), ``"layers"`` (each layer's last value)
+            or ``"nodes"`` (every operation).
+        metrics: names of ``fxround.analysis.metrics.METRICS``, functions of (sample, unperturbed result), or
+            ``"auto"``.
+        reference: ``"binary64"`` (a copy of the model cast to float64), None, or a tensor shaped like the results of
+            all inputs.
+        batch_size: splits tensors into batches of this many rows; None takes them whole.
+        seed: 0 to 2^63 - 1, the seed of all random bits.
+        tolerance: half width of the confidence interval for ``samples="auto"``, in bits or in the metric's unit.
+        watch: ``"bits"`` or a metric's name, for ``samples="auto"``.
+        max_samples: the most samples per batch for ``samples="auto"``.
+        method: ``"cnh"`` (samples are normal around their mean) or ``"general"`` (no assumption).
+        probability: that a further sample agrees to the reported bits; None takes the default of
+            ``fxround.significance``.
+        confidence: of all intervals, between 0 and 1.
+        isolate: ``"layers"`` or ``"operators"`` also perturbs them one at a time, and reports the effect of each on the
+            first result; None does not.
+        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.
+        keep_samples: whether to keep every sample of everything that is measured; memory grows with ``samples``.
+        progress: whether to show progress; None shows it in a terminal.
+
+    Returns:
+        A ``VariabilityReport``. Ctrl-C ends the sampling and returns the report of the samples taken so far.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments; also what ``compile`` and the model raise.
+        ImportError: for a missing optional package; the message names the extra to install.
+
+    Example::
+
+        report = fxround.variability(model, x, "stochastic", samples=20, capture="layers")
+        print(report)
+        report.check(min_bits=10)
+
+    Source: Sohier, de Oliveira Castro, Févotte, Lathuilière, Petit, Jamond, Confidence intervals for stochastic
+    arithmetic, ACM TOMS 47(2), 2021.
+    """
     plan = _plan(
         samples, tolerance, watch, max_samples, capture, isolate, metrics, reference, keep_samples,
         Options(method, probability, confidence),
@@ -143,7 +170,7 @@ def _plan(
 
 
 def _watching(plan: Plan) -> Plan:
-    """The plan with the metric that is watched among its metrics."""
+    """The plan, with the watched metric among its metrics."""
     known = {**METRICS, **{metric.name: metric for metric in named(plan.metrics)}}
     if plan.watch not in known:
         raise ValueError(f"watch is {plan.watch!r}; expected 'bits' or one of {', '.join(known)}")
@@ -155,7 +182,7 @@ def _watching(plan: Plan) -> Plan:
 
 
 def _require_known(inputs: Any, plan: Plan, seed: int, n_jobs: int) -> None:
-    """Raise for what no run could use; warn of what makes figures weak."""
+    """Raise for arguments that no run can use; warn of few samples."""
     Draw(seed)
     if not isinstance(n_jobs, int) or n_jobs == 0:
         raise ValueError(f"n_jobs is {n_jobs!r}; expected the number of workers, or -1 for all cores")

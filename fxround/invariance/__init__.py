@@ -1,7 +1,9 @@
-"""Invariance: whether a model's bits stay when something changes that should not matter.
+"""Invariance: check whether a model's bits depend on its batch, memory layout, threads, machine code or process.
 
-fxround.check_invariance(model, x).check()              # batch, slice, stride, threads, instruction set, process
-fxround.check_invariance(model, x, policy=None)         # the same of stock PyTorch
+Example::
+
+    fxround.check_invariance(model, x).check()              # batch, slice, stride, threads, instruction set, process
+    fxround.check_invariance(model, x, policy=None)         # the same check of stock PyTorch
 """
 
 from fxround.invariance.cases import AXES

@@ -1,13 +1,8 @@
-"""``fxround.check_invariance``: run a model in ways that should not matter, and compare the bits.
+"""``fxround.check_invariance``: run a model in ways that must not change its result, and compare the bits.
 
-What is true here. Every axis makes groups of runs that must agree (``cases``); what is compared are bits. Where two
-runs differ they are run once more, operation by operation, to find the first that does.
-
-Why it is safe. Nothing of the model changes: state, gradients, sample, generator, threads and instruction set are
-afterwards what they were. An axis that says nothing of a model is reported with the reason, and an error if none does.
-
-    before   it worked on my machine
-    after    fxround.check_invariance(model, x).check()
+Every axis makes groups of runs that must agree (``cases``). If two runs differ, they run again operation by operation
+to find the first one that differs. State, gradients, sample, generator, threads and instruction set are restored
+afterwards. An axis that does not apply to a model is reported with the reason; if none applies, it is an error.
 """
 
 from __future__ import annotations
@@ -46,18 +41,33 @@ def check_invariance(
     build: Build | None = None,
     first: bool = True,
 ) -> InvarianceReport:
-    """How many distinct results a model has when its batch, its memory, its threads or its machine code change.
+    """Count the distinct results of a model when its batch, memory layout, threads, machine code or process change.
 
-    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict; of a DataLoader the first
-    batch. axes: some of ``batch``, ``slice``, ``stride``, ``threads``, ``isa``, ``process``. policy: as for
-    ``compile``, None for stock PyTorch; a compiled or loaded module keeps its own. gradients: compares those of the
-    parameters and of the arguments as well, in the model's own mode. dim: the dimension of the arguments that holds
-    the batch. build: makes the model in another process, where pickling cannot bring it; a function or
-    ``"module:function"``. first: whether to look for the first operation that differs, which keeps the values of one
-    run in memory.
+    Args:
+        model: a ``torch.nn.Module``, a ``RoundedModule`` or a ``LoadedModule``. It is not changed.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
+            DataLoader, of which the first batch is used.
+        axes: some of ``"batch"``, ``"slice"``, ``"stride"``, ``"threads"``, ``"isa"``, ``"process"``.
+        policy: as for ``fxround.compile``; None checks stock PyTorch. A compiled or loaded module keeps its own policy.
+        gradients: whether to compare the gradients of parameters and arguments as well, in the model's own mode.
+        dim: the dimension of the arguments that is the batch.
+        build: a function or ``"module:function"`` that makes the model in another process, for a model that cannot be
+            pickled.
+        first: whether to find the first operation that differs; this keeps the values of one run in memory.
 
-    Raises ValueError for an unknown axis, inputs that no axis can use, or a policy for a compiled module; FxroundError
-    for a model that no other process can run; what ``compile`` and the model raise.
+    Returns:
+        An ``InvarianceReport`` with one ``AxisResult`` per axis.
+
+    Raises:
+        ValueError: for an unknown axis, inputs to which no axis applies, or a policy for a compiled module.
+        TypeError: for another type of model under ``policy=None``.
+        FxroundError: for a model that no other process can run; also what ``compile`` and the model raise.
+
+    Example::
+
+        report = fxround.check_invariance(model, x, ("batch", "threads", "isa"))
+        report.check()
+        print(report["batch"].distinct)
     """
     asked = _axes(axes)
     call = next(calls(getattr(model, "source", model), inputs))
@@ -98,7 +108,7 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
 
 @dataclass(frozen=True)
 class _Check:
-    """A subject and the call that all cases are made of."""
+    """A subject and the call from which all cases are made."""
 
     subject: Subject
     call: Call
@@ -107,7 +117,7 @@ class _Check:
     first: bool
 
     def axis(self, axis: Axis) -> AxisResult:
-        """What an axis shows; its reason where it does not apply."""
+        """Return the result of an axis, with the reason if it does not apply."""
         try:
             groups = list(axis.groups(self.call, self.dim, axis.name == "isa" and self.subject.stock(self.call)))
             parts = [self._group(axis.name, group) for group in groups]
@@ -174,7 +184,7 @@ class _Check:
             yield from self.subject.steps(case.call)
 
     def _first(self, reference: Case, other: Case) -> Place | None:
-        """The first operation of ``other`` whose value is not that of ``reference``."""
+        """Return the first operation of ``other`` whose value differs from that of ``reference``."""
         rows = None
         if other.row:
             few, more = (shapes(self.subject.steps(taken(self.call, self.dim, range(n)))) for n in (_PROBE, _PROBE + 1))
@@ -182,7 +192,7 @@ class _Check:
         return first_difference(list(self._steps(reference)), self._steps(other), rows, (reference.row, other.row))
 
     def _result_rows(self) -> Rows:
-        """Where the results hold the batch. Raises Inapplicable where none does."""
+        """Return which results hold the batch. Raises Inapplicable if none does."""
         few, more = (
             {name: tuple(t.shape) for name, t in self.subject.outcome(taken(self.call, self.dim, range(n))).items()}
             for n in (_PROBE, _PROBE + 1)
@@ -194,13 +204,13 @@ class _Check:
         return rows
 
 
-# Two sizes of a batch that no model takes for something else: broadcast, or absent.
+# The probes have _PROBE and _PROBE + 1 rows. A batch of 1 could be broadcast and an empty one could be refused.
 _PROBE = 5
 
 
 @contextlib.contextmanager
 def _set(setting: Setting) -> Iterator[None]:
-    """Threads and instruction set for the block."""
+    """Set threads and instruction set within the block."""
     before = torch.get_num_threads()
     with instruction_set(setting.isa) if setting.isa else contextlib.nullcontext():
         try:
@@ -211,7 +221,7 @@ def _set(setting: Setting) -> Iterator[None]:
 
 
 def _most(parts: Sequence[AxisResult]) -> dict[str, int]:
-    """The greatest number of different values of each result among groups."""
+    """Return for each result the greatest number of distinct values that a group has."""
     most: dict[str, int] = {}
     for name, count in (pair for part in parts for pair in part.by_result):
         most[name] = max(count, most.get(name, 0))

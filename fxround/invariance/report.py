@@ -1,10 +1,7 @@
-"""The report of ``check_invariance``: how many results each axis gave, and where they parted first.
+"""The report of ``check_invariance``: how many distinct results each axis gave, and the first operation that differs.
 
-What is true here. An axis that could not be asked says why and counts as nothing; runs that the model refused (a batch
-of one, say) are listed with what it raised. ``check`` fails on any axis with more than one result.
-
-    before   a table of maxima of differences, and a tolerance
-    after    report.check(); report["batch"].distinct; report["batch"].first.source
+An axis that does not apply has a reason and counts as invariant. Runs that the model refused (for example a batch of
+one) are listed with the error. ``check`` fails if any axis has more than one distinct result.
 """
 
 from __future__ import annotations
@@ -17,21 +14,26 @@ from fxround.table import Table, Tabled
 
 
 class NotInvariant(AssertionError):
-    """Bits changed along an axis; the message lists every one, with the first operation that differs."""
+    """Raised by ``InvarianceReport.check``; the message lists every axis that changed bits and the first operation that
+    differs.
+    """
 
 
 @dataclass(frozen=True)
 class AxisResult:
-    """What one axis showed.
+    """The result of one axis.
 
-    distinct    how many different results there were: 1 is invariant, 0 means that the axis says nothing (``reason``)
-    runs        how many were made
-    compared    what was, in words
-    differing   the runs that differ from the first of their group
-    refused     the runs that raised, and what
-    first       the first operation that differs, of the first run that does
-    share       of its results' elements, how many differ; ``largest`` is the greatest difference
-    by_result   every result and gradient that was compared, and how many different ones of it there were
+    axis        its name
+    distinct    the number of distinct results: 1 is invariant, 0 means that the axis does not apply (``reason``)
+    runs        the number of runs
+    compared    what the runs compare, in words
+    differing   labels of the runs that differ from the first run of their group
+    refused     labels of the runs that raised, with the error
+    first       the first operation that differs, of the first run that differs
+    share       the share of elements that differ in that run, 0 to 1
+    largest     the greatest difference of an element in that run
+    reason      why the axis, or part of it, does not apply
+    by_result   pairs of each compared result or gradient and its number of distinct values
     """
 
     axis: str
@@ -48,7 +50,7 @@ class AxisResult:
 
     @property
     def invariant(self) -> bool:
-        """Whether no two results differ."""
+        """Whether all results of the axis are equal."""
         return self.distinct <= 1
 
     def __str__(self) -> str:
@@ -58,7 +60,15 @@ class AxisResult:
 
 @dataclass(frozen=True)
 class InvarianceReport(Tabled):
-    """One ``AxisResult`` an axis, of a model under a policy. gradients: whether they were compared too."""
+    """What ``fxround.check_invariance`` found: one ``AxisResult`` per axis.
+
+    model       the name of the model
+    policy      the name of the policy
+    gradients   whether gradients were compared too
+    axes        the results, in the order of the axes passed
+
+    ``report["batch"]`` is one axis; ``print(report)``, ``table()``, ``to_dict()`` and ``to_json()`` show all of them.
+    """
 
     model: str
     policy: str
@@ -67,29 +77,29 @@ class InvarianceReport(Tabled):
 
     @property
     def invariant(self) -> bool:
-        """Whether no axis that could be asked shows two results."""
+        """Whether every axis that applies has one distinct result."""
         return all(axis.invariant for axis in self.axes)
 
     def __getitem__(self, name: str) -> AxisResult:
-        """The axis of that name. Raises KeyError naming those there are."""
+        """The axis of that name. Raises KeyError listing the axes of the report."""
         found = next((axis for axis in self.axes if axis.axis == name), None)
         if found is None:
             raise KeyError(f"no axis {name!r} in this report; it has {', '.join(axis.axis for axis in self.axes)}")
         return found
 
     def check(self) -> InvarianceReport:
-        """The report itself. Raises NotInvariant where bits changed."""
+        """Return the report. Raises NotInvariant if an axis changed bits."""
         wrong = [str(axis) for axis in self.axes if not axis.invariant]
         if wrong:
             raise NotInvariant(f"{self.model}, policy {self.policy}, is not invariant:\n  " + "\n  ".join(wrong))
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain, and ``invariant``."""
+        """Return all fields and ``invariant`` as plain data."""
         return asdict(self) | {"invariant": self.invariant}
 
     def table(self) -> Table:
-        """A row an axis."""
+        """Return a table with one row per axis."""
         rows = tuple(
             (a.axis, a.distinct or None, a.runs, a.compared if a.distinct else f"not asked: {a.reason}", _where(a))
             for a in self.axes

@@ -1,7 +1,9 @@
 """Training: optimizers whose steps are rounded operation by operation, as a policy says.
 
-before   optimizer.step()                                # binary32, whatever the weights are stored in
-after    optimizer = compile_optimizer(optimizer, "bfloat16/stochastic"); optimizer.step()
+PyTorch's ``optimizer.step()`` rounds every operation to the dtype of the parameters. Example::
+
+    optimizer = compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16/stochastic")
+    optimizer.step()
 """
 
 from fxround.training.generator import Generator

@@ -1,18 +1,14 @@
 """Data-parallel training: gradients of several processes are averaged in the order of their ranks.
 
-What is true here. Element by element, with N processes and the gradients g_0 ... g_(N-1) of one parameter,
+For every element, with N processes and the gradients g_0 ... g_(N-1) of one parameter,
 
     s = g_0;  s = R(s + g_r) for r = 1, ..., N - 1;  gradient = R(s / N)
 
-R is what the policy says of a gradient (role ``gradient``, direction ``backward``) of that parameter's module, for the
-operators ``add`` and ``div``. Every process gathers the gradients and computes this for itself.
-
-Why it is safe. The formula knows parameters and ranks, no buckets: neither their size nor the order in which they
-become ready changes a bit. Random bits are those of the module's (seed, sample), which all processes have in
-common, and of a number of the parameter's own that no node of a graph has.
-
-    before   ddp = DistributedDataParallel(model)                    # summed in whatever order the ring has
-    after    ddp = DistributedDataParallel(compiled); average_in_order(ddp)
+R is the rounding that the policy has for a gradient (role ``gradient``, direction ``backward``) of that parameter's
+module, for the operators ``add`` and ``div``. Every process gathers all gradients and computes this itself. The
+formula does not depend on DDP's buckets, so that neither their size nor the order in which they become ready changes a
+bit. Random bits come from the module's (seed, sample), which all processes share, and from a number of the parameter
+that no node of a graph has.
 """
 
 # No ``from __future__ import annotations``: DDP compares the annotations of its hook, which must not be texts.
@@ -37,7 +33,7 @@ _LAST: Final = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class _State:
-    """What the hook knows: the module, and the number and the program of each parameter, by its id."""
+    """The state of the hook: the module, and the number and program of each parameter, by its id."""
 
     module: RoundedModule
     programs: dict[int, tuple[int, Program]]
@@ -45,13 +41,21 @@ class _State:
 
 
 def average_in_order(ddp: DistributedDataParallel, policy: Any = None) -> None:
-    """Average the gradients of a compiled module's processes in the order of their ranks, by DDP's own hook.
+    """Average the gradients of a compiled module's processes in the order of their ranks, by DDP's communication hook.
 
-    ddp: ``DistributedDataParallel(fxround.compile(model, ...))``, before its first backward. Its module also becomes
-    ``distribute(rank, world_size)``: every process draws other random bits. policy: how sums and quotients of
-    gradients are rounded; None is the module's own.
+    Args:
+        ddp: ``DistributedDataParallel(fxround.compile(model, ...))``, before its first backward. The function also
+            calls ``distribute(rank, world_size)`` on its module, so that every process draws different random bits.
+        policy: the policy for sums and quotients of gradients, as for ``fxround.compile``; None takes the module's own.
 
-    Raises TypeError for another module, and what DDP raises where a hook is registered already.
+    Raises:
+        TypeError: for another module, or a parameter of a dtype that no kernel stores; also what DDP raises if a hook
+            is registered already.
+
+    Example::
+
+        ddp = DistributedDataParallel(fxround.compile(model, "stochastic"))
+        average_in_order(ddp)
     """
     module = getattr(ddp, "module", None)
     if not isinstance(ddp, DistributedDataParallel) or not isinstance(module, RoundedModule):
@@ -65,7 +69,7 @@ def average_in_order(ddp: DistributedDataParallel, policy: Any = None) -> None:
 
 
 def average_program(policy: Policy, path: str, dtype: torch.dtype, world_size: int) -> Program:
-    """The program of (g_0, ..., g_(N-1)) -> gradient, for a parameter of the module ``path``.
+    """Return the program of (g_0, ..., g_(N-1)) -> gradient, for a parameter of the module ``path``.
 
     Raises TypeError for a dtype that no kernel stores.
     """
@@ -85,7 +89,7 @@ def average_program(policy: Policy, path: str, dtype: torch.dtype, world_size: i
 
 
 def _programs(module: RoundedModule, policy: Policy, world_size: int) -> dict[int, tuple[int, Program]]:
-    """The number and the program of each parameter, by its id."""
+    """Return the number and the program of each parameter, by its id."""
     return {
         id(p): (k, average_program(policy, name.rpartition(".")[0], p.dtype, world_size))
         for k, (name, p) in enumerate(module.named_parameters())
@@ -94,7 +98,7 @@ def _programs(module: RoundedModule, policy: Policy, world_size: int) -> dict[in
 
 
 def _average(state: _State, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's hook: the bucket's gradients, gathered, then averaged parameter by parameter."""
+    """DDP's hook: gather the gradients of the bucket, then average them parameter by parameter."""
     buffer: Tensor = bucket.buffer()
     views: list[Tensor] = bucket.gradients()
     gathered = [torch.empty_like(buffer) for _ in range(dist.get_world_size(state.group))]

@@ -1,8 +1,8 @@
-"""Generator: the random bits of one training, saved and taken up again together.
+"""Generator: seed, save and restore the random bits of all parts of one training together.
 
-A training draws in several places: the compiled model, a compiled loss, a compiled optimizer. Each has a (seed, sample)
-of its own, and one that is forgotten in a checkpoint has other bits after a resume. A Generator seeds all of them from
-one number, by their names, so that no two draw the same bits, and its state is that of all.
+A training draws in several places: the compiled model, a compiled loss, a compiled optimizer. Each has its own (seed,
+sample), and one that is missing from a checkpoint has other bits after a resume. A Generator seeds all of them from
+one number and their names, so that no two draw the same bits, and its state is the state of all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,23 @@ _SEED: Final = "seed"
 
 
 class Generator:
-    """Seeds what a training is made of, and saves and restores what its next random bits are a function of.
+    """Seed the parts of a training, and save and restore the (seed, sample) of their next calls.
 
-    seed: 0 to 2^63 - 1. parts: compiled modules, losses and optimizers, by a name that stays the same when the training
-    is resumed. A part's seed is a function of (seed, name): another part changes nobody's bits. Making a Generator
-    reseeds the parts. Raises TypeError for a part of another type, ValueError for no parts.
+    The seed of a part is a function of (seed, name), so that adding a part does not change the bits of another. Making
+    a Generator reseeds its parts.
+
+    Args:
+        seed: 0 to 2^63 - 1.
+        parts: compiled modules, losses and optimizers, under names that stay the same when the training is resumed.
+
+    Raises:
+        TypeError: for a part of another type.
+        ValueError: for no parts, or a seed outside the range.
+
+    Example::
+
+        generator = Generator(0, model=compiled, loss=loss, optimizer=optimizer)
+        torch.save({"random": generator.state_dict()}, "checkpoint.pt")
     """
 
     def __init__(self, seed: int = 0, **parts: RoundedModule | RoundedOptimizer) -> None:
@@ -37,7 +49,10 @@ class Generator:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> Generator:
-        """Start anew: every part gets the seed of its name, and the sample or step 0. Returns the generator itself."""
+        """Start anew: every part gets the seed of its name, and sample or step 0. Returns the generator itself.
+
+        Raises ValueError for a seed outside 0 to 2^63 - 1.
+        """
         if not 0 <= seed < 1 << 63:
             raise ValueError(f"seed {seed}: expected 0 to 2^63 - 1")
         self.seed = seed
@@ -46,12 +61,12 @@ class Generator:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and of every part by name the (seed, sample) of its next call: ints and lists of ints."""
+        """Return the seed, and for every part by name the (seed, sample) of its next call: ints and lists of ints."""
         states = {name: _state(part) for name, part in self.parts.items()}
         return {_SEED: self.seed, "parts": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` returned. Raises ValueError where the parts have other names or groups."""
+        """Restore what ``state_dict`` returned. Raises ValueError if names or numbers of groups differ."""
         found = state.get("parts")
         if not isinstance(found, Mapping) or set(found) != set(self.parts) or not isinstance(state.get(_SEED), int):
             names = sorted(found) if isinstance(found, Mapping) else "no parts"
@@ -69,12 +84,12 @@ class Generator:
 
 
 def _state(part: RoundedModule | RoundedOptimizer) -> list[list[int]]:
-    """(seed, sample) of a module, (seed, step) of each group of an optimizer."""
+    """Return (seed, sample) of a module, or (seed, step) of each group of an optimizer."""
     if isinstance(part, RoundedModule):
         return [part.rng.tolist()]
     return [list(group[RNG_KEY]) for group in part.param_groups]
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """63 bits of a digest."""
+    """Return 63 bits of a SHA-256 digest."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1

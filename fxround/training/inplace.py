@@ -1,13 +1,9 @@
-"""Steps in place: an optimizer's step that is one kernel writes a parameter and its states where they lie.
+"""Steps in place: an optimizer's step that is one kernel writes a parameter and its states in their own memory.
 
-What is true here. ``in_place`` finds the one kernel that a step's graph is made of; ``InPlace.run`` calls it with the
-old tensors for the new ones. The kernel, its operands and its random key are those of the graph.
-
-Why it is safe. A kernel reads an element of every operand before it writes that element of its results, and never reads
-it again; operands that are not row-major, and graphs of several operators, go the long way.
-
-    before   new = step(p, g, m); p.copy_(new[0]); m.copy_(new[1])
-    after    step(p, g, m), into p and m
+``in_place`` finds the one kernel that a step's graph consists of. ``InPlace.run`` calls it with the old tensors as
+results; kernel, operands and random key are those of the graph, so the bits are the same. This is safe because a
+kernel reads an element of every operand before it writes that element of its results, and never reads it again.
+Operands that are not row-major, and graphs of several operators, take the general way.
 """
 
 from __future__ import annotations
@@ -27,15 +23,18 @@ from fxround.runtime.library import FUSED, POINTWISE
 
 @dataclass(frozen=True)
 class InPlace:
-    """A kernel's node; which of the graph's inputs it reads; which of its results is the first, second, ... output."""
+    """A kernel's node, the graph inputs that it reads, and which of its results is the first, second, ... output."""
 
     node: fx.Node
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
     def run(self, inputs: Sequence[Tensor], old: Sequence[Tensor], rng: Tensor) -> bool:
-        """Overwrite ``old`` with the outputs for the inputs, ``old`` among them; False, and nothing done, if that
-        takes more than the kernel: an input that is not row-major, or a result of another dtype."""
+        """Overwrite ``old`` with the outputs for ``inputs``, which include ``old``.
+
+        Returns False, and changes nothing, if the kernel cannot do it: an input is not row-major, or a result has
+        another dtype or shape.
+        """
         operands = [inputs[i] for i in self.operands]
         shape = old[0].shape
         if not all(x.is_cpu and x.is_contiguous() and not x.is_neg() for x in (*operands, *old)):
@@ -54,7 +53,7 @@ class InPlace:
 
 
 def in_place(graph: fx.GraphModule) -> InPlace | None:
-    """The kernel of a lowered graph; None if it has more than one operator, or an output that no kernel makes."""
+    """Return the kernel of a lowered graph; None for several operators, or an output that no kernel makes."""
     inputs = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     if len(calls) != 1 or calls[0].target not in (FUSED, POINTWISE):
@@ -69,7 +68,7 @@ def in_place(graph: fx.GraphModule) -> InPlace | None:
 
 
 def _number(output: Any, call: fx.Node) -> int:
-    """Which result of the call an output is; -1 if it is none."""
+    """Return which result of the call an output is; -1 if it is none."""
     if call.target is POINTWISE:
         return 0 if output is call else -1
     is_result = isinstance(output, fx.Node) and output.target is operator.getitem and output.args[0] is call

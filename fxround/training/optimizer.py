@@ -1,14 +1,9 @@
-"""compile_optimizer: a step captured once, rounded operation by operation, and run for every parameter.
+"""compile_optimizer: the step of an optimizer, captured once, rounded operation by operation, and run per parameter.
 
-What is true here. The step of a parameter is a graph like any other: its operations have Sites (direction "update"),
-its result is the new weight, its states are rounded as the policy says of them. One graph serves every shape, since a
-step works element by element; learning rates are run-time numbers.
-
-Why it is safe. The k'th parameter draws with a seed of its own, so no two parameters share bits, and with the number of
-the optimizer's steps as its sample: the bits of a step are a function of (seed, step), saved with ``state_dict``.
-
-    before   optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    after    optimizer = compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16/stochastic")
+The step of a parameter is a graph whose operations have Sites (direction "update"): its results are the new weight and
+the new states. One graph serves every shape, since a step works element by element; learning rates are run-time
+numbers. The k-th parameter draws with a seed of its own, so that no two parameters share bits, and the number of steps
+taken is the sample: the bits of a step are a function of (seed, step), which ``state_dict`` saves.
 """
 
 from __future__ import annotations
@@ -47,15 +42,33 @@ def compile_optimizer(
     strict: bool | None = None,
     seed: int = 0,
 ) -> RoundedOptimizer:
-    """An optimizer that takes the steps of ``optimizer`` with the roundings of ``policy``.
+    """Return an optimizer that takes the steps of ``optimizer`` with the roundings of ``policy``.
 
-    optimizer: a torch.optim SGD, Adam, AdamW, Adagrad or RMSprop with any of its options; its parameter groups and
-    state are shared, so that a scheduler of either works. policy: as ``fxround.compile`` takes it; it is asked about
-    the roles ``weight`` (the new parameter), ``state``, ``gradient`` (as it comes in) and ``update`` (the rest), with
-    the direction ``update``. model: gives rules the module paths of its parameters. seed: of the stochastic modes.
+    Args:
+        optimizer: a ``torch.optim`` SGD, Adam, AdamW, Adagrad or RMSprop. Its parameter groups and state are shared, so
+            that a scheduler of either works. Parameters and gradients are dense real tensors of any shape.
+        policy: as for ``fxround.compile``. Its rules see the roles ``weight`` (the new parameter), ``state``,
+            ``gradient`` (the incoming gradient) and ``update`` (all other operations), with the direction ``update``.
+        model: the module whose parameters are optimized, so that rules can match module paths; None: every path is "".
+        strict: whether an operation that cannot be rounded is an error; None takes the policy's setting.
+        seed: 0 to 2^63 - 1, the seed of the stochastic modes.
 
-    A rule of the direction ``update`` that matches nothing raises PolicyError at the first step. Raises TypeError for
-    another optimizer, and at the first step ValueError for options without a formula (capturable, differentiable).
+    Returns:
+        A ``RoundedOptimizer``.
+
+    Raises:
+        TypeError: for another optimizer.
+        PolicyError: for a policy that does not parse, and at the first step for a rule of the direction ``update`` that
+            matches nothing.
+        ValueError: at the first step, for the options ``capturable`` and ``differentiable``, which have no formula.
+
+    Example::
+
+        optimizer = fxround.compile_optimizer(torch.optim.Adam(model.parameters()), "bfloat16/stochastic", seed=1)
+        loss.backward()
+        optimizer.step()
+
+    Source: the single-tensor code of ``torch.optim``, operation by operation (``fxround.training.updates``).
     """
     if isinstance(optimizer, RoundedOptimizer):
         raise TypeError("the optimizer is compiled already; compile the original one")
@@ -67,7 +80,7 @@ def compile_optimizer(
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A step's lowered graph, what runs for it (its one kernel, where it is one), and the names of its numbers."""
+    """The lowered graph of a step, the graph that runs, its kernel if it is one, and the names of its numbers."""
 
     lowered: fx.GraphModule
     running: fx.GraphModule
@@ -76,8 +89,9 @@ class _Compiled:
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
-    """Made by ``compile_optimizer``; used like the optimizer that it was made of.
+    """An optimizer with explicit roundings, made by ``compile_optimizer``.
 
+    It is used like the optimizer that it was made from, with which it shares ``param_groups`` and ``state``.
     ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group.
     """
 
@@ -106,7 +120,12 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
+        """Take one step for every parameter that has a gradient.
+
+        closure: evaluates the model again and returns the loss, as in PyTorch. Returns the closure's loss, or None.
+        Raises ValueError for sparse or complex tensors, a state of another shape or dtype, and options without a
+        formula; PolicyError as stated in ``compile_optimizer``.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +144,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _require_matched(self) -> None:
-        """Raise PolicyError for a rule of updates alone that has matched no operation of any parameter's step."""
+        """Raise PolicyError for a rule of updates alone that matches no operation of any parameter's step."""
         if len(self._compiled) == self._checked or not self._compiled:
             return
         found = [place for c in self._compiled.values() for node in c.lowered.graph.nodes if (place := site(node))]
@@ -142,28 +161,31 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._checked = len(self._compiled)
 
     def reseed(self, seed: int, step: int = 0) -> RoundedOptimizer:
-        """Set what the random bits are a function of; returns the optimizer itself."""
+        """Set the seed and step from which random bits are computed; returns the optimizer itself."""
         for group in self.param_groups:
             group[RNG_KEY] = list(random_state(seed, step).tolist())
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As PyTorch's; seed and step stay where the dict holds none."""
+        """Load a state as PyTorch does; seed and step stay as they are if the dict has none."""
         kept = [list(group[RNG_KEY]) for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, rng in zip(self.param_groups, kept, strict=True):
             group[RNG_KEY] = list(state_of(group.get(RNG_KEY, rng), RNG_KEY))
 
     def graph_text(self) -> str:
-        """The graphs of the steps taken so far, one line an operation."""
+        """Return the graphs of the steps taken so far as text. Raises ValueError before the first step."""
         return "\n\n".join(inspection.graph_text(compiled.lowered) for compiled in self._taken())
 
     def summary(self) -> Summary:
-        """A table of the operations of the latest new graph: node, operator, path, rounding."""
+        """Return a table of the operations of the latest new graph: node, operator, path, rounding.
+
+        Raises ValueError before the first step.
+        """
         return inspection.summary(self._taken()[-1].lowered)
 
     def coverage(self) -> Coverage:
-        """What is rounded and what is not in the latest new graph."""
+        """Return what is rounded and what is not in the latest new graph. Raises ValueError before the first step."""
         return inspection.coverage(self._taken()[-1].lowered)
 
     def _taken(self) -> list[_Compiled]:
@@ -172,7 +194,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         return list(self._compiled.values())
 
     def _update(self, p: Tensor, group: dict[str, Any], seed: int, done: int, shared: dict[Any, Any]) -> None:
-        """The step of one parameter. shared: formulas and numbers of the group's parameters so far."""
+        """Take the step of one parameter; ``shared`` keeps formulas and numbers of the group's parameters so far."""
         _refuse_tensors(p)
         state = self.state[p]
         first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
@@ -206,7 +228,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
             before.copy_(value.reshape(before.shape))
 
     def _compile(self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str) -> _Compiled:
-        """The graph of an update, captured once a formula and lowered once a path that the policy may tell apart."""
+        """Return the graph of an update, captured once per formula and lowered once per path if rules name paths."""
         path = path if any(rule.match != "*" for rule in self.policy.rules) else ""
         key = (update, dtype, path)
         if key not in self._compiled:
@@ -220,7 +242,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
 
 def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Captured:
-    """The graph of (p, g, states, numbers) -> (p, states), for tensors of one dimension and any length."""
+    """Return the graph of (p, g, states, numbers) -> (p, states), for tensors of one dimension and any length."""
     names = update.states
 
     def step(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -234,7 +256,7 @@ def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Ca
 
 
 def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], path: str) -> fx.GraphModule:
-    """A copy whose values say what they are to an optimizer, for the passes."""
+    """Return a copy of the graph whose nodes carry their roles in an optimizer, for the passes."""
     placed = module_of(graph, copy.deepcopy(graph.graph))
     entering = ("weight", "gradient", *("state" for _ in update.states))
     names = ("weight", "gradient", *update.states, *numbers)

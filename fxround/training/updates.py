@@ -1,14 +1,10 @@
 """Updates: the step of each optimizer as a formula over rounded operations, for one parameter.
 
-What is true here. An ``Update`` names the state that it keeps, under PyTorch's names, and computes the new parameter
-and state from the old ones, the gradient and a few numbers. The numbers (a learning rate, a bias correction) come from
-binary64 arithmetic on the host and enter as tensors of no dimensions: a scheduler changes them, and no graph.
-
-Why it is safe. The formulas follow ``torch.optim``'s single-tensor code operation by operation; options that change the
-formula are part of its key, so a group whose momentum becomes zero gets another graph.
-
-    before   optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    after    b = b * 0.9 + g; p = p + b * -0.1                  # each * and + rounded
+An ``Update`` names its states as PyTorch does, and computes the new parameter and states from the old ones, the
+gradient and a few numbers. The numbers (a learning rate, a bias correction) are computed in binary64 on the host and
+passed as tensors of no dimensions, so that a scheduler changes no graph. The formulas follow ``torch.optim``'s
+single-tensor code operation by operation. Options that change a formula are part of its key: a group whose momentum
+becomes zero gets another graph.
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ States = dict[str, Tensor]
 class Update(ABC):
     """The formula of one parameter's step, for one setting of the options that change it.
 
-    maximize    whether the gradient is turned around
+    maximize    whether the gradient is negated
     decay       whether ``weight_decay * p`` is added to the gradient
-    first       whether this is the first step of a parameter whose formula starts in another way
+    first       whether this is the first step of a parameter, where the first step has another formula
     """
 
     maximize: bool
@@ -45,30 +41,30 @@ class Update(ABC):
     @property
     @abstractmethod
     def states(self) -> tuple[str, ...]:
-        """The tensors kept from step to step, of the parameter's shape."""
+        """The names of the tensors kept from step to step, each of the parameter's shape."""
 
     @abstractmethod
     def numbers(self, group: Group, step: int) -> Numbers:
-        """What the formula is given beside tensors, for the step'th step (from 1)."""
+        """Return the numbers of the formula for a step; ``step`` counts from 1."""
 
     @abstractmethod
     def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
-        """The new parameter and the new states."""
+        """Return the new parameter and the new states."""
 
     def gradient(self, p: Tensor, g: Tensor, n: dict[str, Tensor]) -> Tensor:
-        """g turned around, and with p * weight_decay, where the options say so."""
+        """Return g, negated and with p * weight_decay added where the options say so."""
         g = -g if self.maximize else g
         return g + p * n["weight_decay"] if self.decay else g
 
     def initial(self, name: str, p: Tensor, group: Group) -> Tensor:
-        """A state before the first step."""
+        """Return a state before the first step."""
         return torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def power(base: float, n: int) -> float:
-    """base^n in binary64, the same on every machine: ``base**n`` is the C library's pow, which is not.
+    """Return base^n in binary64, the same on every machine: ``base**n`` calls the C library's pow, whose bits vary.
 
-    Fifty decimal digits are exact arithmetic over integers; so is the conversion.
+    Fifty decimal digits are computed in integer arithmetic, and so is the conversion to binary64.
     """
     return float(_DIGITS.power(Decimal(base), n))
 
@@ -103,7 +99,7 @@ class SGD(Update):
 
     @staticmethod
     def of(group: Group, first: bool) -> SGD:
-        """The formula of a group of ``torch.optim.SGD``."""
+        """Return the formula of a group of ``torch.optim.SGD``."""
         momentum, dampening = group["momentum"] != 0, group["dampening"] != 0
         return SGD(group["maximize"], group["weight_decay"] != 0, first, momentum, group["nesterov"], dampening)
 
@@ -143,7 +139,7 @@ class Adam(Update):
 
     @staticmethod
     def of(group: Group, first: bool) -> Adam:
-        """The formula of a group of ``torch.optim.Adam`` or ``AdamW``."""
+        """Return the formula of a group of ``torch.optim.Adam`` or ``AdamW``."""
         decoupled, decays = group["decoupled_weight_decay"], group["weight_decay"] != 0
         plain = decays and not decoupled
         near = 1 - float(group["betas"][0]) < 0.5
@@ -165,7 +161,7 @@ class RepDLAdam(Adam):
 
     @staticmethod
     def of(group: Group, first: bool) -> RepDLAdam:
-        """The formula of a group of ``torch.optim.Adam``, by RepDL's definitions."""
+        """Return the formula of a group of ``torch.optim.Adam``, by RepDL's definitions."""
         return RepDLAdam(group["maximize"], group["weight_decay"] != 0, False, group["amsgrad"], False, False)
 
 
@@ -191,7 +187,7 @@ class Adagrad(Update):
 
     @staticmethod
     def of(group: Group, first: bool) -> Adagrad:
-        """The formula of a group of ``torch.optim.Adagrad``."""
+        """Return the formula of a group of ``torch.optim.Adagrad``."""
         return Adagrad(group["maximize"], group["weight_decay"] != 0, False)
 
 
@@ -231,7 +227,7 @@ class RMSprop(Update):
 
     @staticmethod
     def of(group: Group, first: bool) -> RMSprop:
-        """The formula of a group of ``torch.optim.RMSprop``."""
+        """Return the formula of a group of ``torch.optim.RMSprop``."""
         near = 1 - group["alpha"] < 0.5
         decays = group["weight_decay"] != 0
         return RMSprop(group["maximize"], decays, False, group["momentum"] > 0, group["centered"], near)
@@ -253,5 +249,5 @@ _REDEFINED: Final[Mapping[tuple[str, type], Callable[[Group, bool], Update]]] = 
 
 
 def update_of(kind: type[torch.optim.Optimizer], definitions: str) -> Callable[[Group, bool], Update]:
-    """The formula of an optimizer's step, for a group and whether it is the first step."""
+    """Return the function from a parameter group, and whether this is its first step, to the formula of the step."""
     return _REDEFINED.get((definitions, kind)) or UPDATES[kind]
