@@ -1,12 +1,8 @@
-"""Contractions over CPU tensors: where the operands lie, and how the work is cut into items.
+"""Contractions over CPU tensors: how operands are stored, and how the work is cut into items.
 
-What is true here. The second operand is two tables of offsets over one tensor, so that a matrix of any strides and the
-windows of an image are one case. Chunks of rows, blocks of k and threads cut the work; no result shows where.
-
-Why it is safe. Sizes are compared before a pointer is taken; a kernel reads by the sizes and offsets made here.
-
-    before   torch.bmm(a, b)
-    after    run_product(kernel, a, b, 0, draw)          # begin_contract(...).finish()
+The second operand is described by two tables of offsets into one tensor, so a matrix of any strides and the windows of
+an image are one case. Chunks of rows, blocks of k and threads cut the work without changing a bit of the result. Sizes
+are compared before a pointer is taken, and a kernel reads memory only by the sizes and offsets that are made here.
 """
 
 from __future__ import annotations
@@ -38,33 +34,37 @@ from fxround.specialize import contract_kernel
 P = ParamSpec("P")
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
-# What each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
+# The bytes that each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
 TABLES: Final = 1 << 24
-# A thread is worth waking for this many steps, or so many of one instruction.
+# The steps that make another thread worth its start: of a general kernel, and of one whose step is an instruction or
+# two.
 _ENOUGH: Final = 1 << 15
 _ENOUGH_QUICK: Final = 1 << 18
-# See numerics.truncation.up_or_down.
+# The longest chain: the bounds of ``numerics.truncation.up_or_down`` hold for 2^30 steps.
 _LONGEST: Final = 1 << 30
-# Steps of a block: a panel of them stays in the first-level cache; the packed rows of an item in the second.
+# Steps of a block: a packed panel of them stays in the first-level cache, the packed rows of an item in the second one.
+# A multiple of 32, because steps that share a word of coins begin at multiples of 32 (``Steps.along``).
 _BLOCK: Final = 192
 _CHUNK_BYTES: Final = 1 << 20
-# Packing an element costs as much as so many steps.
+# The steps that take as long as packing an element.
 _PACKED: Final = 20
 _PARKED_BYTES: Final = 1 << 21
-# Products that are not packed: of so many rows, or of so many steps.
+# Products of at most this many rows, or of at most this many steps, are not packed.
 _FEW_ROWS: Final = 8
 _SMALL: Final = 1 << 15
 
 
 @by_bytes(TABLES)
 def offsets(count: int, stride: int) -> Tensor:
-    """0, stride, 2 * stride, ...: int64."""
+    """The table 0, stride, 2 * stride, ... of ``count`` offsets, int64."""
     return torch.arange(count) * stride
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Where results lie: element (batch, row, n) at batch * step + row * row_step + offsets[n]; offsets ascend."""
+    """Where results are stored: element (batch, row, n) at batch * step + row * row_step + offsets[n], offsets
+    ascending.
+    """
 
     step: int
     row_step: int
@@ -73,10 +73,10 @@ class Placing:
 
 @dataclass(frozen=True)
 class Right:
-    """Where the second operand lies: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
+    """Where the second operand is stored: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
 
-    out: where its products lie in the result, if not in a row. k_step: what k_offsets ascend by, if the columns lie
-    side by side in the operand and in the result.
+    ``out`` says where the products are stored in the result, if that is not row-major. ``k_step`` is the constant step
+    of k_offsets if the columns are adjacent in the operand and in the result, else None.
     """
 
     batch: int
@@ -88,7 +88,7 @@ class Right:
 
     @staticmethod
     def matrices(shape: Sequence[int], strides: Sequence[int]) -> Right:
-        """(batch, length, columns) of any strides."""
+        """A batch of matrices of shape (batch, length, columns) with any strides."""
         step, k, n = strides
         adjacent = n == 1 or shape[2] == 1
         return Right(shape[0], step, offsets(shape[1], k), offsets(shape[2], n), None, k if adjacent else None)
@@ -96,20 +96,20 @@ class Right:
 
 @lru_cache(maxsize=1024)
 def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], result: Storage) -> Contract:
-    """The kernel of a graph argument's texts."""
+    """The kernel for the texts of a graph's arguments."""
     return contract_kernel(texts.accumulation(accumulate), texts.rounding(rounding), loads, result)
 
 
 @dataclass(frozen=True)
 class Code:
-    """A variant, compiled; what it is told of sizes and strides (int64, a C array); the scratch that a thread needs."""
+    """A compiled variant, its array of sizes and strides (int64), and the bytes of scratch that a thread needs."""
 
     function: Any
     layout: Any
     scratch: int
 
     def run(self, items: range, pieces: int, pointers: tuple[int, ...], key: Any) -> list[range]:
-        """Do the items; the pieces whose results do not count."""
+        """Do the items, cut into pieces; returns the pieces whose results do not count."""
         flags = (ctypes.c_int32 * pieces)()
         space, step = scratch(self.scratch, pieces > 1)
         arguments = (
@@ -126,10 +126,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Plan:
-    """How operands of one shape are contracted: the work's items, and code that does them.
+    """How operands of one shape are contracted: the items of the work, and the code that does them.
 
-    quick: code whose results may not count; ``general`` then does the item again.
-    complete: how many leading elements of the result are final when so many items, from the first one on, are done.
+    general    the code whose results always count, compiled when it is first needed
+    quick      code whose results may not count; ``general`` then does the items again
+    items      the number of items
+    enough     the items that make another thread worth its start
+    complete   from a number of items, counted from the first, to the number of leading elements of the result that are
+               final once these items are done
     """
 
     general: Callable[[], Code]
@@ -139,23 +143,25 @@ class Plan:
     complete: Callable[[int], int]
 
     def run(self, pointers: tuple[int, ...], key: Any, items: range | None = None) -> None:
-        """Every item, or some of them. pointers: of operands, tables and result."""
+        """Do every item, or a range of them. ``pointers`` are the addresses of operands, tables and result."""
         chosen = range(self.items) if items is None else items
         pieces = pieces_of(len(chosen), self.enough)
         if self.quick is None:
             self.general().run(chosen, pieces, pointers, key)
             return
         for piece in self.quick.run(chosen, pieces, pointers, key):
+            # One bad result spoils its whole piece. The piece is done again with a flag for each item, so that the slow
+            # code does only the items that need it. Writing a result twice is safe: no item reads one.
             again = self.quick.run(piece, len(piece), pointers, key) if len(piece) > 1 else [piece]
             for run in joined(again):
                 self.general().run(run, len(run), pointers, key)
 
 
 class Pending(NamedTuple):
-    """A contraction that has its operands, and is still to be done.
+    """A contraction that has its operands and is still to be done.
 
-    shape, dtype: of the result, which is row-major. plan: None where it has no element. pointers: of operands and
-    tables, which are ``held`` as long.
+    ``shape`` and ``dtype`` are those of the row-major result. ``plan`` is None if that has no element. ``pointers`` are
+    the addresses of operands and tables, which ``held`` keeps alive.
     """
 
     shape: Sequence[int]
@@ -166,19 +172,19 @@ class Pending(NamedTuple):
     key: Any = None
 
     def run(self, result: int, items: range | None = None) -> None:
-        """Every item, or some of them. result: the address of its element 0."""
+        """Do every item, or a range of them; ``result`` is the address of the result's element 0."""
         if self.plan is not None:
             self.plan.run((*self.pointers, result), self.key, items)
 
     def finish(self) -> Tensor:
-        """The result."""
+        """Allocate and compute the result."""
         made = buffers.empty(self.shape, self.dtype)
         self.run(made.data_ptr())
         return made
 
 
 def finished(begin: Callable[P, Pending]) -> Callable[P, Tensor]:
-    """The operator of the contractions that ``begin`` makes."""
+    """The operator that begins a contraction by ``begin`` and finishes it."""
 
     @wraps(begin)
     def operator(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -189,14 +195,18 @@ def finished(begin: Callable[P, Pending]) -> Callable[P, Tensor]:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A kernel for operands and a result that lie in certain ways; where they lie is told by each ``run``."""
+    """A plan for operands and results of given layouts, with its tables; addresses are given for each run."""
 
     plan: Plan
     tables: tuple[Tensor, ...]
 
     @staticmethod
     def of(kernel: Contract, left: Sequence[int], strides: Sequence[int], right: Right, groups: int) -> Contraction:
-        """left: shape of the first operand, (g, rows, length). groups 0: g == batch; else its matrix is batch mod g."""
+        """The contraction of a first operand of shape ``left`` = (g, rows, length) and ``strides`` with ``right``.
+
+        With groups = 0 the first operand has one matrix for each batch (g == batch); otherwise batch i uses matrix i
+        mod groups.
+        """
         _, rows, length = left
         batch, columns = right.batch, right.n_offsets.numel()
         isa, sizes = current_set(), (batch, rows, columns, length, groups)
@@ -207,25 +217,27 @@ class Contraction:
         return Contraction(plan, (right.k_offsets, right.n_offsets, out.offsets))
 
     def of_operands(self, shape: Sequence[int], dtype: torch.dtype, a: Tensor, b: Tensor, key: Any) -> Pending:
-        """With its operands; shape, dtype: of the result."""
+        """The contraction with its operands; ``shape`` and ``dtype`` are those of the result."""
         held = (a, b, *self.tables)
         return Pending(shape, dtype, self.plan, addresses(held), held, key)
 
 
 def _unpacked(kernel: Contract, isa: str, sizes: tuple[int, ...]) -> bool:
-    """Whether a panel would be read too seldom to be worth its packing, and the processor reads under masks."""
+    """Whether panels would be read too seldom to be worth packing, and the processor has masked loads."""
     machine, (_, rows, columns, length, _) = machine_of(isa), sizes
+    # AVX2 masks loads of 32 and 64 bits only; without masks the last columns could not be loaded in place.
     masks = machine.vector_bytes == 64 or (machine.vector_bytes == 32 and kernel.loads[1] in ("f32", "f64"))
     return masks and length > 0 and (rows <= _FEW_ROWS or rows * columns * length <= _SMALL)
 
 
 @lru_cache(maxsize=4096)
 def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+    """The plan of ``direct`` for these sizes and steps."""
     batch, rows, columns, length, groups = sizes
     machine = machine_of(isa)
     general, quick = direct_for(kernel, machine, rows), quick_for(kernel, machine)
     first = general if quick is None else direct_for(quick, machine, rows)
-    # Both variants work on the same items: a run of columns holds whole ones of either.
+    # Both variants work on the same items: an item's columns are whole panels of either.
     width = max(general.width, first.width)
     batches = _ceiling(columns, width)
 
@@ -241,7 +253,9 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
 
 @lru_cache(maxsize=4096)
 def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+    """The plan of ``contract`` for these sizes and steps."""
     batch, rows, columns, length, groups = sizes
+    # With chunks, every block is a chunk: ``Item._combine`` adds a block's sums to the totals.
     block = kernel.chunk or min(max(length, 1), _BLOCK)
     machine = machine_of(isa)
     general = tile_for(kernel, machine, max(block, _BLOCK))
@@ -266,7 +280,7 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
 
 
 def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int], int]:
-    """``Plan.complete`` where so many items make a line of the result, and lines a batch; its last one may be short."""
+    """``Plan.complete`` if ``items`` items make a line, and lines a batch; the last line of a batch may be short."""
     whole = batch or line
     lines = _ceiling(whole, line)
 
@@ -278,17 +292,19 @@ def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int],
 
 
 def _in_images(before: int, wide: int, columns: int, pixels: int, image: int) -> Callable[[int], int]:
-    """``Plan.complete`` where items of the last rows end one image after the other; before: items of the other rows."""
+    """``Plan.complete`` if items of the last rows end one image after another; ``before`` counts the items of other
+    rows.
+    """
     return lambda done: min(max(0, done - before) * wide, columns) // pixels * image
 
 
 def begin_contract(
     kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: int, draw: Draw, size: Sequence[int]
 ) -> Pending:
-    """a: (g, rows, length) of any strides; b: what ``right`` counts the elements of.
+    """The contraction of ``a``, (g, rows, length) of any strides, with ``b``, which ``right`` gives the offsets of.
 
-    size: of the result, (batch, rows, columns) or another of as many elements.
-    groups 0: a has one matrix a batch (g == batch); else a's matrix for batch i is i mod groups.
+    size: the shape of the result, (batch, rows, columns) or another one with as many elements. groups: as in
+    ``Contraction.of``. Raises ValueError if inner sizes or batches differ, or if a chain would be too long.
     """
     g, rows, length = a.shape
     batch, columns = right.batch, right.n_offsets.numel()
@@ -303,24 +319,24 @@ def begin_contract(
 
 
 def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
-    """Of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
+    """The product of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
     size = (b.shape[0], a.shape[1], b.shape[2])
     return begin_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size).finish()
 
 
 def check_length(length: int) -> None:
-    """ValueError for a chain that is too long."""
+    """Raise ValueError for a chain that is too long."""
     if length > _LONGEST:
         raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
 
 
 def enough_for(kernel: Contract) -> int:
-    """The steps of a kernel that are worth waking a thread for."""
+    """The steps of a kernel that make another thread worth its start."""
     return _ENOUGH_QUICK if kernel.accumulator == "f32" else _ENOUGH
 
 
 def joined(ranges: Sequence[range]) -> list[range]:
-    """Ascending ranges, neighbours as one."""
+    """Ascending ranges, adjacent ones joined."""
     found: list[range] = []
     for one in ranges:
         if found and found[-1].stop == one.start:
@@ -334,8 +350,8 @@ def _cut(
 ) -> tuple[int, int]:
     """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
 
-    Both variants work on the same items: an item's columns are whole panels of either. Every item packs its own rows
-    and columns: threads get equal shares, cut where the least is packed again.
+    An item's columns are whole panels of both variants. Every item packs its own rows and columns; with several threads
+    the cut is the one of equal shares that packs the least again.
     """
     tallest = max(first.rows[0], _CHUNK_BYTES // (general.pitch * bytes_of(general.kernel.accumulator)))
     chunk = _even(rows, tallest, first.rows[0])
@@ -362,7 +378,7 @@ def _cut(
 
 
 def _even(total: int, most: int, unit: int) -> int:
-    """The size of equal parts of ``total``, at most about ``most``, a multiple of ``unit`` if there are several."""
+    """The size of equal parts of ``total``, at most about ``most``; a multiple of ``unit`` if there are several."""
     parts = _ceiling(total, most)
     return total if parts == 1 else _ceiling(_ceiling(total, parts), unit) * unit
 
@@ -372,7 +388,7 @@ def _ceiling(n: int, parts: int) -> int:
 
 
 def scratch_of(kernel: Contract, a: Tensor, b: Tensor) -> int:
-    """Bytes that one thread packs and parks in for a product of two matrices."""
+    """The bytes that one thread packs and parks in for a product of two matrices."""
     right = Right.matrices((1, *b.shape), (0, *b.stride()))
     plan = Contraction.of(kernel, (1, *a.shape), (0, *a.stride()), right, 1).plan
     return (plan.quick or plan.general()).scratch

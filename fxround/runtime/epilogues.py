@@ -1,18 +1,15 @@
-"""Epilogues: a contraction and the map right behind it run as one, a few items at a time, in one result's memory.
+"""Epilogues: a contraction and the map after it run as one, a few items at a time, in the memory of one result.
 
-What is true here. A bias, a normalisation, an activation or a residual addition reads the whole result of a product or
-a convolution and writes another one. Here the map follows the contraction from step to step: some items of the
-contraction, then the map over the blocks that these completed, which are still in the cache. Where nothing else
-reads the contraction's result, the map writes its own over it: there is one tensor, not two.
+A bias, a normalization, an activation or a residual addition reads the whole result of a product or a convolution and
+writes another tensor. Here the map follows the contraction step by step: some items of the contraction, then the map
+over the blocks that these completed, which are still in the cache. If nothing else reads the contraction's result, the
+map writes its own result over it, so that one tensor is enough.
 
-Why it is safe. Both run the kernels that they run alone, and elements keep their numbers, so bits and random words are
-the same. A step of the contraction has ended, and every item whose quick results did not count is done again, before
-the map reads; ``Plan.complete`` says how many leading elements are then final, and blocks that are not stay for the
-next step. No item reads a result. A map reads an element of the contraction's result for the same
-element of its own, and a block before it writes it.
-
-    before   c = convolution(x, w); y = fused(c, mean, scale, shift)            # c, y: 13 MB each, c written and read
-    after    for an image at a time: the same, and y is where c was
+Both run the kernels that they run alone, and elements keep their numbers, so bits and random words are the same. A step
+of the contraction has ended, and every item whose quick results did not count is done again, before the map reads;
+``Plan.complete`` says how many leading elements are then final, and blocks that are not final wait for the next step.
+No item reads a result. The map reads an element of the contraction's result only for the same element of its own
+result, and reads a block before it writes it.
 """
 
 from __future__ import annotations
@@ -37,7 +34,8 @@ from fxround.runtime.library import CONTRACTIONS, FUSED, POINTWISE
 from fxround.units import Unit
 
 _ATEN: Final = torch.ops.aten
-# What gives a row-major tensor another shape; whether it did is seen when the shapes are known.
+# Operators that may only give a row-major tensor another shape; ``Epilogue._plan`` checks that they did, on real
+# shapes.
 _VIEWS: Final = frozenset(
     {
         *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.unsqueeze.default),
@@ -46,9 +44,9 @@ _VIEWS: Final = frozenset(
 )
 _MANY: Final = 32
 _UNKNOWN: Final = "not planned yet"
-# What a step completes for each thread: half of a second-level cache, with what else the map reads.
+# The bytes that a step completes for each thread: half of a second-level cache, which also holds the map's operands.
 _STEP: Final = 1 << 19
-# Items of a step for each thread: fewer would leave threads waiting for the last one.
+# The least items of a step for each thread: with fewer, threads would wait for the last one.
 _ITEMS: Final = 4
 
 
@@ -56,7 +54,7 @@ _ITEMS: Final = 4
 
 
 def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph in which a contraction and the map behind it are one module."""
+    """The graph with every contraction and the map after it as one module."""
     position = {node: i for i, node in enumerate(graph.graph.nodes)}
     groups: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in position:
@@ -70,7 +68,7 @@ def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
         return group is not None and groups.get(b.nodes[0]) is group
 
     def build(unit: Unit, inputs: Sequence[fx.Node]) -> Epilogue | None:
-        # Where a path leads around its nodes, a group is not one unit.
+        # If another path connects two nodes of a group, the group is not one unit, and stays as it is.
         whole = groups.get(unit.nodes[0], frozenset()) == set(unit.nodes)
         return Epilogue(graph, unit.nodes, inputs) if whole else None
 
@@ -78,7 +76,7 @@ def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _group(node: fx.Node, position: dict[fx.Node, int]) -> frozenset[fx.Node]:
-    """A map and its results, the latest contraction that it reads, and the views between; nothing if there is none."""
+    """A map and its results, the latest contraction that it reads, and the views between; empty if there is none."""
     chains = [tuple(_back(operand, node)) for operand in _operands_of(node)]
     known = [chain for chain in chains if chain[-1].target in CONTRACTIONS]
     if not known:
@@ -87,7 +85,7 @@ def _group(node: fx.Node, position: dict[fx.Node, int]) -> frozenset[fx.Node]:
 
 
 def _back(operand: fx.Node, user: fx.Node) -> Iterator[fx.Node]:
-    """From an operand over views that nothing else reads."""
+    """The nodes from an operand back over views that nothing else reads."""
     node = operand
     while True:
         yield node
@@ -97,6 +95,7 @@ def _back(operand: fx.Node, user: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operands_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of a map."""
     return list(node.args[0])  # type: ignore[arg-type]
 
 
@@ -110,12 +109,12 @@ def _taken(node: fx.Node) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """An epilogue for operands of certain strides.
+    """An epilogue for operands of given strides.
 
     call     the map's code
-    dtypes   of its results
-    place    which of them lies where the contraction's result was; None if that needs memory of its own
-    steps    items of the contraction, and the blocks of the map that are complete behind them
+    dtypes   the dtypes of its results
+    place    which of them overwrites the contraction's result; None if that needs memory of its own
+    steps    items of the contraction, and the blocks of the map that are complete after them
     """
 
     call: MapCall
@@ -125,7 +124,7 @@ class Plan:
 
 
 class Epilogue(nn.Module):
-    """A contraction and its map: (*inputs) -> a list of what is used outside."""
+    """A contraction and its map as a module: (*inputs) -> a list of the values that are used outside."""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -137,16 +136,16 @@ class Epilogue(nn.Module):
         self.begin = _function(graph, inputs, contraction)
         self.views = _operands(graph, inputs, contraction, views, self.map)
         place = {node: i for i, node in enumerate(inputs)}
-        # Places of what the map reads among the inputs; None for the contraction's result.
+        # Indices of the map's operands among the inputs; None for the contraction's result.
         self.operands = tuple(place.get(node) for node in _operands_of(self.map))
         self.rng = place[self.map.args[3]]  # type: ignore[index]
         self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
         self.plans: dict[Any, Plan | None] = {}
-        # Places of inputs that nothing reaches after a call.
+        # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
     def forward(self, *inputs: Any) -> list[Tensor]:
-        """As the graph says, or step by step: the same bits."""
+        """Run as the graph says, or step by step: the same bits."""
         layout = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
         key = (current_set(), torch.get_num_threads(), *layout)
         plan = self.plans.get(key, _UNKNOWN)
@@ -163,6 +162,7 @@ class Epilogue(nn.Module):
         return results
 
     def _plan(self, inputs: Sequence[Any]) -> Plan | None:
+        """The plan for inputs of these layouts; None if the graph is to run as it says."""
         pending: Pending = self.begin(*inputs)
         result = torch.empty(pending.shape, dtype=pending.dtype, device="meta")
         operands = self.views(result, *(_meta(x) for x in inputs))
@@ -171,6 +171,8 @@ class Epilogue(nn.Module):
         total = math.prod(shape)
         if pending.plan is None or total != result.numel() or not all(x.is_contiguous() for x in read):
             return None
+        # The map must read element i of the contraction's result for its own element i alone: the operand is row-major
+        # and has all elements, so it is neither permuted nor broadcast.
         if any(x.numel() != total for x in read) or not all(
             _readable(inputs[i]) for i in self.operands if i is not None
         ):
@@ -183,12 +185,14 @@ class Epilogue(nn.Module):
         return None if call is None or (place is None and len(steps) == 1) else Plan(call, dtypes, place, steps)
 
     def _run(self, plan: Plan, inputs: Sequence[Any]) -> list[Tensor]:
+        """Run the steps: items of the contraction, then the blocks of the map that are complete."""
         pending: Pending = self.begin(*inputs)
         results = [buffers.empty(plan.call.shape, dtype) for dtype in plan.dtypes]
         made = buffers.empty(pending.shape, pending.dtype) if plan.place is None else results[plan.place]
         sources = array(addresses([made if i is None else inputs[i] for i in self.operands]))
         targets, key = array(addresses(results)), key_of(self.map, inputs[self.rng])
         for items, blocks in plan.steps:
+            # Returns when all items are final, those included whose quick results did not count.
             pending.run(made.data_ptr(), items)
             plan.call.over(blocks, sources, targets, key)
         if plan.place is None and _CONTRACTION not in self.outside:
@@ -196,19 +200,19 @@ class Epilogue(nn.Module):
         return [made if number == _CONTRACTION else results[number] for number in self.outside]
 
 
-# The number of the contraction's result among those of the map.
+# The number that stands for the contraction's result among those of the map.
 _CONTRACTION: Final = -1
 
 
 def _number(node: fx.Node) -> int:
-    """Which result of the map a node is; ``_CONTRACTION`` for what the map reads."""
+    """The number of the map's result that a node is; ``_CONTRACTION`` for the contraction."""
     if node.target in CONTRACTIONS:
         return _CONTRACTION
     return 0 if node.target is POINTWISE else int(node.args[1])  # type: ignore[arg-type]
 
 
 def _steps(contraction: Contraction, total: int, itemsize: int) -> Iterator[tuple[range, range]]:
-    """Items, and the blocks that are complete behind them: about as much at a time as the caches hold."""
+    """Items, and the blocks that are complete after them: about as much at a time as the caches hold."""
     threads, complete, items = torch.get_num_threads(), contraction.complete, contraction.items
     wanted, least = max(1, _STEP * threads // itemsize), 1 if threads == 1 else _ITEMS * threads
     begin = block = 0
@@ -217,13 +221,14 @@ def _steps(contraction: Contraction, total: int, itemsize: int) -> Iterator[tupl
         end = min(items, max(bisect_left(range(items + 1), done, lo=begin + 1, key=complete), begin + least))
         if 2 * (total - complete(end)) < wanted or 2 * (items - end) < least:
             end = items
+        # Only whole blocks below ``complete`` are final; the last step takes what is left, a short block included.
         until = -(-total // BLOCK) if end == items else complete(end) // BLOCK
         yield range(begin, end), range(block, until)
         begin, block = end, until
 
 
 def _function(graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node) -> Any:
-    """(*inputs) -> Pending."""
+    """The function (*inputs) -> Pending that begins the contraction."""
     inside = fx.Graph()
     made = {node: inside.placeholder(node.name) for node in inputs}
     begun = inside.node_copy(contraction, lambda used: made[used])
@@ -235,7 +240,7 @@ def _function(graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.
 def _operands(
     graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node, views: Sequence[fx.Node], user: fx.Node
 ) -> Any:
-    """(the contraction's result, *inputs) -> what the map reads."""
+    """The function (the contraction's result, *inputs) -> the operands of the map."""
     inside = fx.Graph()
     made = {node: inside.placeholder(node.name) for node in (contraction, *inputs)}
     for view in views:
@@ -245,10 +250,10 @@ def _operands(
 
 
 def _meta(x: Any) -> Any:
-    """A tensor's layout without its memory."""
+    """A tensor's layout without its memory; anything else unchanged."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether a kernel can read it: what it cannot gives the error of the map alone."""
+    """Whether a kernel can read the tensor; if not, the map alone raises the error."""
     return x.is_cpu and x.layout == torch.strided and x.dtype in LOADS

@@ -1,14 +1,11 @@
-"""Convolutions of few channels (depthwise, above all) without packing: how the image is cut, and where its taps are.
+"""Convolutions of few channels (above all depthwise ones) without packing: how the image is cut, and where its taps
+are.
 
-What is true here. A convolution in 1, 2 or 3 dimensions is one in three, some of them of size 1; the first is cut into
-items whose planes fit in the second-level cache. ``planned`` says whether the planes' kernel does a convolution: it
-does not where results would be mostly gaps, where one cut is too large, or where enough output channels of a group
-share a panel. It never changes a bit, so it may depend on the machine.
-
-Why it is safe. Sizes come from shapes that ``Geometry.output_size`` has compared; offsets stay inside a plane.
-
-    before   begin_contract(kernel, weights, Right(...), ...)        1 row by 784 columns, 128 times
-    after    begin_planes(kernel, planned(...), x, w, key, size)
+A convolution in 1 or 2 dimensions is one in three, some of them of size 1; the first dimension is cut into items whose
+planes fit in the second-level cache. ``planned`` says whether the kernel of ``llvm.planes`` does a convolution. It does
+not where results would be mostly gaps, where one cut is too large, or where a group has enough output channels to share
+a packed panel. The choice never changes a bit, so it may depend on the machine. Sizes come from shapes that
+``Geometry.result_size`` has checked, and every offset stays inside a plane.
 """
 
 from __future__ import annotations
@@ -33,17 +30,17 @@ from fxround.runtime.llvm.tile import quick_for, tile_for
 from fxround.runtime.memo import by_bytes
 
 _PLANES: Final = signature(2, len(POINTERS))
-# Output channels of a group from which on packed panels are quicker.
+# The number of output channels of a group from which packed panels are faster.
 _FEW: Final = 5
-# Lanes of an item for each of its results: more would be mostly gaps.
+# The most lanes of an item for each of its results: beyond this, most lanes are gaps.
 _GAPS: Final = 2
-# Planes of an item: they stay in the second-level cache.
+# The most bytes of an item's planes, which stay in the second-level cache.
 _PLANES_BYTES: Final = 1 << 19
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A convolution: three dimensions of everything, of which the first is cut."""
+    """The sizes of a convolution in three dimensions, of which the first is cut into items."""
 
     images: int
     groups: int
@@ -57,22 +54,24 @@ class Shape:
 
     @property
     def results(self) -> tuple[int, int, int]:
-        """Sizes of the result."""
+        """The spatial sizes of the result."""
         return tuple(  # type: ignore[return-value]
             (self.image[d] + 2 * self.padding[d] - self.dilation[d] * (self.taps[d] - 1) - 1) // self.stride[d] + 1
             for d in range(3)
         )
 
     def lines(self, cut: int) -> tuple[int, int, int]:
-        """Sizes of a part of a plane for ``cut`` results of the first dimension."""
+        """The sizes of a part of a plane for ``cut`` results of the first dimension."""
         wanted = (cut, *self.results[1:])
         return tuple(  # type: ignore[return-value]
-            wanted[d] + self.dilation[d] * (self.taps[d] - 1) // self.stride[d] for d in range(3)
+            # A tap at distance r is met r // stride lines further on in the part of remainder r % stride.
+            wanted[d] + self.dilation[d] * (self.taps[d] - 1) // self.stride[d]
+            for d in range(3)
         )
 
     @property
     def length(self) -> int:
-        """Products of a result."""
+        """The number of products of a result."""
         return self.channels * prod(self.taps)
 
 
@@ -84,7 +83,9 @@ def shape_of(
     dilation: Sequence[int],
     groups: int,
 ) -> Shape:
-    """A plain convolution's shape. Two dimensions are the first and the last one, one is the last."""
+    """The shape of a convolution that is not transposed. Of two dimensions the middle one is missing, of one also the
+    first.
+    """
 
     def three(values: Sequence[int], other: int) -> tuple[int, int, int]:
         first, middle, last = {1: (None, None, 0), 2: (0, None, 1), 3: (0, 1, 2)}[len(values)]
@@ -96,7 +97,7 @@ def shape_of(
 
 @dataclass(frozen=True)
 class Planes:
-    """How a convolution is done over planes: the plan, and the tables that its code reads."""
+    """How a convolution is done over planes: its plan, and the tables that its code reads."""
 
     shape: Shape
     plan: Plan
@@ -105,12 +106,13 @@ class Planes:
 
 
 def planned(kernel: Contract, shape: Shape) -> Planes | None:
-    """The plan on this machine; None where packed panels are the better way."""
+    """The plan on this machine; None if packed panels are to be used."""
     return _planned(kernel, current_set(), torch.get_num_threads(), shape)
 
 
 @by_bytes(TABLES)
 def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes | None:
+    """The same, remembered for each instruction set and number of threads."""
     if shape.outputs >= _FEW or shape.length == 0 or min(shape.results) <= 0 or shape.images * shape.groups == 0:
         return None
     machine = machine_of(isa)
@@ -134,7 +136,8 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
     enough = max(1, enough_for(kernel) // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
     taps, places = _taps(shape, cut, general), _places(shape, cut)
     size, plane = prod(shape.results), prod(shape.results[1:])
-    # The results of several output channels of a cut lie apart.
+    # With several output channels, an item writes to as many places: elements are final only when all cuts of a group
+    # are.
     complete = in_lines(1, cut * plane, size) if shape.outputs == 1 else in_lines(cuts, shape.outputs * size)
     first_code = None if quick is None else code(first)
     plan = Plan(cache(lambda: code(general)), first_code, items, enough, complete)
@@ -142,7 +145,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
 
 
 def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
-    """As many independent accumulators as the registers hold: those of a packed tile, in one row."""
+    """The variant with as many independent accumulators as a packed tile, in one row."""
     machine = machine_of(isa)
     packed = tile_for(kernel, machine, 1)
     most = packed.rows[0] * packed.vectors
@@ -153,7 +156,7 @@ def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
 
 
 def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
-    """Results of the first dimension in an item, in equal parts; 0 where a single one is too many."""
+    """Results of the first dimension in an item, in equal parts; 0 if a single one is too many."""
     size = shape.results[0]
     for parts in range(1, size + 1):
         cut = -(-size // parts)
@@ -165,27 +168,27 @@ def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
 
 
 def _extents(shape: Shape, cut: int, variant: PlanesVariant) -> tuple[tuple[int, int, int], int, int]:
-    """Lines of a part, and the elements of a part and of a plane, with room for a vector behind each part."""
+    """The lines of a part, and the elements of a part and of a plane, with room for a vector after each part."""
     lines = shape.lines(cut)
     part = prod(lines) + _LANES
     return lines, part, prod(shape.stride) * part
 
 
-# Room behind a part, for whichever code reads it: tables of offsets are the same for all.
+# Elements of room after a part: the widest vector of any variant, since all variants read the same tables of offsets.
 _LANES: Final = 16
 
 
 def _positions(shape: Shape, cut: int) -> int:
-    """Where in a part results begin: up to the last one's place."""
+    """The number of positions of a part from the first result to the last one."""
     _, lines1, lines2 = shape.lines(cut)
     return ((cut - 1) * lines1 + shape.results[1] - 1) * lines2 + shape.results[2]
 
 
 def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
-    """Where in the planes of a group each product's element lies, for the result at position 0."""
+    """The offset in the planes of a group of each product's element, for the result at position 0."""
     lines, part, plane = _extents(shape, cut, variant)
     offsets = torch.arange(shape.channels) * plane
-    # A tap is met in the part of its remainder by the stride, so many lines and columns further on.
+    # A tap is met in the part of its remainder by the stride, ``reach // stride`` lines or columns further on.
     line, number = (lines[1] * lines[2], lines[2], 1), (shape.stride[1] * shape.stride[2], shape.stride[2], 1)
     for d in range(3):
         reach = shape.dilation[d] * torch.arange(shape.taps[d])
@@ -195,15 +198,16 @@ def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
 
 
 def _places(shape: Shape, cut: int) -> Tensor:
-    """The number in the item of the result at each position, and a vector's more."""
+    """The number within the item of the result at each position, and of a vector of positions more."""
     _, lines1, lines2 = shape.lines(cut)
     size1, size2 = shape.results[1:]
+    # Positions in gaps get numbers of other results: they start streams whose results are dropped.
     position = torch.arange(_positions(shape, cut) + _LANES)
     row = position // lines2
     return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
 
 
 def begin_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any, size: Sequence[int]) -> Pending:
-    """x: (images, groups * channels, *image), w: (groups * outputs, channels, *taps); size: of the result."""
+    """The convolution of x (images, groups * channels, *image) with w (groups * outputs, channels, *taps)."""
     held = (x.contiguous(), w.contiguous(), found.taps, found.places)
     return Pending(size, dtype_of(kernel.result), found.plan, addresses(held), held, key)

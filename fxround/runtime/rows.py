@@ -1,17 +1,14 @@
 """Rows: a chain of maps and row reductions runs on a few rows at a time, so that its values stay in the cache.
 
-What is true here. A softmax or a normalisation reads and writes whole tensors several times. Here every kernel of the
-chain runs for a few rows, then every kernel for the next ones: what lies between two kernels is a small buffer that
-is written over again and again. The kernels, the elements' numbers and the order of every sum are those of the whole.
+A softmax or a normalization reads and writes whole tensors several times. Here every kernel of the chain runs for one
+range of rows, then for the next one, and a value between two kernels is a small buffer that every range uses again. The
+kernels, the numbers of the elements and the order of every sum are those of the whole tensor, so the bits are the same.
 
-Why it is safe. A kernel is told the range of rows and the address of element 0 of each tensor: for a buffer that holds
-rows r ... r + n that is its own address less r rows, and only those rows are touched. A range begins and ends with a
-block of 64 rows, so that no block of random bits is cut. A result takes the memory of an input that nothing else
-reaches if no kernel behind its own reads that input: a map reads an element before it writes it. Where a range gains
-nothing (few rows, long rows, an operand that is not row-major) the chain runs as the graph says.
-
-    before   e = fused(x, m); s = sum(e); y = fused(e, s)                  # e: 16 MB, written once and read twice
-    after    for 64 rows at a time: the same                               # e: 256 kB; y where x was, if x is dead
+A kernel is passed the range of rows and the address of element 0 of each tensor. For a buffer that holds rows r ... r +
+n this address is that of the buffer less r rows, so a kernel of a chain must touch no row outside of its range. A range
+begins at a multiple of 64 rows, so that no block of random bits is cut. A result may take the memory of an input that
+nothing else reaches, if no later kernel reads that input: a map reads an element before it writes it. Where ranges gain
+nothing (few rows, very long rows, a reduced operand that is not row-major) the chain runs as the graph says.
 """
 
 from __future__ import annotations
@@ -47,12 +44,13 @@ _SUM: Final = torch.ops.fxround.sum.default
 _LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 _UNKNOWN: Final = "not planned yet"
-# The buffers of a range should fit the second-level cache beside what is read and written, and may just so fit it.
+# The bytes of a range's buffers: what they should have, to fit the second-level cache beside operands and results, and
+# # the most that a range of 64 rows may have.
 _CACHE: Final = 1 << 18
 _MOST: Final = 1 << 21
-# Less than this is in the cache anyway.
+# Values of fewer bytes stay in the cache anyway.
 _LEAST: Final = 1 << 16
-# A thread is worth waking for this many elements.
+# The elements that make another thread worth its start.
 _ENOUGH: Final = 1 << 14
 _LINE: Final = 64
 _CHAIN: Final = signature(2, len(ARGS))
@@ -63,14 +61,14 @@ _CHAIN: Final = signature(2, len(ARGS))
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows that a node's tensors have in common, and how long they are (None: it has statistics of rows alone)."""
+    """The rows that a node's tensors have in common, and their length (None: the node has statistics of rows alone)."""
 
     rows: str
     length: int | None
 
 
 def _shape(node: fx.Node) -> Shape | None:
-    """The rows of a node that can be a part of a chain."""
+    """The rows of a node that can be a part of a chain, else None."""
     value = float_value(node)
     if node.op != "call_function" or not all(is_operand(n) for n in _tensors(node)):
         return None
@@ -91,26 +89,28 @@ def _shape(node: fx.Node) -> Shape | None:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    """The operands of a node of ours, the random state left out."""
+    """The operands of one of our nodes, without the random state."""
     if node.target in (FUSED, POINTWISE):
         return list(node.args[0])  # type: ignore[arg-type]
     return [] if node.target is operator.getitem else node.all_input_nodes[:1]
 
 
 def _reduces_rows(node: fx.Node, dims: int) -> bool:
-    # A maximum of everything has no dimensions among its arguments.
+    """Whether a node reduces the last dimension alone and keeps it with size 1."""
+    # A maximum of all elements has no dimensions among its arguments.
     _, reduced, keepdim, *_ = (*node.args, None, None)
     if not dims or not keepdim or not isinstance(reduced, list | tuple):
         return False
     if [d % dims for d in reduced] != [dims - 1]:
         return False
     if node.target is _LARGEST:
+        # The maximum may be a zero of either sign (``largest_kernel``): only our own maps may read it.
         return all(user.target in (FUSED, POINTWISE) for user in node.users)
     return texts.order(str(node.args[3])).kind != "exact"
 
 
 def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph in which every chain over rows is one module that runs a few rows at a time."""
+    """The graph with every chain over rows as one module that runs a few rows at a time."""
     shapes = {node: _shape(node) for node in graph.graph.nodes}
 
     def joins(a: Unit, b: Unit) -> bool:
@@ -126,13 +126,14 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_chain(unit: Unit) -> bool:
-    """Whether a row reduction and a map over whole rows are in it, and every list is taken apart inside."""
+    """Whether a unit has a row sum and a map over whole rows, and takes every list of results apart itself."""
     reduced = any(node.target is _SUM for node in unit.nodes)
     mapped = any(node.target in (FUSED, POINTWISE) and not _is_statistic(node) for node in unit.nodes)
     return reduced and mapped and all(node.target is not FUSED for node in unit.results())
 
 
 def _is_statistic(node: fx.Node) -> bool:
+    """Whether a node has one value for each row."""
     shape = _shape(node)
     return shape is None or shape.length is None
 
@@ -142,7 +143,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A kernel of the chain. operands, results: places in the table of values."""
+    """A kernel of the chain; ``operands`` and ``results`` are indices into the table of values."""
 
     node: fx.Node
     operands: tuple[int, ...]
@@ -151,17 +152,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A chain for operands of certain strides.
+    """A chain for operands of given strides.
 
-    ranges      how many ranges of rows there are; a thread is worth waking for ``enough`` of them
-    shape       of the rows
+    ranges      the number of ranges of rows
+    enough      the ranges that make another thread worth its start
+    shape       the shape of the rows
     widths      elements of a row of each value: its length, or 1
-    dtypes      of each value
-    offsets     of the buffers in a thread's scratch, by value; ``space``: bytes of that scratch
-    table       what ``llvm.chain`` reads, a C array
-    calls       the code of each stage, and what it is told, which the table has the addresses of
+    dtypes      the dtype of each value
+    offsets     the offsets of the buffers in a thread's scratch, by value
+    space       the bytes of that scratch
+    table       the C array that ``llvm.chain`` reads
+    calls       the code and arrays of each stage, whose addresses the table has
     draws       whether each stage draws random bits
-    over        inputs that nothing reaches after a call, by the results that may be written over them
+    over        for results that may overwrite an input that nothing reaches after the call, that input
     """
 
     ranges: int
@@ -178,7 +181,7 @@ class Plan:
 
 
 class Rows(nn.Module):
-    """A chain over rows: (*inputs) -> a list of what is used outside of it."""
+    """A chain over rows as a module: (*inputs) -> a list of the values that are used outside of it."""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -191,11 +194,11 @@ class Rows(nn.Module):
         self.stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
         self.stored = tuple(place[n] for n in nodes if n in place and any(user not in own for user in n.users))
         self.plans: dict[Any, Plan | None] = {}
-        # Places of inputs that nothing reaches after a call.
+        # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        """As the graph says, or a few rows at a time: the same bits."""
+        """Run as the graph says, or a few rows at a time: the same bits."""
         key = (current_set(), *((x.shape, x.stride(), x.dtype) for x in inputs))
         plan = self.plans.get(key, _UNKNOWN)
         if isinstance(plan, str):
@@ -209,6 +212,7 @@ class Rows(nn.Module):
         return self._run(plan, inputs)
 
     def _plan(self, inputs: Sequence[Tensor]) -> Plan | None:
+        """The plan for inputs of these layouts; None if the chain is to run as the graph says."""
         table: dict[int, Tensor] = {
             i: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for i, x in enumerate(inputs)
         }
@@ -235,17 +239,19 @@ class Rows(nn.Module):
     def _worth_it(
         self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None], draws: tuple[bool, ...]
     ) -> Plan | None:
+        """The plan, if every stage has code and ranges gain something; else None."""
         made = table[self.inputs :]
         shape = max((x.shape for x in made), key=math.prod)
         rows, length = math.prod(shape[:-1]), shape[-1]
         between = [x for i, x in enumerate(table) if i >= self.inputs and i not in self.stored and x.shape[-1] > 1]
         wide = max(1, len(between)) * length * max(x.dtype.itemsize for x in made)
+        # A multiple of 64 rows: whatever the length of a row, a range then begins with a whole block of 64 elements.
         few = max(1, _CACHE // (BLOCK * max(1, wide))) * BLOCK
         known = tuple(call for call in calls if call is not None)
         if len(known) < len(calls) or BLOCK * wide > _MOST or rows * wide < _LEAST:
             return None
         inner = [i for i in range(self.inputs, len(table)) if i not in self.stored]
-        # An operand may be a number: a tensor of no dimensions.
+        # An operand may be a tensor of no dimensions.
         widths, dtypes = tuple(x.shape[-1] if x.dim() else 1 for x in table), tuple(x.dtype for x in table)
         sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
         addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
@@ -260,7 +266,7 @@ class Rows(nn.Module):
         )
 
     def _overwritten(self, table: Sequence[Tensor]) -> dict[int, int]:
-        """Results that may lie where an input is: of its layout, and made by the last map that reads it, or later."""
+        """Results that may overwrite an input: one of the same layout that no later stage reads."""
         over: dict[int, int] = {}
         for number, stage in enumerate(self.stages):
             later = {i for other in self.stages[number + 1 :] for i in other.operands}
@@ -273,6 +279,7 @@ class Rows(nn.Module):
         return over
 
     def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the chain range by range, split over threads."""
         over = {i: j for i, j in plan.over.items() if buffers.fills_its_buffer(inputs[j])}
         results = {
             i: buffers.again(inputs[over[i]])
@@ -296,13 +303,14 @@ class Rows(nn.Module):
 
 
 def _aligned(size: int) -> int:
+    """A size rounded up to whole cache lines."""
     return -(-size // _LINE) * _LINE
 
 
 def _table(
     stages: Sequence[Stage], calls: Sequence[MapCall | LineCall], rows: tuple[int, int], steps: Sequence[int]
 ) -> list[int]:
-    """What ``llvm.chain`` reads. rows: all of them, and those of a range; steps: bytes of a row of each buffer."""
+    """The integers that ``llvm.chain`` reads. rows: all, and of a range; steps: bytes of a row of each buffer."""
     places: list[int] = []
     described: list[int] = []
     for stage, call in zip(stages, calls, strict=True):
@@ -312,6 +320,7 @@ def _table(
 
 
 def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
+    """A node as a stage; ``place`` gives the index of each value."""
     operands = tuple(place[n] for n in _tensors(node))
     if node.target is not FUSED:
         return Stage(node, operands, (place[node],))
@@ -321,26 +330,29 @@ def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
 
 @dataclass(frozen=True)
 class LineCall:
-    """A reduction's code for ``lines`` (as kernels read them) that lie one after the other."""
+    """The code of a reduction for adjacent lines, and their description as kernels read it."""
 
     loops: Loops
     lines: Any
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """As a chain's table has it: ``llvm.chain.STAGE``, up to the number of operands."""
+        """The stage's entry in a chain's table: ``llvm.chain.STAGE`` up to the number of operands."""
         return address_of(self.loops.function), 1, self.loops.lanes, 1, ctypes.addressof(self.lines), 0, 0, 0
 
 
 def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
+    """The call that reduces the rows of x; None if x is not row-major or the loops do not fit ranges of 64 rows."""
     lines = Lines.of(x, [x.dim() - 1])
     if not isinstance(kernel, Reduce) or not x.is_contiguous():
         return None
     loops = loops_for(kernel, lines)
+    # A group of lines must not span two ranges, so the number of lines in a group divides 64.
     return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
 
 
 def _reduction_of(node: fx.Node, storage: Storage) -> Reduce | Exact:
+    """The kernel of a sum or a maximum over rows."""
     if node.target is _LARGEST:
         return largest_kernel(storage)
     order, accumulate, rounding = (str(text) for text in node.args[3:6])
