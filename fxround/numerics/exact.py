@@ -1,10 +1,10 @@
 """The specification of rounding, over rational numbers.
 
-``round_exact`` defines what every kernel of fxround must return: ``round_exact(Fraction(7, 16), False,
-Rounding.parse("e2m1fn")) == 0.5``. It shares the rule of a mode and the row of a format with the kernels, and nothing
-else: it computes quantum, parity, lost fraction, overflow and signs with ``fractions.Fraction``. The renderings of one
-algorithm for different targets share the algorithm's mistakes, so tests compare each of them with this file, which is
-short enough to be checked by reading.
+``round_exact`` defines what every kernel of fxround must return:
+``round_exact(Fraction(7, 16), False, Rounding.parse("e2m1fn")) == 0.5``. It shares the rule of a mode and the row of a
+format with the kernels, and nothing else: it computes quantum, parity, lost fraction, overflow and signs with
+``fractions.Fraction``. The renderings of one algorithm for different targets share the algorithm's mistakes, so tests
+compare each of them with this file, which is short enough to be checked by reading.
 """
 
 from __future__ import annotations

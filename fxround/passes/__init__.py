@@ -1,11 +1,9 @@
-"""The pipeline: from a captured graph and a policy to a graph of explicitly rounded operations.
+"""The pipeline of passes, from a captured graph and a policy to a graph of explicitly rounded operations.
 
-What is true here. ``PIPELINE`` is the order; a pass is one function in one file that changes the graph in place, and
-is verified before the next one runs. Under the identity policy no operator changes but for its layout, so the
-lowered graph gives the bits of the captured graph.
-
-    before   mm = aten.mm.default(x, w); add = aten.add.Tensor(mm, b)
-    after    mm = fxround.matmul(x, w, "binary32/nearest_even/inf", ..., rng, 0); add = fxround.pointwise([mm, b], ...)
+``PIPELINE`` gives the order. A pass is one function in one file that changes the graph in place, and the graph is
+verified after each. For example, ``aten.mm`` and ``aten.add`` become
+``fxround.matmul(x, w, "binary32/nearest_even/inf", ...)`` and ``fxround.pointwise([mm, b], ...)``. Under the identity
+policy no operator changes except in its layout, so the lowered graph gives the bits of the captured graph.
 """
 
 from __future__ import annotations
@@ -55,11 +53,11 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 @uncollected()
 @quickened()
 def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """A new graph, lowered by every pass of the pipeline; ``graph`` stays as it is.
+    """Return a new graph, lowered by every pass of the pipeline; ``graph`` is not changed.
 
-    Every node says which node of ``graph`` it computes, alone or with others: ``node.meta[ORIGIN]`` is that one's name.
+    ``node.meta[ORIGIN]`` of every node is the name of the node of ``graph`` that it computes, alone or with others.
 
-    Raises PolicyError, UnsupportedOperator or UnsupportedRounding for what the policy asks in vain, and
+    Raises PolicyError, UnsupportedOperator or UnsupportedRounding for what the policy asks and cannot have, and
     VerificationError if a pass broke an invariant.
     """
     lowered = module_of(graph, copy.deepcopy(graph.graph))
@@ -76,9 +74,9 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 @uncollected()
 @quickened()
 def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
-    """A new graph of the same bits in fewer passes over memory; ``lowered``, which can be read, stays as it is.
+    """Return a new graph with the same bits that reads and writes memory less often; ``lowered`` is not changed.
 
-    Raises VerificationError if a fused value has another shape or dtype than before.
+    Raises VerificationError if a fused value has another shape or dtype than it had.
     """
     fused = fuse(hoist(choose(lowered)))
     settle(fused, [node for node in fused.graph.nodes if _is_made(node)])

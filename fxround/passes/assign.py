@@ -1,8 +1,8 @@
 """Assign: ask the policy about every value that it may round.
 
-A Site's assignment is what the policy said, resolved for the value's dtype; None where no rule speaks of it. Every rule
-that speaks of results spoke of something, or this pass raised PolicyError; rules of operands alone are asked where
-operands are rounded (passes.entries).
+The pass stores what the policy said in the Site's assignment, resolved for the value's dtype; None if no rule matches.
+A rule for results that matches nothing raises PolicyError. Rules that have operands only are asked where operands are
+rounded (passes.entries).
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:
-    """What a policy says of the conversion of an integer tensor, which up_down must not move if it is exact.
+    """Return the assignment of a conversion of an integer tensor: up_down must not move it if it is exact.
 
-    Counts and indices are compared and binned as floating-point numbers: one ulp less than 3 is another expert's token.
+    Counts and indices are compared and binned as floating-point numbers: one ulp below 3 selects another expert for a
+    token.
     """
     if said is None or said.rounding is None or not said.rounding.mode.jitter:
         return said
@@ -61,10 +62,10 @@ def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:
 
 
 def _enters(node: fx.Node) -> bool:
-    """Whether the value comes from outside or from the program text; a moved weight is no entry of its own."""
+    """Whether the value comes from outside or from the program text. A moved weight does not count."""
     return node.op in ("placeholder", "get_attr") or str(node.target) in CONSTANTS
 
 
 def _is_stored(node: fx.Node, place: Site) -> bool:
-    """Whether an optimizer keeps the value although no operation makes it: a momentum begins as a copy."""
+    """Whether an optimizer keeps the value although no operation computes it: a momentum begins as a copy."""
     return node.op == "call_function" and place.direction == "update" and node.meta.get(ROLE) in ("state", "weight")

@@ -1,14 +1,11 @@
-"""Choose: what picks between two values becomes a program, so that it can be fused with what stands around it.
+"""Choose: selections between two values become programs, so that they can be fused with the operations around them.
 
-What is true here. ``where`` computes what it computed: of a comparison of numbers of its own dtype, the comparison goes
-along; any other condition is read as a mask. A mask that is converted to numbers is a program too. The
-lowered graph, which can be read, keeps its operators.
-
-Why it is safe. A choice rounds nothing: the program is exact, and the bits of what was chosen pass as they are, NaNs
-included. So float16, whose NaNs a kernel does not keep, stays with PyTorch.
-
-    before   %le = aten.le(%y, 0); %zero = aten.full([], 0); %where = aten.where(%le, %zero, %g)  # relu's backward
-    after    %where = fxround.pointwise([%y, %g], "t0 = where_le(x0, 0x0.0p+0, 0x0.0p+0, x1) @ exact")
+A ``where`` becomes an exact program. If its condition compares numbers of its own dtype, the program contains the
+comparison; any other condition is read as a mask. The conversion of a mask to numbers becomes a program too. For
+example, ``where(y <= 0, 0, g)`` becomes
+``fxround.pointwise([y, g], "t0 = where_le(x0, 0x0.0p+0, 0x0.0p+0, x1) @ exact")``. The lowered graph, which users see,
+keeps its operators. A selection rounds nothing: the bits of the selected value do not change, NaNs included. Only
+float32 and float64 selections become programs: a kernel does not keep the bits of a float16 NaN.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from fxround.passes.rewrite import become, rng_of
 
 aten = torch.ops.aten
 
-# A carrier's own dtypes: nothing is converted when they are read and stored.
+# The carriers' own dtypes: reading and storing them converts nothing.
 _CARRIED: Final = (torch.float32, torch.float64)
-# A comparison as a program's operator, and whether its sides change places, or what is chosen does.
+# A comparison's operator in a program, and whether its sides are exchanged, or the two values.
 _COMPARED: Final = {
     "lt": ("where_lt", False, False),
     "le": ("where_le", False, False),
@@ -39,7 +36,7 @@ _COMPARED: Final = {
 _COMPARISONS: Final = {
     getattr(getattr(aten, name), overload): row for name, row in _COMPARED.items() for overload in ("Scalar", "Tensor")
 }
-# Constants, and where their number stands among the arguments (None: it is zero).
+# Operators that make constants, and the position of the number among the arguments (None: it is zero).
 _FILLED: Final[dict[Any, int | None]] = {
     aten.full.default: 1,
     aten.full_like.default: 1,
@@ -50,7 +47,7 @@ _FILLED: Final[dict[Any, int | None]] = {
 
 
 def choose(graph: fx.GraphModule) -> fx.GraphModule:
-    """A new graph, sharing the attributes of ``graph``, in which choices are programs."""
+    """Return a new graph, which shares the attributes of ``graph``, in which selections are programs."""
     copied = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -87,7 +84,7 @@ def _choice(graph: fx.GraphModule, node: fx.Node) -> None:
     row = _COMPARISONS.get(condition.target)
     sides: list[Any] = [_number(side, node) for side in condition.args] if row is not None else [None]
     if row is None or None in sides:
-        # A mask is not zero where it holds.
+        # A mask that holds is 1.0: it is compared with zero, and the values are exchanged.
         row, sides = ("where_eq", False, True), [condition, 0.0]
     name, turned, swapped = row
     values = [_number(value, node) for value in ((no, yes) if swapped else (yes, no))]
@@ -96,7 +93,7 @@ def _choice(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _number(value: Any, node: fx.Node) -> fx.Node | float | None:
-    """A tensor of the node's dtype, or a number that is exact in it; None for anything else."""
+    """Return a tensor of the node's dtype, or a number that is exact in it; None for anything else."""
     dtype = node.meta["val"].dtype
     if isinstance(value, fx.Node):
         if not isinstance(value.meta["val"], torch.Tensor) or value.meta["val"].dtype != dtype:
@@ -111,12 +108,12 @@ def _number(value: Any, node: fx.Node) -> fx.Node | float | None:
 
 
 def _program(graph: fx.GraphModule, node: fx.Node, operator: str, operands: list[Any]) -> None:
-    """Make the node the exact program of an operator over tensors and numbers."""
+    """Replace the node by the exact program of an operator over tensors and numbers."""
     place = site(node)
     assert place is not None
     tensors = list(dict.fromkeys(o for o in operands if isinstance(o, fx.Node)))
     shapes = [tensor.meta["val"].shape for tensor in tensors]
-    # A constant that gives the result its shape has to stay.
+    # A constant that is dropped cannot give the result its shape.
     if not shapes or torch.broadcast_shapes(*shapes) != node.meta["val"].shape:
         return
     names = ", ".join(f"x{tensors.index(o)}" if isinstance(o, fx.Node) else o.hex() for o in operands)

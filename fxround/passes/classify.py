@@ -1,14 +1,11 @@
-"""Classify: say of every value where it comes from, what its operator does, and what it is to the model.
+"""Classify: record where every value comes from, what its operator does, and what it is to the model.
 
-What is true here. After this pass every node that yields a tensor has a Site: kind by the table of rules, role by
-what it is computed from (state alone: weight, buffer, statistic; data: input, activation) or, backwards, by what it
-becomes (gradient of a weight, or error: gradient of anything else), direction by the pass that it belongs to, and a
-number that no policy can change. The number is the stream of the node's random bits.
-
-Why it is safe. An operator without a rule gets the kind "unknown" and a reason; nothing defaults to "fine".
-
-    before   %mean = aten.div.Tensor(%sum, 64)
-    after    the same, with Site(path="bn1", kind="pointwise", role="statistic", number=12, source="model.py:7", ...)
+After this pass every node that yields a tensor has a Site, for example
+``Site(path="bn1", kind="pointwise", role="statistic", number=12, source="model.py:7", ...)``. The kind comes from the
+table of rules. The role says what the value is computed from (state alone: weight, buffer, statistic; data: input,
+activation) or, in the backward graph, what it becomes (the gradient of a weight: gradient; of anything else: error).
+The direction is the pass that the value belongs to. The number is the stream of the node's random bits; no policy
+changes it. An operator without a rule gets the kind "unknown" and a reason.
 """
 
 from __future__ import annotations
@@ -70,10 +67,12 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """The streams of the values: of what computes the results; of what enters; of what computes gradients; of the rest.
+    """Return the stream of each value. Values that the results need come first, then inputs and constants, then
+    gradients, then the rest.
 
-    So a value has the same with and without gradients, and however data is moved in between, which depends on whether
-    the batch was symbolic. Two streams a node: the second is for a rounding behind an operator that draws itself.
+    A value therefore has the same number with and without gradients, and the number does not depend on how data is
+    moved, which differs if the batch is symbolic. Each node has two streams: the second is for a rounding after an
+    operator that draws itself.
     """
     output = graph.graph.output_node()
     results: Any = output.args[0]
@@ -90,6 +89,9 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _turn(node: fx.Node, first: bool) -> int:
+    """Return the group of a node in the numbering: 0 computes results, 1 enters, 2 computes gradients, 3 is everything
+    else.
+    """
     if node.op != "call_function" or str(node.target) in CONSTANTS:
         return 1 if first else 3
     rule = rule_of(node)
@@ -98,7 +100,9 @@ def _turn(node: fx.Node, first: bool) -> int:
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
-    """Backward values that are the gradient of a parameter, or go into nothing but its sum and its layout."""
+    """Return the backward values that are the gradient of a parameter, or are used by nothing but its sum and its
+    layout.
+    """
     output = graph.graph.output_node()
     results: Any = output.args[0]
     ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
@@ -112,7 +116,7 @@ def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
 
 
 def direction_of(node: fx.Node) -> Direction:
-    """The pass that an operation belongs to, by the tag that AOTAutograd gave it."""
+    """Return the pass that an operation belongs to, by the tag that AOTAutograd gave it."""
     known: Direction | None = node.meta.get(DIRECTION)
     if known is not None:
         return known
@@ -130,9 +134,10 @@ def _is_moved(node: fx.Node) -> bool:
 
 
 def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
-    """Floating-point values that are made of no data and become an index: the source pixels of an interpolation.
+    """Return the floating-point values that depend on no data and become an index: the source pixels of an
+    interpolation.
 
-    Rounding one to a few bits would read another element, or none; the weights beside it are rounded like the rest.
+    Rounding one to a few bits would read another element, or none. The weights of the interpolation are not among them.
     """
     data: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -149,7 +154,9 @@ def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
 
 
 def _indices_as_numbers(graph: fx.GraphModule, found: set[fx.Node]) -> set[fx.Node]:
-    """Indices made of ``found`` that return to floating point, as in weight = coordinate - index."""
+    """Return the indices made of ``found`` that are converted back to floating point, as in weight = coordinate -
+    index.
+    """
     indices: set[fx.Node] = set()
     numbers: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -187,7 +194,7 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
 
 
 def _consumer(node: fx.Node) -> fx.Node:
-    """The node itself; for a sum of gradients the node that it is handed to: they belong to one module."""
+    """Return the node itself; for a sum of gradients, the node that uses it: both belong to one module."""
     while node.meta.get("is_gradient_acc") and node.users:
         node = next(iter(node.users))
     return node
@@ -201,7 +208,7 @@ def _status(node: fx.Node, kind: str, reason: str) -> tuple[Status, str]:
     if kind == "movement" or kind == "exact":
         return kind, ""  # type: ignore[return-value]
     if kind == "integer":
-        # A result that the rule does not speak of: never passed over as a choice of the policy's.
+        # The rule does not cover this result: without a reason it would look like a value that the policy left alone.
         return "native", f"fxround has no rule for a floating-point result of {operator_of(node)}"
     return "native", reason
 

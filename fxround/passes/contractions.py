@@ -1,10 +1,8 @@
-"""Contractions: matrix products and convolutions accumulate in order, each step rounded.
+"""Contractions: matrix products and convolutions accumulate in a fixed order, and each step is rounded.
 
-What is true here. acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. A bias is an addition of its own.
-``accumulate="native"`` and integer products are left to the stock kernel.
-
-    before   %mm = aten.mm.default(%x, %w)
-    after    %mm = fxround.matmul(%x, %w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", %rng, 8)
+acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. For example, ``aten.mm(x, w)`` becomes
+``fxround.matmul(x, w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", rng, 8)``. A bias is an addition of its
+own. The stock kernel computes products under ``accumulate="native"`` and products of integers.
 """
 
 from __future__ import annotations
@@ -52,9 +50,9 @@ def _convolution(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
 
 
 def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """(gradient of the result, the other operand, the size of what is differentiated, the geometry).
+    """Return (gradient of the result, the other operand, the size of the differentiated operand, the geometry).
 
-    ``node`` takes one result of a convolution_backward, the other operand's place says which.
+    ``node`` takes one result of a convolution_backward, whose position says which operand is differentiated.
     """
     backward, position = node.args
     assert isinstance(backward, fx.Node) and isinstance(position, int)

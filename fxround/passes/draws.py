@@ -1,14 +1,10 @@
 """Draws: masks of dropout come from (seed, sample), not from PyTorch's generator.
 
-What is true here. Whatever the policy says of roundings, a coin that shows 1 with probability p is p rounded
-stochastically to an integer: one draw of the node's own stream, the same on every machine, in training and in
-``train()`` without gradients alike. A backward graph gets the mask of its forward. Other distributions keep PyTorch's
-generator and say so.
-
-Why it is safe. The rounding is the one of every other kernel: P(1) = floor(p 2^32) / 2^32 for the binary32 value p.
-
-    before   %mask = aten.bernoulli.p(%empty, 0.75)
-    after    %mask = fxround.pointwise([%p], "t0 = identity(x0) @ custom(2,1,...)/stochastic/saturate", ...)
+A coin that is 1 with probability p is p rounded stochastically to an integer, whatever the policy says about roundings:
+``fxround.pointwise([p], "t0 = identity(x0) @ custom(2,1,...)/stochastic/saturate", ...)``. It takes one draw of the
+node's own stream, which is the same on every machine, with and without gradients. A backward graph gets the mask of its
+forward graph. P(1) = floor(p 2^32) / 2^32 for the binary32 value p, as in every stochastic rounding. Other
+distributions keep PyTorch's generator; their reason says so.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ _COIN: Final = f"t0 = identity(x0) @ {INTEGERS}/stochastic/saturate"
 
 
 def lower_draws(graph: fx.GraphModule, plan: Plan) -> None:
-    """Replace Bernoulli draws by draws of the policy's own."""
+    """Replace Bernoulli draws by stochastic roundings."""
     for node, place in sites(graph):
         if place.kind != "random" or node.target not in _PROBABILITIES or node.meta["val"].dtype not in STORAGES:
             continue
@@ -45,7 +41,7 @@ def lower_draws(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _number(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """bernoulli.p(x, p): the number p in the shape of x."""
+    """Return the number p of bernoulli.p(x, p) in the shape of x."""
     like: Any = node.args[0]
     scalar = insert(graph, node, aten.scalar_tensor.default, (node.args[1],), dtype=node.meta["val"].dtype)
     shape = [size_of(graph, node, like, d) for d in range(like.meta["val"].dim())]
@@ -53,7 +49,7 @@ def _number(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _tensor(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """bernoulli(p): a probability an element."""
+    """Return the tensor p of bernoulli(p): a probability for each element."""
     assert isinstance(node.args[0], fx.Node)
     return node.args[0]
 

@@ -1,9 +1,9 @@
-"""Entries: the random state becomes an input of the graph, and what enters it or an operation is rounded where asked.
+"""Entries: make the random state an input of the graph, and round values that enter the graph or an operation.
 
-The last placeholder is ``rng``, an int64 tensor (seed, sample): a run-time value, so that a new seed needs no new
+The last placeholder is ``rng``, an int64 tensor (seed, sample): it is a run-time value, so a new seed needs no new
 graph. A weight, input, buffer or constant with an assignment is rounded once, before its first use. An operand that a
-rule's ``operands`` speaks of is rounded in front of the operation, in what it is a view of, and draws by that value's
-stream: every operation that reads the value, forwards or backwards, sees the same bits.
+rule's ``operands`` matches is rounded before the operation, in the tensor that it is a view of, and draws from that
+tensor's stream: every operation that reads the value, forward or backward, sees the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxround.passes.rewrite import RNG, STORAGES, Plan, decided, insert, keeps, 
 from fxround.policy import ENTERING
 from fxround.refusals import FORMAT_OF
 
-# Streams of operands' roundings: far above those of values (two a value), and apart for two roundings of one value.
+# Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
@@ -33,7 +33,8 @@ def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
     mode = fake_mode(graph)
     with graph.graph.inserting_after(last[-1]) if last else graph.graph.inserting_before(next(iter(graph.graph.nodes))):
         rng = graph.graph.placeholder(RNG)
-    # The name of an argument of the graph's code: where a buffer of the model has it already, another.
+    # The placeholder's target becomes a parameter of the generated code; a buffer of the model may already have this
+    # name.
     rng.target = rng.name
     rng.meta[PORT] = Port("random")
     rng.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
@@ -86,7 +87,9 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The floating-point operands, in order. A convolution's bias is none: its addition is one of its own."""
+    """Return the floating-point operands, in order. A convolution's bias is not one: its addition is an operation of
+    its own.
+    """
     given: Sequence[Any] = node.all_input_nodes
     if node.target is _BACKWARD:
         wanted = node.args[10]
@@ -97,14 +100,14 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a value is a view or a copy of, element for element."""
+    """Return the value that a node is a view or a copy of, element for element."""
     while (moved := _moved(node)) is not None:
         node = moved
     return node
 
 
 def _moved(node: fx.Node) -> fx.Node | None:
-    """The operand of an operator that moves one tensor, whose dtype it keeps."""
+    """Return the operand of an operator that moves one tensor and keeps its dtype; None for any other node."""
     rule = rule_of(node) if node.op == "call_function" else None
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     value, before = float_value(node), float_value(inputs[0]) if len(inputs) == 1 else None
@@ -113,7 +116,9 @@ def _moved(node: fx.Node) -> fx.Node | None:
 
 
 def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, stream: int) -> fx.Node:
-    """The operand with its source rounded as ``place`` is assigned, computed before ``near`` and for it alone."""
+    """Return the operand with its source rounded as ``place`` is assigned, computed before ``near`` and for
+    it alone.
+    """
     before, wanted = _moved(operand), decided(place)
     assert wanted is not None
     if before is not None:

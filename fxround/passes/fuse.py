@@ -1,15 +1,11 @@
-"""Fuse: chains and small graphs of rounded pointwise operations become one program, one pass over memory.
+"""Fuse: chains and small graphs of rounded pointwise operations become one program, which reads and writes memory once.
 
-What is true here. A group is made of operations over one shape and one carrier; each is still rounded by its own
-rounding and draws the bits of its own number, so that the fused graph gives the bits of the graph that it was made
-from. What is used outside of the group is stored, nothing is computed twice. An operation that chooses (relu, clamp,
-neg, abs) joins the operation that makes its operand.
-
-Why it is safe. ``units`` keeps the merged graph free of circles; a value between two statements is a value of the
-format that its tensor would have had.
-
-    before   %c = fxround.pointwise([%a, %b], "t0 = mul(x0, x1) @ R"); %e = fxround.pointwise([%c, %d], "t0 = add(...
-    after    %fused = fxround.fused([%a, %b, %d], "t0 = mul(x0, x1) @ R; t1 = add(t0, x2) @ R", "f32", %rng, [4, 6])
+A group consists of operations over one shape and one carrier. Each is still rounded by its own rounding and draws the
+bits of its own number, so the fused graph gives the bits of the original one. For example, a mul and an add become
+``fxround.fused([a, b, d], "t0 = mul(x0, x1) @ R; t1 = add(t0, x2) @ R", "f32", rng, [4, 6])``. Values that are used
+outside of the group are stored; nothing is computed twice. An exact operation (relu, clamp, neg, abs) joins the
+operation that computes its operand. ``units`` keeps the merged graph free of cycles, and a value between two statements
+is a value of the format that its tensor would have had.
 """
 
 from __future__ import annotations
@@ -35,20 +31,22 @@ from fxround.program import Program
 from fxround.specialize import draws, map_kernel
 from fxround.units import Unit, in_order, merged
 
-# A program's values live in registers: longer ones spill, and more operands than this leave none for them.
+# A program's values are held in registers: longer programs spill, and more operands leave no registers for values.
 MAX_STATEMENTS: Final = 40
 MAX_OPERANDS: Final = 12
-# Operators of the scalar IR, of which an elementary function has up to 1,700: LLVM takes 0.1 ms for each.
+# Operators of the scalar IR, of which an elementary function has up to 1,700; LLVM takes 0.1 ms for each.
 MAX_OPERATORS: Final = 6000
-# A statement takes LLVM some 20 ms. Layers that are alike share programs; a loop of the model that was unrolled makes a
-# new one each time: beyond so many statements in distinct programs, operations keep kernels of one statement, which are
-# compiled already.
+# A statement takes LLVM about 20 ms. Equal layers share programs, but an unrolled loop of the model makes a new one in
+# each iteration. Once the distinct programs have this many statements, further operations keep kernels of one
+# statement, which are compiled already.
 BUDGET: Final = 200
 
 
 @dataclass(frozen=True)
 class Step:
-    """A node that can be a part of a program: its one statement over ``operands``, and whether it rounds nothing."""
+    """A node that can be part of a program: its one statement over ``operands``, and whether it is an exact
+    operation.
+    """
 
     node: fx.Node
     program: Program
@@ -58,19 +56,21 @@ class Step:
 
     @cached_property
     def domain(self) -> tuple[str, str]:
-        """What the steps of one program share: shape and carrier."""
+        """The shape and carrier, which the steps of one program share."""
         value = self.node.meta["val"]
         return str(tuple(value.shape)), CARRIER_OF[STORAGES[value.dtype]]
 
     @cached_property
     def operators(self) -> int:
-        """How long its kernel is, in operators of the scalar IR."""
+        """The number of scalar IR operators in its kernel."""
         carrier: Storage = "f64" if self.domain[1] == "f64" else "f32"
         return len(map_kernel(self.program, (carrier,) * self.program.arity, carrier).body.schedule)
 
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:
-    """A new graph, sharing the attributes of ``graph``, in which groups of pointwise operations are one node each."""
+    """Return a new graph, which shares the attributes of ``graph``, in which each group of pointwise operations is one
+    node.
+    """
     found = {node: _step(node) for node in graph.graph.nodes}
     steps = {node: step for node, step in found.items() if step is not None}
     fused = fx.Graph()
@@ -91,7 +91,7 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that become one node: what they read, what is stored, and their program's text."""
+    """Steps that become one node: their operands, the values that are stored, and their program's text."""
 
     steps: tuple[Step, ...]
     operands: tuple[fx.Node, ...]
@@ -100,7 +100,7 @@ class Chain:
 
     @staticmethod
     def of(steps: Sequence[Step], stored: Sequence[fx.Node]) -> Chain:
-        """The chain of some steps, in order."""
+        """Return the chain of these steps, in this order."""
         operands = _operands(steps)
         return Chain(tuple(steps), tuple(operands), tuple(stored), _text(steps, operands, stored))
 
@@ -115,7 +115,7 @@ def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
 
 
 def _operands(steps: Sequence[Step]) -> list[fx.Node]:
-    """The tensors that a program of the steps reads, each once, in order."""
+    """Return the tensors that a program of the steps reads, each once, in order."""
     own = {step.node for step in steps}
     return list(dict.fromkeys(o for step in steps for o in step.operands if o not in own))
 
@@ -135,7 +135,7 @@ def _step(node: fx.Node) -> Step | None:
 
 
 def _choice(node: fx.Node) -> Step | None:
-    """An exact operator with a body: it can follow the operation that computes its operand."""
+    """Return the step of an exact operator that has a body: it can follow the operation that computes its operand."""
     rule, place = rule_of(node), site(node)
     if rule is None or rule.kind != "exact" or not rule.body or place is None or place.status != "exact":
         return None
@@ -150,7 +150,7 @@ def _choice(node: fx.Node) -> Step | None:
     return Step(node, Program.parse(f"t0 = {body} @ exact"), (operand,), (), True)
 
 
-# A clamp's bound that is None.
+# The text of a clamp's bound that is None.
 _UNBOUNDED: Final = {1: "-inf", 2: "inf"}
 
 
@@ -158,7 +158,7 @@ _UNBOUNDED: Final = {1: "-inf", 2: "inf"}
 
 
 def _emit(graph: fx.GraphModule, fused: fx.Graph, chain: Chain, made: dict[fx.Node, fx.Node]) -> None:
-    """One node of the chain's program, and one for each value that is used outside of it."""
+    """Add a node for the chain's program, and one for each value that is used outside of it."""
     numbers = [number for step in chain.steps for number in step.numbers]
     results = " ".join(STORAGES[node.meta["val"].dtype] for node in chain.stored)
     args = ([made[o] for o in chain.operands], chain.text, results, made[rng_of(graph)], numbers)

@@ -1,14 +1,10 @@
-"""Gradients: what a rounding does to the gradient that passes it, where the policy says more than straight through.
+"""Gradients: what a rounding does to the gradient that passes it, if the policy does not say straight_through.
 
-What is true here. A rounding that zeroes the gradient of what it clamps becomes two: one of the same precision and
-unbounded range, and the policy's own behind it, which changes nothing but what overflowed. The gradient is filled with
-zeros where the first lies beyond the maximum, then rounded if the policy says so. All marks go.
-
-Why it is safe. The first rounding draws the bits of the one and rounds to the same multiples, and an exact value never
-moves: the result has the bits of the one rounding.
-
-    before   %m = marked(%mm, 7) ... %g = marked_gradient(%e, 7)               # mm -> e4m3fn/nearest_even/saturate
-    after    %m = round(%mm) ... %g = masked_fill(%e, |%mm| > 448, 0)          # mm -> custom(4,-6,0x1.ep+127,...)/...
+A rounding that zeroes the gradient of what it clamps becomes two: one of the same precision and unbounded range,
+followed by the policy's own, which changes only what overflowed. The gradient is filled with zeros where the first
+result exceeds the maximum (``masked_fill(g, |m| > 448, 0)`` for e4m3fn), and is then rounded if the policy says so. The
+pass removes all marks. The result has the bits of the single rounding: the first of the two draws the same random bits
+and rounds to the same multiples, and the second does not move exact values.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rounded:
-    """A value that is rounded, what the policy says of it, and the movements from it to its mark, the last first."""
+    """A value that is rounded, its assignment, and the movements from it to its mark, the last first."""
 
     node: fx.Node
     place: Site
@@ -40,7 +36,7 @@ class _Rounded:
 
 
 def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
-    """Zero and round the gradients of rounded values as the policy says, and take the marks out."""
+    """Zero and round the gradients of rounded values as the policy says, and remove the marks."""
     gradients = {node.args[1]: node for node in graph.graph.nodes if node.target is MARKED_GRADIENT}
     for mark in [node for node in graph.graph.nodes if node.target is MARKED]:
         gradient, value = gradients.get(mark.args[1]), _rounded(mark)
@@ -57,7 +53,7 @@ def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _rounded(mark: fx.Node) -> _Rounded | None:
-    """The marked value where it is rounded: itself, or what alone was moved to become it."""
+    """Return the marked value where it is rounded: the value itself, or the only tensor that was moved to make it."""
     value = mark.args[0]
     moves: list[fx.Node] = []
     while isinstance(value, fx.Node) and (place := site(value)) is not None:

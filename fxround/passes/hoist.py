@@ -1,15 +1,12 @@
-"""Hoist: what only moves data gets out of the way of fusion.
+"""Hoist: move reshapes and copies out of the way of fusion.
 
-What is true here. A reshape of a pointwise operation's result goes to its operands instead: a layer's bias, added to
-[batch * time, width], is then added in the shape [batch, time, width] that the activation and the residual have. A copy
-of a result that nothing else reads is the result.
+A reshape of a pointwise operation's result moves to its operands: a layer's bias, which was added to [batch * time,
+width], is then added in the shape [batch, time, width] of the activation and the residual. A copy of a result that
+nothing else reads is replaced by the result.
 
-Why it is safe. Elements keep their numbers in row-major order, so every element meets the operands, the rounding and
-the random words that it met before: a broadcast operand goes along the last dimension alone, which stays. Results of
-fxround's operators are row-major and new, so the copy would have had their layout, and nobody sees that it is none.
-
-    before   %add = fxround.pointwise([%mm, %bias], ...); %view = aten.reshape(%add, [8, 256, 512])
-    after    %view = aten.reshape(%mm, [8, 256, 512]); %add = fxround.pointwise([%view, %bias], ...)
+Elements keep their row-major numbers, so every element has the same operands, rounding and random words as it had; a
+broadcast operand extends along the last dimension only, which does not change. Results of fxround's operators are new
+row-major tensors, so the removed copy would have had their layout, and no other reader can tell the two apart.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _PLAIN: Final = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def hoist(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, changed in place."""
+    """Change the graph in place and return it."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
         if _is_spare(node):
             node.replace_all_uses_with(node.args[0])
@@ -38,7 +35,7 @@ def hoist(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_spare(clone: fx.Node) -> bool:
-    """Whether a copy is of what nothing else reads: a result of ours, reshaped or chosen from (relu)."""
+    """Whether a copy is of a value that nothing else reads: a result of fxround's, reshaped or selected from (relu)."""
     source, user = clone.all_input_nodes[0], clone
     while set(source.users) == {user} and (source.target is aten.reshape.default or _chooses(source)):
         source, user = source.all_input_nodes[0], source
@@ -52,12 +49,14 @@ def _chooses(node: fx.Node) -> bool:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether the node is a row-major tensor that an operator of ours makes."""
+    """Whether the node is a row-major tensor that an operator of fxround's computes."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxround"
 
 
 def _hoist(graph: fx.Graph, view: fx.Node) -> None:
-    """Reshape the operands in place of the result, if an operation behind gains by that, and none before loses."""
+    """Reshape the operands instead of the result, if a user of the result can then be fused and no operand's fusion is
+    lost.
+    """
     operation, pointwise = view.all_input_nodes[0], torch.ops.fxround.pointwise.default
     if operation.target is not pointwise or len(operation.users) != 1 or not any(map(_fuses, view.users)):
         return
@@ -85,7 +84,7 @@ def _fuses(node: fx.Node) -> bool:
 
 
 def _kind(operand: fx.Node, before: Tensor, after: Tensor) -> str:
-    """How an operand takes part: whole, broadcast in either shape alike, or in neither way."""
+    """Return how an operand takes part: "whole", "broadcast" (equally in either shape), or "" for neither."""
     value = operand.meta["val"]
     if all(isinstance(n, int) and n == 1 for n in value.shape) and value.dim() <= after.dim():
         return "broadcast"

@@ -1,13 +1,9 @@
 """Normalize: make the graph independent of memory layout and of implicit conversions.
 
-What is true here. fxround's operators return row-major tensors, so a ``view`` that was legal for the original
-strides may not be for ours: it becomes a ``reshape``, which is. ``as_strided`` reads memory: its operand is copied
-to the strides that it was traced with. Operands of arithmetic get the dtype of the result by a cast that can be seen.
-
-Why it is safe. Each rewriting keeps the bits of every value under PyTorch's own kernels.
-
-    before   view = aten.view.default(x, [2, -1]); mul = aten.mul.Tensor(view, mask)        # mask: bool
-    after    view = aten.reshape.default(x, [2, -1]); cast = aten._to_copy(mask, dtype=float32); mul = ...
+fxround's operators return row-major tensors, so a ``view`` that was legal for the original strides may not be legal for
+theirs: it becomes a ``reshape``. ``as_strided`` reads memory: its operand is copied to the strides that it was traced
+with. Operands of arithmetic are cast to the result's dtype by a node of the graph. Each rewriting keeps the bits of
+every value under PyTorch's own kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +21,12 @@ from fxround.passes.rewrite import Plan, insert
 aten = torch.ops.aten
 
 _LAYOUT_BOUND: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
-# The position of what is scattered.
+# The position of the scattered values among the arguments.
 _SCATTERS: Final = {"aten.scatter_add.default": 3, "aten.index_put.default": 2, "aten._unsafe_index_put.default": 2}
 
 
 def normalize(graph: fx.GraphModule, plan: Plan) -> None:
-    """Free the graph of strides and of implicit conversions."""
+    """Remove the graph's dependence on strides and its implicit conversions."""
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -71,6 +67,6 @@ def _cast_operands(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _is_index(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the operand says where, not what: anything but the first and the values of a scatter."""
+    """Whether the operand is an index: anything but the first operand and the values of a scatter."""
     values = _SCATTERS.get(str(node.target))
     return values is not None and all(node.args[i] is not operand for i in (0, values))

@@ -1,14 +1,12 @@
-"""Partition: a lowered joint graph becomes a forward and a backward graph.
+"""Partition: split a lowered joint graph into a forward and a backward graph.
 
-What is true here. The forward graph holds what the results need, and nothing that depends on a tangent; the backward
-graph holds the rest. What the backward graph takes from the forward one is returned beside the results: tensors to be
-saved, and sizes. Both get (seed, sample), so a node draws the same bits in whichever graph it lies.
+    joint(state, arguments, tangents, rng) -> (results, gradients)
+    forward(state, arguments, rng) -> (results, saved);  backward(saved, tangents, rng) -> gradients
 
-Why it is safe. Nodes are copied, never changed: the two graphs together compute what the joint graph computes, node for
-node. Saving follows from the edges alone, with no recomputation.
-
-    before   joint(state, arguments, tangents, rng) -> (results, gradients)
-    after    forward(state, arguments, rng) -> (results, saved);  backward(saved, tangents, rng) -> gradients
+The forward graph holds what the results need, and nothing that depends on a tangent; the backward graph holds the rest.
+The tensors and sizes that the backward graph takes from the forward one are returned after the results. Both graphs get
+(seed, sample), so a node draws the same bits in either. Nodes are copied and never changed: the two graphs together
+compute what the joint graph computes, node for node. What is saved follows from the edges; nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ _BACKWARD: Final = ("tangent", "gradient")
 
 @dataclass(frozen=True)
 class Parts:
-    """The two graphs of a training step, and what passes between them.
+    """The two graphs of a training step.
 
-    reached: for every gradient the tangents, by position, that it depends on.
+    reached: for every gradient the positions of the tangents that it depends on.
     """
 
     forward: fx.GraphModule
@@ -41,7 +39,7 @@ class Parts:
 
 
 def partition(joint: fx.GraphModule) -> Parts:
-    """The forward and the backward part of a lowered joint graph, which stays as it is."""
+    """Return the forward and the backward part of a lowered joint graph, which is not changed."""
     output = joint.graph.output_node()
     values: Any = output.args[0]
     ports: tuple[Port, ...] = output.meta[PORTS]
@@ -66,7 +64,7 @@ def partition(joint: fx.GraphModule) -> Parts:
 
 
 def _uncopied(joint: fx.GraphModule, value: Any) -> Any:
-    """What was copied to be a result of its own, where it is one already: computed here, and returned once."""
+    """Return the operand of a result's copy if it can be the result: it is computed here, and returned once."""
     if not isinstance(value, fx.Node) or value.target is not aten.clone.default:
         return value
     source: Any = value.args[0]
@@ -86,7 +84,7 @@ def _depend_on_tangents(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _needed(joint: fx.GraphModule, wanted: Iterable[Any]) -> set[fx.Node]:
-    """The operators that the wanted values are computed by."""
+    """Return the operators that compute the wanted values."""
     found = {value for value in wanted if isinstance(value, fx.Node)}
     for node in reversed(joint.graph.nodes):
         if node in found:
@@ -95,12 +93,14 @@ def _needed(joint: fx.GraphModule, wanted: Iterable[Any]) -> set[fx.Node]:
 
 
 def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
-    """Checks that a model asks for: they yield nothing and run all the same."""
+    """Return checks that a model asks for: they yield no value and have to run."""
     return [n for n in joint.graph.nodes if n.op == "call_function" and n not in late and n.is_impure()]
 
 
 def _is_early_size(node: fx.Node, forward: set[fx.Node], late: set[fx.Node]) -> bool:
-    """Whether a number that the backward needs can be had in the forward: no tensor is kept for its shape alone."""
+    """Whether the forward graph can compute a number that the backward needs, so that no tensor is kept for its shape
+    alone.
+    """
     leaves = pytree.tree_leaves(node.meta.get("val"))
     if node in late or not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
@@ -120,7 +120,7 @@ def _extracted(
     outputs: Sequence[Any],
     ports: tuple[Port, ...],
 ) -> fx.GraphModule:
-    """A graph of the kept operators: the inputs become placeholders, constants come along."""
+    """Return a graph of the kept operators, whose placeholders are the inputs; constants are copied along."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,13 +1,11 @@
-"""Pointwise: arithmetic and elementary functions become one-statement programs, the exact value rounded once.
+"""Pointwise: arithmetic and elementary functions become one-statement programs, whose exact value is rounded once.
 
-What is true here. A tensor operand is x0, x1, ... (the same tensor once), a Python number a hexadecimal literal of
-the result's dtype. A number that is known only at run time (a size) becomes a tensor of no dimensions.
-
-Why it is safe. The program's kernel is built here, before the graph runs: what numerics cannot round raises now,
-with the operator's module path and line. An operator that numerics lacks keeps the stock kernel and says so.
-
-    before   %mul = aten.mul.Tensor(%x, 0.1)
-    after    %mul = fxround.pointwise([%x], "t0 = mul(x0, 0x1.99999ap-4) @ binary32/stochastic/inf", float32, %rng, 6)
+For example, ``aten.mul.Tensor(x, 0.1)`` becomes
+``fxround.pointwise([x], "t0 = mul(x0, 0x1.99999ap-4) @ binary32/stochastic/inf", float32, rng, 6)``. Tensor operands
+are x0, x1, ... (the same tensor once); a Python number is a hexadecimal literal of the result's dtype; a number that is
+known only at run time (a size) becomes a tensor of no dimensions. The pass builds the program's kernel, so that a
+rounding that is not possible raises an error with the operator's module path and line before the graph runs. An
+operator that numerics lacks keeps the stock kernel and records the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding) -> tuple[list[fx.Node], str]:
-    """The tensor operands and the text of ``body`` over them."""
+    """Return the tensor operands, and the text of ``body`` over them."""
     operands: list[fx.Node] = []
     names: dict[int, str] = {}
     for position in sorted({int(p) for p in re.findall(r"\{(\d+)\}", body)}):
@@ -66,13 +64,13 @@ def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding
 
 
 def literal(number: Any, dtype: torch.dtype) -> str:
-    """A Python number as PyTorch gives it to the operation: a value of the dtype, in hexadecimal."""
+    """Return a Python number as PyTorch passes it to the operation: a value of the dtype, in hexadecimal."""
     value: float = torch.tensor(float(number), dtype=torch.float64).to(dtype).to(torch.float64).item()
     return value.hex()
 
 
 def _tensor(graph: fx.GraphModule, node: fx.Node, argument: fx.Node) -> fx.Node:
-    """The argument as a floating-point tensor: a size becomes one, an integer tensor is widened to binary64.
+    """Return the argument as a floating-point tensor: a size is made one, an integer tensor is widened to binary64.
 
     Integers up to 2^53 are exact in binary64; beyond that PyTorch's own conversion rounds first.
     """

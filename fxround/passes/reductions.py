@@ -1,10 +1,9 @@
-"""Reductions: sums run in a declared order, each addition rounded.
+"""Reductions: sums run in a declared order, and each addition is rounded.
 
-What is true here. ``sum`` follows the policy's Order; products, prefixes and the accumulating scatters ascend. A
-scatter's result is what was accumulated or was there; where the policy's result format is narrower, a rounding follows.
-
-    before   %sum = aten.sum.dim_IntList(%x, [1], True)
-    after    %sum = fxround.sum(%x, [1], True, "lanes:16", "binary32/stochastic/inf", ..., %rng, 4)
+``sum`` follows the policy's Order: ``aten.sum.dim_IntList(x, [1], True)`` becomes
+``fxround.sum(x, [1], True, "lanes:16", "binary32/stochastic/inf", ..., rng, 4)``. Products, prefixes and the
+accumulating scatters ascend. Each element of a scatter's result is an accumulated or an original value; if the policy's
+result format is narrower, a rounding follows.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _step(assignment: Assignment) -> Rounding:
-    """The rounding of one addition; products and chunks are a contraction's."""
+    """Return the rounding of one addition. Product roundings and chunks apply to contractions only."""
     assert isinstance(assignment.accumulate, Accumulation)
     return assignment.accumulate.step
 
@@ -87,7 +86,7 @@ def _prod(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignm
 
 
 def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    """cumsum and cumprod, by the kernel that the operator's rule names."""
+    """Lower cumsum and cumprod to the kernel that the operator's rule names."""
     rule = rule_of(node)
     assert rule is not None
     source, dim = node.args[:2]
@@ -107,10 +106,10 @@ def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignm
 
 
 def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    """scatter_add(x, dim, index, source) and index_put(x, indices, values, True).
+    """Lower scatter_add(x, dim, index, source) and index_put(x, indices, values, True).
 
-    The kernel stores an accumulator to nearest in the tensor's dtype. Where the accumulator is wider than that and the
-    result is rounded otherwise, it works on a binary32 copy, so that the result is rounded once.
+    The kernel stores an accumulator to nearest in the tensor's dtype. If the accumulator is wider than that and the
+    result is rounded otherwise, the kernel works on a binary32 copy, so that the result is rounded once.
     """
     rule = rule_of(node)
     assert rule is not None
@@ -130,7 +129,7 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether a scatter begins with zeros, as gradients do. What it keeps elsewhere may lie outside of a format."""
+    """Whether a scatter begins with zeros, as gradients do. Other values that it keeps may not belong to the format."""
     return node.target in (aten.full.default, aten.full_like.default) and bool(node.args[1] == 0)
 
 

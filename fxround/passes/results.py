@@ -1,11 +1,8 @@
-"""Results: what no kernel of fxround computes is rounded once behind the stock kernel, and says why.
+"""Results: round the result of every stock kernel once, and record why the kernel was kept.
 
-What is true here. After this pass every floating-point value is rounded, exact, moved, left alone by the policy, or
-native with a reason. A selection (relu, maximum, where) rounds nothing unless its operands may lie outside the format
-that the policy gives to its result. Under ``strict`` an operator without a kernel is an error instead.
-
-    before   %sort = aten.sort.default(%x); %inv = aten.linalg_inv_ex.default(%a); %i = %inv[0]
-    after    ...; %i = %inv[0]; %r = fxround.pointwise([%i], "t0 = identity(x0) @ binary32/stochastic/inf", ...)
+After this pass every floating-point value is rounded, exact, moved, left alone by the policy, or native with a reason.
+A selection (relu, maximum, where) rounds nothing unless its operands may lie outside the format that the policy gives
+to its result. Under ``strict`` an operator without a kernel is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _ROUNDED = "; its result is rounded once"
 
 
 def round_results(graph: fx.GraphModule, plan: Plan) -> None:
-    """Round behind the operators that kept their stock kernel, and explain every one of them."""
+    """Round after the operators that kept their stock kernel, and give each of them a reason."""
     for node, place in sites(graph):
         if place.status != "native":
             continue
@@ -46,7 +43,7 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The node itself, or what is taken from it if it yields several values."""
+    """Return the node itself, or the nodes that take its values if it yields several."""
     return [node] if float_value(node) is not None else list(node.users)
 
 
@@ -66,7 +63,7 @@ def _reason(place: Site, node: fx.Node) -> str:
 
 
 def round_selections(graph: fx.GraphModule, plan: Plan) -> None:
-    """Round the result of an exact operator where an operand may lie outside the result's format."""
+    """Round the result of an exact operator if an operand may lie outside the result's format."""
     grids: dict[fx.Node, Format] = {}
     for node in list(graph.graph.nodes):
         values, place = float_values(node), node.meta.get(META)
@@ -81,12 +78,12 @@ def round_selections(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _unmoved(rounding: Rounding, grid: Format) -> bool:
-    """up_down moves the results of operations; a selection of values of the format is none."""
+    """Whether up_down leaves the value: it moves results of operations, not a selection among values of the format."""
     return rounding.mode.jitter and grid.within(rounding.format)
 
 
 def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Format:
-    """A format that holds every value of the node: what it was rounded to, or what its operands hold."""
+    """Return a format that holds every value of the node: the one it was rounded to, or one that its operands have."""
     own = Format.parse(FORMAT_OF[float_values(node)[0].dtype])
     if place is None or place.status == "native" or node.op != "call_function":
         return own
@@ -99,7 +96,7 @@ def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Fo
 
 
 def _holds(grid: Format, node: fx.Node) -> bool:
-    """Whether the numbers in the node's arguments (the bounds of a clamp) are values of the format, and zero is."""
+    """Whether the format has zero and the numbers in the node's arguments (the bounds of a clamp)."""
     numbers = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, float | int)]
     nearest = Rounding.parse(grid.name)
     return all(round_float(float(n), nearest) == float(n) for n in (0.0, *numbers))

@@ -1,10 +1,7 @@
-"""The words that the passes share: what a pass is, and how a node becomes another.
+"""Helpers that the passes share: the type of a pass, and how a node is replaced by another.
 
-What is true here. A replacement inherits everything that is known of the node it replaces (module path, source
-line, fake value), and its Site; only the status changes.
-
-    before   %add = aten.add.Tensor(%x, %y)
-    after    %add_rounded = fxround.pointwise([%x, %y], "t0 = add(x0, x1) @ binary32/stochastic/inf", ...)
+A replacement inherits everything that is known of the node that it replaces (module path, source line, fake value) and
+its Site, of which only the status changes.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What the passes are asked to do: a policy, and whether what they cannot round is an error."""
+    """The policy that the passes follow, and whether an operator that they cannot round is an error."""
 
     policy: Policy
     strict: bool
@@ -47,31 +44,31 @@ Pass = Callable[[fx.GraphModule, Plan], None]
 
 
 def sites(graph: fx.GraphModule) -> list[tuple[fx.Node, Site]]:
-    """The nodes with a Site, in graph order."""
+    """Return the nodes that have a Site, in graph order, with their Sites."""
     found = [(node, site(node)) for node in graph.graph.nodes]
     return [(node, place) for node, place in found if place is not None]
 
 
 def decided(place: Site) -> tuple[Assignment, Rounding] | None:
-    """The assignment of a Site and its rounding, if the policy wants one."""
+    """Return the assignment of a Site and its rounding; None if the policy wants no rounding."""
     assignment = place.assignment
     return (assignment, assignment.rounding) if assignment is not None and assignment.rounding is not None else None
 
 
 def rng_of(graph: fx.GraphModule) -> fx.Node:
-    """The placeholder of (seed, sample)."""
+    """Return the placeholder of (seed, sample)."""
     found: fx.Node = next(node for node in graph.graph.nodes if is_random_state(node))
     return found
 
 
 def is_random_state(node: fx.Node) -> bool:
-    """Whether a node is the placeholder of (seed, sample); a buffer of the model may have its name."""
+    """Whether a node is the placeholder of (seed, sample). A buffer of the model may have its name."""
     port: Port | None = node.meta.get(PORT)
     return node.op == "placeholder" and port is not None and port.kind == "random"
 
 
 def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[Any]) -> None:
-    """Turn a node into ``fxround::operator``, which rounds it; name, uses and origin stay."""
+    """Turn a node into ``fxround::operator``, which rounds it. Name, uses and origin stay."""
     place = site(node)
     assert place is not None
     node.target = getattr(torch.ops.fxround, operator).default
@@ -80,7 +77,7 @@ def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[A
 
 
 def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any) -> fx.Node:
-    """A new node (of data movement, or exact) before ``near``, with its origin and a fake value, and no number."""
+    """Insert a node (data movement, or exact) before ``near``, with its origin, a fake value and no number."""
     with graph.graph.inserting_before(near):
         new = graph.graph.create_node("call_function", target, tuple(args), kwargs, target.overloadpacket.__name__)
     kept = (
@@ -99,7 +96,7 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
 
 
 def size_of(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> Any:
-    """A size of the tensor: a number, or a node before ``near`` that asks for it."""
+    """Return a size of the tensor: a number, or a new node before ``near`` that computes it."""
     size = tensor.meta["val"].shape[dim]
     return size if isinstance(size, int) else insert(graph, near, torch.ops.aten.sym_size.int, (tensor, dim))
 
@@ -107,7 +104,7 @@ def size_of(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> 
 def round_after(
     graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int, dtype: torch.dtype | None = None
 ) -> fx.Node:
-    """Insert ``identity @ rounding`` behind a node and give it all the node's uses as a tensor.
+    """Insert ``identity @ rounding`` after a node, and let every use of the node as a tensor use the new one.
 
     dtype: of the rounded value; None for the node's own.
     """
@@ -137,13 +134,15 @@ def _last_placeholder(graph: fx.GraphModule) -> fx.Node:
 
 
 def keeps(rounding: Rounding, grid: Format) -> bool:
-    """Whether the rounding is the identity on every value of the format."""
+    """Whether the rounding changes no value of the format."""
     return grid.within(rounding.format) and rounding.overflow == "inf" and not rounding.mode.jitter
 
 
 @contextmanager
 def locating(place: Site) -> Iterator[None]:
-    """Tell a kernel that cannot be built (ValueError) as an UnsupportedRounding that names the operator's place."""
+    """Turn the ValueError of a kernel that cannot be built into an UnsupportedRounding that names the
+    operator's place.
+    """
     try:
         yield
     except ValueError as error:

@@ -1,11 +1,8 @@
-"""Verify: what must be true of the graph after every pass, and at the end.
+"""Verify: the invariants of the graph after every pass, and at the end.
 
-What is true here. After every pass the graph is well formed and every value that was there before still has its
-shape and dtype. At the end every floating-point value is accounted for: rounded by fxround's own operator, exact,
-moved, or native with a reason. A violation is a defect of fxround and raises VerificationError naming the pass.
-
-    before   a pass forgot the second result of a split; nobody noticed
-    after    VerificationError: after lower_pointwise: getitem_1 (aten.split...) has no Site
+After every pass the graph is well formed, and every value that existed already has its shape and dtype. At the end
+every floating-point value is accounted for: rounded by fxround's own operator, exact, moved, or native with a reason. A
+violation is a defect of fxround and raises VerificationError, which names the pass.
 """
 
 from __future__ import annotations
@@ -35,20 +32,22 @@ def verify(graph: fx.GraphModule, name: str) -> None:
 
 
 def _described(value: Any) -> str:
-    """The tensors of a value. Sizes that depend on data are renamed by every recomputation: compare them by kind."""
+    """Describe the tensors of a value. Every recomputation renames sizes that depend on data, so their numbers are left
+    out.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return ", ".join(re.sub(r"\bu\d+\b", "u", f"{leaf.dtype} {tuple(leaf.shape)}") for leaf in leaves)
 
 
 def verify_accounted(graph: fx.GraphModule) -> None:
-    """Raise VerificationError unless every floating-point value has a status that its operator bears out."""
+    """Raise VerificationError unless the status of every floating-point value agrees with its operator."""
     for node in graph.graph.nodes:
         if node.op != "call_function" or float_value(node) is None:
             continue
         place = site(node)
         if place is None:
             raise VerificationError(f"{node.name} ({node.target}) has no Site")
-        # A draw is ours and rounds nothing.
+        # A draw is an operator of fxround's and rounds nothing.
         ours = str(node.target).startswith("fxround.") and not (place.kind == "random" and place.status == "exact")
         if ours != (place.status == "rounded"):
             raise VerificationError(f"{node.name} ({node.target}) claims to be {place.status}: {place}")
