@@ -68,6 +68,7 @@ def spatial() -> dict[str, Layer]:
         layers = {
             "ConvNd": of("ConvNd")(4, 6, 3, padding=1, stride=2, groups=2),
             "ConvNd_dilated": of("ConvNd")(4, 3, 2, dilation=2, bias=False),
+            "ConvNd_valid": of("ConvNd")(4, 3, 2, padding="valid"),
             "ConvTransposeNd": of("ConvTransposeNd")(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
             "AvgPoolNd": of("AvgPoolNd")(2),
             "AvgPoolNd_ceil": of("AvgPoolNd")(3, 2, padding=1, ceil_mode=True),
@@ -87,6 +88,7 @@ def spatial() -> dict[str, Layer]:
         found |= {name.replace("Nd", f"{d}d"): (layer, (x,)) for name, layer in layers.items()}
     x = _spaces()[2]
     found["Conv2d_same"], found["unbatched"] = (nn.Conv2d(4, 4, 4, padding="same"), (x,)), (nn.Conv2d(4, 2, 3), (x[0],))
+    found["AdaptiveAvgPool2d_of_one"] = (nn.AdaptiveAvgPool2d((3, 2)), (x[..., :1, :1],))
     found["avg_pool_divisor"] = (Calls(lambda x: F.avg_pool2d(x, 2, divisor_override=3)), (x,))
     found["grid_sample"] = (Calls(lambda x, g: F.grid_sample(x, g, align_corners=False)), (x, torch.rand(2, 3, 3, 2)))
     found["PixelShuffle"], found["Unfold"] = (nn.PixelShuffle(2), (x,)), (nn.Unfold(3), (x,))

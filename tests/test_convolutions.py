@@ -16,6 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_contractions import OPS, RNE, same, threads, values
 from torch import Tensor
+from torch.nn import functional as F
+
+import fxround
 
 # One of each kind of step: the hardware's, a quick one, those that draw, a short format, a chunked one.
 STEPS = (
@@ -162,3 +165,21 @@ def test_weight_gradients_are_their_definition(accumulate: str, turned: bool, ca
     with threads(case.threads):
         got = OPS.convolution_weight_gradient(*operands, size, *case.call(turned), accumulate, RNE, RNG, 5)
     same(got, gradient(small, image, case, accumulate))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_one_number_stands_for_all_dimensions(dims: int) -> None:
+    """PyTorch passes the padding of ``padding="valid"``, and what a caller gives as one number, as a list of one."""
+    convolution = (F.conv2d, F.conv3d)[dims - 2]
+    x, w = values((2, 3, *[6] * dims), 1), values((4, 3, *[2] * dims), 2)
+
+    def gradients(*arguments: Any) -> list[Tensor]:
+        operands = [t.clone().requires_grad_() for t in (x, w)]
+        compiled = fxround.compile(lambda x, w: convolution(x, w, None, *arguments), "reproducible")
+        result = compiled(*operands)
+        result.square().sum().backward()
+        return [result.detach(), *(t.grad for t in operands if t.grad is not None)]
+
+    for one, each in (((1, "valid"), (1, 0)), (((2,), (1,), (1,)), (2, 1, 1))):
+        for found, expected in zip(gradients(*one), gradients(*each), strict=True):
+            same(found, expected)

@@ -96,7 +96,8 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
     """Return x with ``dim`` cut into windows and their elements as a new last dimension, zeros after a shorter one."""
     size, longest = x.shape[dim], max(lengths)
     steps = {b - a for a, b in pairwise(starts)} or {longest}
-    if len(set(lengths)) == 1 and len(steps) == 1:
+    # One element that all windows share has no step that ``unfold`` takes.
+    if len(set(lengths)) == 1 and len(steps) == 1 and steps != {0}:
         return x.unfold(dim, longest, steps.pop())
     # Shorter windows are filled from a zero that is appended to the dimension: a copy, which rounds nothing.
     longer = aten.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, 1], 0.0)

@@ -7,6 +7,7 @@ own. The stock kernel computes products under ``accumulate="native"`` and produc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -46,7 +47,13 @@ def _matmul(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
 
 def _convolution(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     x, weight, _, *geometry = node.args
-    return x, weight, *geometry
+    return x, weight, *_expanded(node, geometry)
+
+
+def _expanded(image: Any, geometry: Sequence[Any]) -> list[Any]:
+    """The arguments of a convolution's geometry with a number for each spatial dimension: one may stand for all."""
+    dims = len(image.meta["val"].shape) - 2
+    return [list(g) * dims if isinstance(g, list | tuple) and len(g) == 1 else g for g in geometry]
 
 
 def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
@@ -57,7 +64,7 @@ def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     backward, position = node.args
     assert isinstance(backward, fx.Node) and isinstance(position, int)
     gradient, *operands = cast("tuple[fx.Node, ...]", backward.args[:3])
-    geometry = backward.args[4:10]
+    geometry = _expanded(gradient, backward.args[4:10])
     size = [size_of(graph, node, operands[position], d) for d in range(len(operands[position].meta["val"].shape))]
     return gradient, operands[1 - position], size, *geometry
 
