@@ -1,15 +1,11 @@
-"""Delta debugging: the smallest sets of units that make a test fail, all of them, disjoint.
+"""Delta debugging: find disjoint minimal sets of units that make a test fail.
 
-What is true here. ``minimal`` is ddmin (Zeller and Hildebrandt, Simplifying and isolating failure-inducing input,
-IEEE TSE 28(2), 2002): of a failing set it returns a subset that fails, of which no unit can be left out. ``disjoint``
-is rddmin as Verrou and Verificarlo do it: take the set found away, and search what is left until it passes. Sets are
-divided along the branches of the data flow, so that a guilty branch is found whole before it is cut.
-
-Why it is safe. Nothing is assumed of the test: not that a superset of a failing set fails, nor that one unit suffices.
-The answer is a function of the test's answers alone; ``fails`` is asked in a fixed order.
-
-    before   for module in modules: ...           # one at a time, which misses what needs two; or 2^n subsets
-    after    minimal(units, fails, Branches(flow, sink).divide)
+``minimal`` is ddmin (Zeller and Hildebrandt, Simplifying and isolating failure-inducing input, IEEE TSE 28(2), 2002):
+it returns a subset of a failing set that fails and of which no unit can be left out. ``disjoint`` is rddmin, as in
+Verrou and Verificarlo: it removes the set found and searches the rest until the rest passes. Sets are divided along
+the branches of the data flow, so that a guilty branch is found whole before it is cut. Nothing is assumed of the test:
+a superset of a failing set may pass, and a failure may need several units. The answer depends on the answers of the
+test alone, which is called in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ Divide = Callable[[Units, int], list[Units]]
 
 
 def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
-    """A subset of ``units`` (which must fail) that fails and of which no single unit can be left out.
+    """Return a subset of ``units`` (which must fail) that fails and of which no single unit can be left out.
 
-    divide: splits a set into so many non-empty disjoint parts. The subset keeps the order of ``units``. The test is
-    asked O(n^2) times at worst, O(log n) times for one culprit.
+    divide: splits a set into a number of non-empty disjoint parts. The subset keeps the order of ``units``. The test is
+    called O(n^2) times at worst, O(log n) times for one culprit.
     """
     failing, parts = tuple(units), 2
     while len(failing) > 1:
@@ -46,9 +42,7 @@ def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
 
 
 def disjoint(units: Sequence[str], fails: Fails, search: Callable[[Units], Units]) -> Iterator[Units]:
-    """Failing sets without a common unit, each found by ``search`` in what the ones before left; then the rest
-    passes.
-    """
+    """Yield failing sets without a common unit, found by ``search`` in the units that remain, until the rest passes."""
     rest = tuple(units)
     while rest and fails(rest):
         found = search(rest)
@@ -57,16 +51,16 @@ def disjoint(units: Sequence[str], fails: Fails, search: Callable[[Units], Units
 
 
 def halves(units: Units, parts: int) -> list[Units]:
-    """A set in so many runs of its order, of sizes that differ by one at most."""
+    """Split a set into ``parts`` runs of its order, of sizes that differ by at most one."""
     edges = [i * len(units) // parts for i in range(parts + 1)]
     return [units[a:b] for a, b in pairwise(edges)]
 
 
 class Branches:
-    """The branches of a data flow: a vertex, and all from which every path to ``sink`` leads through it.
+    """The branches of a data flow: a vertex with all vertices whose every path to ``sink`` passes through it.
 
-    They are the subtrees of the dominator tree of the reversed flow; in its preorder each is a run of neighbours. A
-    vertex from which no path leads to the sink is a branch of its own.
+    They are the subtrees of the dominator tree of the reversed flow; in its preorder each is a contiguous run. A vertex
+    without a path to the sink is a branch of its own.
     """
 
     def __init__(self, flow: nx.DiGraph, sink: str) -> None:
@@ -83,7 +77,7 @@ class Branches:
         self._spans = [(place, place + sizes[vertex]) for vertex, place in self._place.items()]
 
     def divide(self, units: Units, parts: int) -> list[Units]:
-        """``units`` in so many parts: whole branches where one holds at least a quarter of a part, halves elsewhere."""
+        """Split ``units`` into ``parts`` parts: the largest is split along a branch, or in halves if none fits."""
         pieces = [tuple(sorted(units, key=self._place.__getitem__))]
         while len(pieces) < parts:
             largest = max(pieces, key=len)
@@ -93,7 +87,7 @@ class Branches:
         return [tuple(sorted(piece, key=order.__getitem__)) for piece in pieces]
 
     def _split(self, units: Units) -> list[Units]:
-        """The branch nearest to half of the units and the rest, in preorder."""
+        """Split off the branch whose size is nearest to half of the units."""
         places = [self._place[unit] for unit in units]
         runs = {(bisect_left(places, a), bisect_left(places, b)) for a, b in self._spans}
         a, b = min(runs, key=lambda run: (abs(len(units) - 2 * (run[1] - run[0])), run))

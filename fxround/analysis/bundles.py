@@ -1,11 +1,9 @@
 """Bundles: the nodes of a lowered graph that together compute one node of the captured graph.
 
-What is true here. A lowered node says which captured node it computes (``ORIGIN``). Its bundle takes nothing but values
-of captured nodes, the random state and the graph's own inputs, and the last node of a bundle yields the value. Sizes
-are read before the rounding that stands behind a value: it changes none.
-
-    before   %add = aten.add.Tensor(%mm, %bias)                                    # captured
-    after    %cast = aten._to_copy(%bias); %add = fxround.pointwise([%mm, %cast], "t0 = add(x0, x1) @ ...")
+A lowered node names the captured node that it computes (``ORIGIN``). A bundle reads only values of captured nodes, the
+random state and the graph's own inputs, and its last node yields the value. Sizes may be read before the rounding of a
+value, because a rounding does not change them. For example, the captured ``%add = aten.add.Tensor(%mm, %bias)`` becomes
+``%cast = aten._to_copy(%bias); %add = fxround.pointwise([%mm, %cast], "t0 = add(x0, x1) @ ...")``.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Bundle:
 
     @property
     def text(self) -> str:
-        """What is computed, with names of captured nodes alone: equal texts compute equal bits."""
+        """The computation with names of captured nodes alone: equal texts compute equal bits."""
         places = {node: f"%{i}" for i, node in enumerate(self.nodes)}
 
         def named(used: fx.Node) -> Any:
@@ -41,7 +39,7 @@ class Bundle:
 
     @property
     def site(self) -> Site | None:
-        """What is known of the captured node."""
+        """The Site of the captured node."""
         return next((found for found in map(site, self.nodes) if found is not None and found.number >= 0), None)
 
     @property
@@ -51,7 +49,7 @@ class Bundle:
         return any(_draws(place) for place in places)
 
     def run(self, value: Callable[[str], Any], given: Callable[[fx.Node], Any], rng: Tensor) -> Any:
-        """The value, from those of captured nodes by name and of placeholders (``given``)."""
+        """Compute the value from the values of captured nodes, by name, and of placeholders (``given``)."""
         own: dict[fx.Node, Any] = {}
 
         def used(node: fx.Node) -> Any:
@@ -71,12 +69,12 @@ class Bundle:
 
 
 def origin(node: fx.Node) -> str:
-    """The name of the captured node that a lowered node computes."""
+    """Return the name of the captured node that a lowered node computes."""
     return str(node.meta.get(ORIGIN, node.name))
 
 
 def bundles(graph: fx.GraphModule) -> dict[str, Bundle]:
-    """The bundles of a lowered graph by the name of their origin."""
+    """Return the bundles of a lowered graph by the name of their origin."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.op != "output" and ORIGIN in node.meta:

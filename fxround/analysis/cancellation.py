@@ -1,16 +1,11 @@
-"""Cancellation: how many bits an addition takes from its operands, seen in one run, without any perturbation.
+"""Cancellation: count the bits that cancel in additions, in one run without perturbation.
 
-What is true here. The bits that cancel in an addition are the exponent of its largest operand minus that of its
-result: by so many bits the operands' errors grow beside the result. In a sum, or a prefix sum, the largest term takes
-the operand's place; in a matrix product or a convolution the sum of its products' magnitudes. A result of zero has
-lost the whole precision, but for ``x - amax(x)``, whose zeros are exact by construction.
-
-Why it is safe. It is a statement about exponents of the numbers that occurred, not an estimate. A cancellation is
-harmless where the operands are exact: what it means for the output is for ``localize`` to say. Indices in the making
-are left out.
-
-    before   var = (x * x).mean() - x.mean() ** 2          # -16.0?
-    after    cancellations(model, x)                       # sub, model.py:7: 23 bits cancel, 1.0e8 to 16
+The bits that cancel in an addition are the exponent of its largest operand minus the exponent of its result: relative
+to the result, the errors of the operands grow by that many bits. In a sum or a prefix sum, the largest term replaces
+the operand; in a matrix product or a convolution, the sum of the magnitudes of its products. A result of zero has
+lost the whole precision, except in ``x - amax(x)``, whose zeros are exact by construction. The count is computed from
+the exponents of the values that occurred. A cancellation is harmless if the operands are exact; ``localize`` shows the
+effect on the output. Computations of indices are left out.
 """
 
 from __future__ import annotations
@@ -36,9 +31,13 @@ Operands = Mapping[fx.Node, Any]
 
 @dataclass(frozen=True)
 class Cancellation:
-    """One node that adds. ``lost``: bits that cancel in its worst element, at ``index``, of value ``result`` where
-    the largest operand had the magnitude ``largest``. ``many``: elements, of ``elements``, that lose more than the
-    bits asked.
+    """One node that adds.
+
+    node, operator, module, source, code   the node and its place in the model
+    lost        the bits that cancel in its worst element
+    index       the index of that element
+    largest     the magnitude of the largest operand there; ``result``: the value
+    many        the number of elements that lose more than the ``bits`` passed, of ``elements``
     """
 
     node: str
@@ -56,14 +55,14 @@ class Cancellation:
 
 @dataclass(frozen=True)
 class CancellationReport(Tabled):
-    """The nodes that add, worst first. ``bits``: what ``many`` counts from."""
+    """The nodes that add, worst first; ``bits`` is the threshold of ``many``."""
 
     nodes: tuple[Cancellation, ...]
     bits: float
     policy: str
 
     def table(self) -> Table:
-        """One row a node in which something cancels."""
+        """Return a table with one row per node in which bits cancel."""
         rows = [
             (n.module or "(root)", n.operator, n.source, n.code, n.lost, n.many, n.elements, str(list(n.index)))
             for n in self.nodes
@@ -76,17 +75,18 @@ class CancellationReport(Tabled):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain."""
+        """Return all fields as plain data."""
         return asdict(self)
 
 
 def cancellations(
     model: nn.Module, inputs: Any, policy: PolicyLike = "identity", *, bits: float = 10, seed: int = 0, sample: int = 0
 ) -> CancellationReport:
-    """How many bits cancel in every addition, sum and product of matrices of one run under ``policy``, worst first.
+    """Count the bits that cancel in every addition, sum and product of matrices of one run under ``policy``, worst
+    first.
 
-    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. bits: elements that lose more are
-    counted. Raises what ``fxround.compile`` raises.
+    inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. bits: ``many`` counts the
+    elements that lose more. Raises what ``fxround.compile`` raises.
     """
     masked = Masked(model, policy, inputs, quiet="identity", memory=0)
     found = cancelled(masked, masked.sites, bits=bits, seed=seed, sample=sample)
@@ -96,7 +96,7 @@ def cancellations(
 def cancelled(
     masked: Masked, on: Collection[str] = (), *, bits: float = 10, seed: int = 0, sample: int = 0
 ) -> list[Cancellation]:
-    """The nodes that add, in the order of the graph, with what cancels in a run with the sites ``on``."""
+    """Return the nodes that add, in the order of the graph, with their bits that cancel in a run with ``on``."""
     found: list[Cancellation] = []
 
     def note(node: fx.Node, operands: Operands, value: Any) -> None:
@@ -110,7 +110,7 @@ def cancelled(
 
 
 def _largest(node: fx.Node, operands: Operands) -> Tensor | None:
-    """The magnitude that cancels, for every element of the result; None for a node that does not add."""
+    """Return the magnitude that cancels, for every element of the result; None for a node that does not add."""
     rule = rule_of(node) if node.op == "call_function" else None
     if rule is None:
         return None
@@ -157,6 +157,6 @@ def _exponent(x: Tensor) -> Tensor:
 
 
 def _shifts_by_maximum(node: fx.Node) -> bool:
-    """Whether the node is ``x - amax(x)``, softmax's first step."""
+    """Whether the node is ``x - amax(x)``, the first step of softmax."""
     shift = node.args[1] if len(node.args) > 1 else None
     return isinstance(shift, fx.Node) and "amax" in str(shift.target) and shift.args[0] is node.args[0]

@@ -1,15 +1,13 @@
-"""Checks: what it means that an output is wrong.
+"""Checks: decide whether an output is right.
 
-What is true here. A check says of an output whether it passes, and in words what it saw. It is a user's function of the
-output; or a metric that compares it with a reference, and a threshold; or a number of bits to which every element must
-agree with the reference.
+A check is a function of the output; or a metric that compares the output with a reference, and a threshold; or a
+number of bits to which every element must agree with the reference. A NaN passes no threshold, and a value that is
+finite where the reference is not, or the reverse, agrees to 0 bits. The ``key`` of a check changes with its code, its
+defaults, its closure and the plain globals that it names. Examples::
 
-Why it is safe. A NaN passes no threshold, and a value that is finite where the reference is not (or the other way
-round) agrees to no bit. A check's ``key`` changes with its code, its defaults, what it
-closes over and the plain globals that it names.
-
-    before   assert abs(y - expected) < 1e-3 after    parse_check(lambda y: y.isfinite().all()); parse_check((metric,
-    1e-3), reference=y); parse_check(None, min_bits=10)
+    parse_check(lambda y: y.isfinite().all())
+    parse_check((metric, 1e-3), reference=y)
+    parse_check(None, min_bits=10, reference=y)
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ CheckLike = Callable[[Any], Any] | tuple[str | Callable[[Any, Any], Any], float]
 
 @dataclass(frozen=True)
 class Check:
-    """``passes(output)``; ``seen(output)`` in words; ``key``: equal for equal checks, as far as code can tell."""
+    """A check: ``passes(output)``, ``seen(output)`` as text, and ``key``, equal for checks of equal code."""
 
     passes: Callable[[Any], bool]
     seen: Callable[[Any], str]
@@ -46,8 +44,11 @@ class Check:
 
 
 def require_check(check: CheckLike, min_bits: float | None) -> None:
-    """Raise TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an
-    unknown metric."""
+    """Raise unless the check has one of the three forms.
+
+    TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an unknown
+    metric.
+    """
     if (check is None) == (min_bits is None):
         raise TypeError(
             "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
@@ -65,7 +66,7 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
 def parse_check(
     check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
 ) -> Check:
-    """The check that was asked for; ``reference`` is what metrics and bits compare with, ``call`` what made the output.
+    """Return the check; metrics and bits compare with ``reference``, the output of ``call``.
 
     Raises what ``require_check`` raises.
     """
@@ -88,10 +89,10 @@ def parse_check(
 
 
 def agreement(output: Any, reference: Any) -> float:
-    """The bits to which the worst element of ``output`` agrees with ``reference``: -log2 of its relative error.
+    """Return the bits to which the worst element of ``output`` agrees with ``reference``: -log2 of its relative error.
 
-    Both are tensors or equal structures of them. 0 up to the precision of the output's dtype; 0 where the structure
-    or a shape differs.
+    Both are tensors or equal structures of them. The result is between 0 and the precision of the output's dtype, 0 if
+    the structure or a shape differs, and infinite if there are no elements.
     """
     pairs = [_tensors(output), _tensors(reference)]
     if [x.shape for x in pairs[0]] != [x.shape for x in pairs[1]]:
@@ -113,7 +114,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _threshold(measure: Callable[[Any], float], limit: float, unit: str, key: str, *, higher: bool) -> Check:
-    """Passes where the measure is on the right side of the limit; a NaN is on neither."""
+    """Return a check that passes on the right side of the limit; a NaN is on neither side."""
 
     def passes(output: Any) -> bool:
         return measure(output) >= limit if higher else measure(output) <= limit
@@ -138,12 +139,12 @@ def _asked(check: Callable[[Any], Any], output: Any) -> bool:
 
 
 def _key(function: Any) -> str:
-    """A digest of a function's code, defaults, closure and plain globals; of other objects, of what ``repr`` shows."""
+    """Return a digest of a function's code, defaults, closure and plain globals, or of an object's ``repr``."""
     return hashlib.sha256(repr(_described(function, ())).encode()).hexdigest()
 
 
 def _described(value: Any, outer: tuple[int, ...]) -> Any:
-    """Plain data that changes with the value; ``outer``: what is being described, which may refer to itself."""
+    """Return plain data that changes with the value; ``outer`` holds the ids of the enclosing values."""
     inside = (*outer, id(value))
     if id(value) in outer:
         return "itself"

@@ -1,16 +1,11 @@
-"""Figures: what the statistics of many elements come down to, one ``Figures`` a place of the model.
+"""Figures: summarize the statistics of many elements as one ``Figures`` per place of the model.
 
-What is true here. A ``Place`` is what is looked at: a result, the last value of a layer, a node. A ``Tally`` takes
-the moments of its elements, batch after batch, and keeps sums, extremes and a histogram; ``figures`` reads them.
-Elements whose samples are equal are counted and left out of every mean. Agreement with a reference is computed
-element by element with the mean of the samples, and an element is *outside* where the reference lies beyond what its
-spread explains.
-
-Why it is safe. Memory is a few numbers and a histogram a place, whatever the batches. Extremes and means are exact;
-quantiles come from bins of 1/16 bit.
-
-    before   bits.mean()                       # over 24s that no operation ever touched
-    after    Figures(bits=19.4, worst=9.7, evidence=4990, elements=5000, ...)
+A ``Place`` is a result, the last value of a layer, or a node. A ``Tally`` takes the moments of its elements batch by
+batch and keeps sums, extremes and a histogram. Elements whose samples are all equal are counted and left out of every
+mean. Agreement with a reference compares the reference with the mean of the samples element by element; an element is
+*outside* if the reference is further away than the spread of the samples explains. Memory is a few numbers and a
+histogram per place, for any number of batches. Extremes and means use every element; quantiles come from bins of 1/16
+bit.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Place:
-    """What is looked at: name in the report, node of the graph, and where in the model it is."""
+    """A place of the model: its name in the report, its kind, its node of the graph, and its position in the model."""
 
     name: str
     kind: str
@@ -47,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Options:
-    """How bits are computed: method, probability (None: the method's own) and confidence."""
+    """How bits are computed: method, probability (None for the method's own) and confidence."""
 
     method: Method = "cnh"
     probability: float | None = None
@@ -56,8 +51,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The mean of the samples against one reference: leading bits shared (mean and worst over elements), bits of
-    the whole (from norms), elements beyond what their spread explains, and the worst element's index."""
+    """The mean of the samples compared with one reference.
+
+    bits        the mean number of leading bits shared, over elements; ``worst``: the least
+    norm        bits of the whole tensor, from norms
+    outside     the number of elements, of ``elements``, further from the reference than their spread explains
+    worst_at    the index of the worst element
+    """
 
     bits: float
     worst: float
@@ -68,17 +68,27 @@ class Agreement:
 
     @property
     def outside_share(self) -> float:
-        """The share of elements that are outside."""
+        """The share of elements that are outside, 0 to 1."""
         return self.outside / max(self.elements, 1)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Bits of one place over its elements; None where no element gave evidence.
+    """The significant bits of one place over its elements; bits are None if no element gave evidence.
 
-    bits, worst, contributing: lower bounds (see ``significance``), mean and minimum over the elements with evidence.
-    norm: the same for the tensor as a whole, from the norms of deviation and mean. nonfinite: elements of which some
-    sample was NaN or infinite (first_nonfinite: the first such sample). histogram: elements a whole bit.
+    place, dtype      the place, and the name of the format of its values
+    precision         of the dtype, in bits
+    samples           the least number of samples of a batch
+    elements          the number of elements; ``evidence``: of those whose samples differ
+    bits, worst       mean and minimum, over the elements with evidence, of a lower bound on significant bits
+    contributing      the same mean of contributing bits (see ``significance``); None for the general method
+    norm              significant bits of the tensor as a whole, from the norms of deviation and mean
+    quantiles         of the bits, by probability as text ("0.05")
+    histogram         the number of elements with k to k + 1 bits, for every k; the last entry is the whole precision
+    nonfinite         elements of which a sample was NaN or infinite; ``first_nonfinite``: the first such sample
+    worst_at          the index of the worst element, with its mean ``worst_mean`` and deviation ``worst_sigma``
+    agreement         one ``Agreement`` per reference, by name
+    note              why the place has no figures, or ""
     """
 
     place: Place
@@ -103,22 +113,22 @@ class Figures:
 
     @property
     def evidence_share(self) -> float:
-        """The share of elements whose samples differ."""
+        """The share of elements whose samples differ, 0 to 1."""
         return self.evidence / max(self.elements, 1)
 
     @property
     def half_width(self) -> float | None:
-        """Half the confidence interval, in bits, of one element's figure from so many samples."""
+        """Half the confidence interval, in bits, of one element's figure."""
         return half_width(self.samples) if self.samples > 1 else None
 
     @property
     def penalty(self) -> float | None:
-        """Bits that the few samples cost every figure."""
+        """The bits that the small number of samples costs every figure."""
         return penalty(self.samples) if self.samples > 1 else None
 
 
 class _Extreme:
-    """The least value seen, and where."""
+    """The least value seen, and its position."""
 
     def __init__(self) -> None:
         self.value, self.index, self.facts = math.inf, -1, (0.0, 0.0)
@@ -130,7 +140,7 @@ class _Extreme:
 
 
 class Tally:
-    """What is kept of one place, over batches."""
+    """The sums, extremes and histogram of one place over batches."""
 
     def __init__(self, place: Place, options: Options) -> None:
         self.place, self.options, self.note = place, options, ""
@@ -144,7 +154,7 @@ class Tally:
         self.references: dict[str, _Compared] = {}
 
     def add(self, moments: Moments, row: int = 0) -> None:
-        """The moments of one batch, whose first row is number ``row`` of all."""
+        """Add the moments of one batch, whose first row has the number ``row`` in all batches."""
         self._describe(moments)
         for part in chunks(moments.size):
             self._add(moments, part)
@@ -198,19 +208,19 @@ class Tally:
         )
 
     def compare(self, name: str, moments: Moments, value: Tensor, row: int = 0) -> None:
-        """One batch of a reference's values at this place, element for element."""
+        """Compare one batch of a reference's values with this place, element by element."""
         if tuple(value.shape) != moments.shape:
             return
         compared = self.references.setdefault(name, _Compared(self.precision))
         flat = as_array(value)
-        # A stored value can be half an ulp from any number without being wrong, and an ulp from another stored value.
+        # A correctly rounded value is within half an ulp of its number, and within an ulp of another rounded value.
         floor = 2.0 ** (1 - self.precision) if value.dtype == moments.dtype else 2.0**-self.precision
         for part in chunks(moments.size):
             compared.add(moments, part, flat[part].astype(np.float64), self._raw(moments, part), floor)
         compared.locate(moments.shape, row)
 
     def figures(self) -> Figures:
-        """What was seen so far."""
+        """Return the figures of the batches so far."""
         some, known = self.evidence > 0, self.options.method == "cnh"
         return Figures(
             place=self.place,
@@ -241,7 +251,7 @@ class Tally:
 
 
 class _Compared:
-    """Sums of one reference's agreement."""
+    """The sums of the agreement with one reference."""
 
     def __init__(self, precision: int) -> None:
         self.precision, self.elements, self.outside, self.bits = precision, 0, 0, 0.0
@@ -276,26 +286,26 @@ class _Compared:
 
 
 def _alike(a: Floats, b: Floats) -> NDArray[np.bool_]:
-    """Equal, NaNs and infinities included."""
+    """Whether elements are equal; a NaN equals any reference that is not finite."""
     alike: NDArray[np.bool_] = (a == b) | (np.isnan(a) & ~np.isfinite(b))
     return alike
 
 
 def _shared(apart: float, size: float) -> float:
-    """-log2(apart / size), infinite where nothing is apart."""
+    """Return -log2(apart / size), infinite if ``apart`` is 0."""
     if apart == 0.0:
         return math.inf
     return -math.log2(apart / size) if size > 0.0 and math.isfinite(apart) else 0.0
 
 
 def _where(index: int, shape: tuple[int, ...], row: int) -> tuple[int, ...]:
-    """The index of an element among all batches."""
+    """Return the index of an element in all batches."""
     at = [int(i) for i in np.unravel_index(index, shape)]
     return (at[0] + row, *at[1:]) if at else ()
 
 
 def _quantiles(bins: NDArray[np.int64]) -> dict[str, float]:
-    """Quantiles, at the middle of their bin."""
+    """Return quantiles, each the middle of its bin."""
     below = np.cumsum(bins)
     found = {f"{q:g}": int(np.searchsorted(below, q * below[-1], side="left")) for q in QUANTILES}
     last = (len(bins) - 1) / BINS
@@ -303,13 +313,13 @@ def _quantiles(bins: NDArray[np.int64]) -> dict[str, float]:
 
 
 def _whole_bits(bins: NDArray[np.int64]) -> tuple[int, ...]:
-    """Elements from k to k + 1 bits, for every k; the last entry is the whole precision."""
+    """Return the number of elements with k to k + 1 bits, for every k; the last entry is the whole precision."""
     whole = [int(bins[k : k + BINS].sum()) for k in range(0, len(bins) - 1, BINS)]
     return (*whole, int(bins[-1])) if len(bins) else ()
 
 
 def plain(value: Any) -> Any:
-    """JSON's own types: tuples become lists, what is not finite a text."""
+    """Convert to JSON's types: tuples become lists, NaN None, and infinities text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

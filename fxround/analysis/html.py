@@ -1,11 +1,7 @@
-"""A report as one page that needs nothing but a browser: no network, no script, no other file.
+"""Write a variability report as one HTML page that needs no network, no script and no other file.
 
-What is true here. The page shows what was found in words, the tables, the plots, the graph coloured by bits, and
-everything that is needed to repeat the study. Its numbers are the report's; its JSON is in the page, so that the page
-is the report's archive too.
-
-    before   a notebook, and a folder of pictures
-    after    report.to_html("report.html")
+The page shows the findings, the tables, the plots, the graph coloured by bits, and the data for repeating the study.
+All numbers are the report's. The report's JSON is embedded in the page, so that the page is also an archive.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ _READING: Final = escape(
 
 
 def page(report: VariabilityReport) -> str:
-    """The whole HTML document."""
+    """Return the whole HTML document."""
     title = f"Variability of {report.provenance['model']['class'].rpartition('.')[2]}"
     parts = [
         f"<h1>{escape(title)}</h1><p class='sub'>{escape(report.heading)}</p>",
@@ -150,7 +146,7 @@ def _cell(value: Value) -> str:
 
 
 def _graph(report: VariabilityReport) -> str:
-    """The operations, each in the colour of its bits (a layer's operations in that of the layer)."""
+    """Draw the operations, each in the colour of its bits; operations of a layer have the layer's colour."""
     if report.graph is None:
         return "<p>No graph was captured.</p>"
     graph = drawn(report.graph)
@@ -191,7 +187,7 @@ def _short(operator: str) -> str:
 
 
 def shade(lost: float) -> tuple[str, str]:
-    """Fill and border for so many bits lost."""
+    """Return fill and border for a number of bits lost."""
     return _SHADES[min(max(int(lost // _STEP), 0), len(_SHADES) - 1)]
 
 

@@ -1,14 +1,9 @@
-"""Inputs: a tensor, arguments, or a DataLoader in; calls of the model out.
+"""Inputs: convert a tensor, arguments or a DataLoader into calls of the model.
 
-What is true here. A ``Call`` is what one forward pass takes, and the target that came with it. A tensor is one
-argument, a tuple is the arguments, a mapping the keyword arguments, a tuple and a mapping both; ``batch_size`` splits
-them along dimension 0. Any other iterable (a DataLoader) gives one such thing a batch, each read once.
-
-Why it is safe. Whether the last part of a loader's batch is a target is decided by the model's signature, and never
-guessed where the batch has the wrong number of parts: that is a TypeError that names both.
-
-    before   for x, y in loader: model(x)
-    after    for call in calls(model, loader): model(*call.args, **call.kwargs)
+A ``Call`` holds the arguments of one forward pass and the target that came with them. A tensor is one argument, a tuple
+holds positional arguments, a mapping keyword arguments, a tuple and a mapping both; ``batch_size`` splits them along
+dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of the
+model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a forward pass, the target beside them (or None), and the position of its first row among all."""
+    """The arguments of a forward pass, their target (or None), and the position of their first row in all inputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +29,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """The size of the first tensor's dimension 0: what the model sees as its batch."""
+        """The size of dimension 0 of the first tensor, which is the batch; 1 if no tensor has dimensions."""
         tensors = (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor))
         return next((t.shape[0] for t in tensors if t.dim()), 1)
 
@@ -45,7 +40,10 @@ class Call:
 
 
 def calls(model: nn.Module, inputs: Any, batch_size: int | None = None) -> Iterator[Call]:
-    """The calls, in order. Raises TypeError for inputs that the model's forward does not take, ValueError for none."""
+    """Yield the calls in order.
+
+    Raises TypeError for inputs that the model's forward does not take, ValueError if there are none.
+    """
     offset = 0
     for call in _calls(model, inputs, batch_size):
         yield Call(call.args, call.kwargs, call.target, offset)
@@ -55,7 +53,7 @@ def calls(model: nn.Module, inputs: Any, batch_size: int | None = None) -> Itera
 
 
 def count(inputs: Any, batch_size: int | None = None) -> int | None:
-    """How many calls there will be; None where only running tells."""
+    """Return the number of calls; None if it is not known in advance."""
     whole = _whole(inputs)
     if whole is not None:
         return 1 if batch_size is None else -(-whole.rows // _positive(batch_size))
@@ -85,7 +83,7 @@ def _whole(inputs: Any) -> Call | None:
 
 
 def _split(call: Call, batch_size: int) -> Iterator[Call]:
-    """Rows batch_size at a time: tensors with as many rows as the first are cut, the rest goes to every call."""
+    """Yield ``batch_size`` rows at a time: tensors with as many rows as the first are cut, others go to every call."""
     rows = call.rows
     for low in range(0, rows, _positive(batch_size)):
         cut = slice(low, low + batch_size)
@@ -104,7 +102,7 @@ def _positive(batch_size: int) -> int:
 
 
 def _of_batch(model: nn.Module, batch: Any) -> Call:
-    """A loader's batch: a tensor, a mapping, or parts of which the last is a target if forward does not take it."""
+    """Return the call of a loader's batch; the last of its parts is a target if forward does not take it."""
     if isinstance(batch, Tensor | Mapping):
         found = _whole(batch)
         assert found is not None

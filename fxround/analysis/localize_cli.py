@@ -1,8 +1,8 @@
-"""``fxround localize``: the command's arguments, and its exit status for CI.
+"""``fxround localize``: the arguments of the command, and its exit status for continuous integration.
 
-What is true here. The status is 0 where the check passes with everything perturbed, 1 where culprits were found, 130
-after Ctrl-C; a mistake of the caller is an exception, told by the caller. The report goes to standard output, as JSON
-with ``--json -``.
+The status is 0 if the check passes with everything perturbed, 1 if culprits were found, 130 after Ctrl-C; a wrong
+argument raises an exception, which the command line prints. The report is written to standard output, as JSON with
+``--json -``. Example::
 
     $ fxround localize net.py:build --min-bits 10 --level modules --cache .localize
 """
@@ -28,7 +28,8 @@ def add_localize(
 ) -> None:
     """Add the command to a parser's commands.
 
-    load: the model and inputs of parsed arguments (``model``, ``inputs``, ``shape``). named: what ``MODULE:NAME`` is.
+    load: returns model and inputs of parsed arguments (``model``, ``inputs``, ``shape``). named: resolves
+    ``MODULE:NAME``.
     """
     parser = commands.add_parser("localize", help="which operations make a result wrong when they are perturbed?")
     parser.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")

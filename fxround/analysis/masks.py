@@ -1,16 +1,10 @@
-"""Masks: one captured graph lowered twice, and a choice at run time, site by site, of which version computes.
+"""Masks: one captured graph lowered twice, with a choice at run time of which version computes each site.
 
-What is true here. A site is a captured node that the two policies lower differently. ``run(on)`` computes the sites
-of ``on`` as the loud policy says and every other node as the quiet one says; nothing is compiled anew. With all sites
-on the result has the bits of ``fxround.compile(model, policy)``, with none those of ``fxround.compile(model,
-quiet)``.
-
-Why it is safe. Both lowerings keep the dtype and the shape of every captured value, so that one version of a node can
-stand for the other; streams of random bits are numbered before a policy is asked, so that a site draws the same bits
-whatever else is on.
-
-    before   fxround.compile(model, Policy(..., (Rule("layer3", rounding="identity"),)))      # once for every subset
-    after    masked = Masked(model, "stochastic", inputs); masked.run({"mm_2", "exp"}, seed=0, sample=3)
+A site is a captured node that the two policies lower differently. ``run(on)`` computes the sites of ``on`` as the loud
+policy says and every other node as the quiet policy says, without compiling anything. With all sites on, the result has
+the bits of ``fxround.compile(model, policy)``; with none, those of ``fxround.compile(model, quiet)``. This works
+because both lowerings keep the dtype and shape of every captured value, and because streams of random bits are numbered
+before a policy is applied, so that a site draws the same bits whatever else is on.
 """
 
 from __future__ import annotations
@@ -48,10 +42,13 @@ Observer = Callable[[fx.Node, dict[fx.Node, Any], Any], None]
 class Masked:
     """A model whose sites are switched between two policies at run time.
 
-    model, policy: as for ``fxround.compile``. inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple
-    and a dict, which every run computes; of a DataLoader the first batch. quiet: the policy of the sites that are
-    off. memory: bytes of intermediate values of the quiet run that may be kept, so that a run computes only what its
-    sites can reach; none is where the quiet version draws random bits itself.
+    Args:
+        model, policy: as for ``fxround.compile``.
+        inputs: the arguments of every run: a tensor, a tuple of arguments, a dict of keywords, a tuple and a dict, or a
+            DataLoader, of which the first batch is used.
+        quiet: the policy of the sites that are off.
+        memory: the most bytes of intermediate values of the quiet run that are kept, so that a run computes only nodes
+            that depend on its sites. Nothing is kept if the quiet version draws random bits.
 
     Raises what ``fxround.compile`` raises.
     """
@@ -78,21 +75,21 @@ class Masked:
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
-        """The captured graph's nodes, in order, without the output."""
+        """The nodes of the captured graph, in order, without the output."""
         return list(self.captured.graph.graph.nodes)[:-1]
 
     def place(self, name: str) -> Site | None:
-        """What the loud policy's lowering says of a captured node; None for what yields no floating point."""
+        """Return the Site of a captured node in the loud policy's lowering; None if it yields no floating point."""
         return self._on[name].site
 
     def quiet_assignment(self, name: str) -> Assignment | None:
-        """What the quiet policy says of a captured node, if it says anything."""
+        """Return the quiet policy's assignment of a captured node, if there is one."""
         place = self._off[name].site
         return place.assignment if place is not None else None
 
     @property
     def output(self) -> fx.Node:
-        """The captured graph's output."""
+        """The output node of the captured graph."""
         found: fx.Node = self.captured.graph.graph.output_node()
         return found
 
@@ -110,11 +107,11 @@ class Masked:
         blocks: Blocks | None = None,
         observe: Observer | None = None,
     ) -> Any:
-        """What the model returns with the sites ``on`` loud and the others quiet; its buffers stay as they are.
+        """Return the model's result with the sites ``on`` loud and the others quiet; buffers are not written.
 
         blocks: for a site that is on, a bool tensor with as many elements as its result; where it is False the quiet
-        version's value is taken, computed from the same operands. observe: called with every captured node, in order,
-        the values of its operands, and its own. Raises ValueError for a name that is no site.
+        version's value is used, computed from the same operands. observe: called with every captured node, in order,
+        the values of its operands, and its own value. Raises ValueError for a name that is no site.
         """
         self._require_sites({*on, *(blocks or {})})
         rng = self._compiled.reseed(seed, sample).rng
@@ -149,7 +146,7 @@ class Masked:
         return found
 
     def flow(self) -> nx.DiGraph:
-        """The captured graph's data flow over names of nodes, the output's included."""
+        """Return the data flow of the captured graph over names of nodes, the output included."""
         flow = nx.DiGraph()
         for node in self.captured.graph.graph.nodes:
             flow.add_node(node.name)
@@ -157,7 +154,7 @@ class Masked:
         return flow
 
     def digest(self) -> str:
-        """What a run is a function of, but for its sites, seed and sample: both versions, the state and the inputs."""
+        """Return a digest of both versions, the state and the inputs: what a run depends on, given sites and seed."""
         versions = [f"{name}: {bundle.text}" for side in (self._on, self._off) for name, bundle in side.items()]
         given = [hash(v) if isinstance(v, Tensor) else repr(v) for v in self._given.values()]
         return hashlib.sha256("\n".join([torch.__version__, *versions, *given]).encode()).hexdigest()
@@ -169,7 +166,7 @@ class Masked:
             raise ValueError(f"{unknown[0]!r} is no site of this model and these policies; expected some of: {known}")
 
     def _reached(self, on: Collection[str]) -> set[str]:
-        """The nodes whose values the sites ``on`` may change."""
+        """Return the nodes whose values depend on the sites ``on``."""
         reached = set(on)
         for node in self.nodes:
             if any(used.name in reached for used in node.all_input_nodes):
@@ -192,7 +189,7 @@ class Masked:
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
-        """PyTorch's own generator, of which a dropout draws, started anew for every run."""
+        """Seed PyTorch's own generator, which dropout uses, for one run."""
         if not self._dropout:
             yield
             return
@@ -202,7 +199,7 @@ class Masked:
 
 
 def _given(model: nn.Module, captured: Captured, leaves: list[Any]) -> Values:
-    """The value of every placeholder, by name."""
+    """Return the value of every placeholder by name."""
     ports: list[Port] = list(captured.inputs)
     names = [node.name for node in captured.graph.graph.nodes if node.op == "placeholder"]
     values = [leaves[port.index] if port.kind == "argument" else attrgetter(port.name)(model) for port in ports]
@@ -210,7 +207,7 @@ def _given(model: nn.Module, captured: Captured, leaves: list[Any]) -> Values:
 
 
 def _place(node: fx.Node, bundle: Bundle) -> Site:
-    """The Site of a captured node; a parameter goes by its own name."""
+    """Return the Site of a captured node; the code of a parameter is its name."""
     found = bundle.site or located(node)
     port: Port | None = node.meta.get(PORT)
     return replace(
@@ -219,7 +216,7 @@ def _place(node: fx.Node, bundle: Bundle) -> Site:
 
 
 def _last_uses(graph: fx.GraphModule) -> dict[str, list[str]]:
-    """For every node the names whose values nothing after it needs."""
+    """Return for every node the names of the values whose last use it is."""
     last: dict[str, str] = {}
     for node in graph.graph.nodes:
         last[node.name] = node.name

@@ -1,11 +1,7 @@
-"""Measuring: metrics of every sample, kept as sums over batches.
+"""Measuring: compute metrics of every sample, kept as sums over batches.
 
-What is true here. For each metric and sample number a ``Recorder`` keeps the sums so far; the rows whose label
-changed in any sample are kept as numbers. Label maps stay in memory during a batch only, and only for metrics of
-pairs.
-
-    before   results[i].append(metric(...))     # a mean of means
-    after    recorder.take(i, result); recorder.measured()
+A ``Recorder`` keeps the sums of one metric for each sample number, and the numbers of the rows whose label changed in
+any sample. Label maps stay in memory during one batch only, and only for metrics of pairs.
 """
 
 from __future__ import annotations
@@ -24,10 +20,13 @@ from fxround.analysis.metrics import Metric, Sums, class_dimension, dice_of, dic
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric's value for every sample (or pair of samples), and the rows that changed in any of them.
+    """A metric's value for every sample, or for every pair of samples.
 
-    rows: numbers of the rows whose label changed in some sample, None for a metric that names none. of: rows in all.
-    classes: Sorensen-Dice of every class, in the worst sample or pair.
+    name, meaning, unit, better   as in ``metrics.METRICS``
+    values      one value per sample or pair
+    rows        the rows whose label changed in any sample; None for a metric that names no rows
+    of          the number of all rows
+    classes     the Sorensen-Dice coefficient of every class in the worst sample or pair, for Dice metrics
     """
 
     name: str
@@ -41,22 +40,22 @@ class Measured:
 
     @property
     def mean(self) -> float:
-        """Over the samples."""
+        """The mean over the samples."""
         return float(np.mean(self.values))
 
     @property
     def spread(self) -> float:
-        """Standard deviation over the samples."""
+        """The standard deviation over the samples; NaN if a value is not finite."""
         return float(np.std(self.values)) if np.isfinite(self.values).all() else math.nan
 
     @property
     def worst(self) -> float:
-        """The least where higher is better, the greatest where lower is."""
+        """The least value if higher is better, else the greatest."""
         return float((min if self.better == "higher" else max)(self.values))
 
     @property
     def changed_share(self) -> float:
-        """The share of rows that changed in any sample."""
+        """The share of rows that changed in any sample, 0 to 1."""
         return len(self.rows or ()) / max(self.of, 1)
 
 
@@ -91,14 +90,14 @@ class Recorder:
         self.sums[key] = self.metric.added(self.sums.get(key), sums)
 
     def end(self, call: Call) -> None:
-        """The batch is over."""
+        """End the batch: keep the rows that changed."""
         self.of += call.rows
         if self._changed is not None:
             self.rows += [int(i) + call.offset for i in self._changed.nonzero().flatten()]
         self._changed, self._maps = None, []
 
     def measured(self) -> Measured | None:
-        """What was found; None before any sample."""
+        """Return the values; None before any sample."""
         if not self.sums:
             return None
         metric, values = self.metric, tuple(self.metric.finish(sums) for sums in self.sums.values())

@@ -1,15 +1,9 @@
-"""Metrics: what a model's result is worth, one row each.
+"""Metrics: compare a model's result under perturbation with its unperturbed result.
 
-What is true here. A metric measures one sample of one batch against the unperturbed run (or against the call's own
-tokens) and gives *sums*, which are added over batches (or of which the greatest is kept) and then finished: so a
-metric over many batches is that of the whole data, not a mean of means. ``dice_pairs`` looks at pairs of samples
-instead.
-
-Why it is safe. Sums are in binary64. A metric that does not fit a result (labels of a tensor without classes) is a
-ValueError that says what was expected, never a number.
-
-    before   (a.argmax(1) != b.argmax(1)).mean()      # and the mean over batches of different sizes?
-    after    fxround.variability(model, loader, metrics=("label_flips", "sqnr"))
+A metric computes *sums* of one sample of one batch. Sums are added over batches (or the greatest is kept) and then
+finished, so that a metric over many batches is that of the whole data and not a mean of means. ``dice_pairs`` compares
+pairs of samples instead. Sums are computed in binary64. A metric that does not fit a result (labels of a tensor without
+classes) raises a ValueError that states the expected shape.
 """
 
 from __future__ import annotations
@@ -36,9 +30,15 @@ K: Final = 5
 
 @dataclass(frozen=True)
 class Metric:
-    """One row. ``measure(sample, reference, call)`` gives sums, ``finish`` the value of added (or greatest) sums.
+    """One row of ``METRICS``.
 
-    rows: which rows of the batch changed, for metrics that can name them. pairs: the sums of two samples' labels.
+    name, meaning, unit   text for reports
+    better      whether "higher" or "lower" values are better
+    measure     (sample, reference, call) to the sums of one batch
+    finish      sums to the value of the metric
+    combine     whether sums of batches are added or the greatest is kept
+    rows        (sample, reference) to a bool tensor of the rows that changed, for metrics that name rows
+    pairs       whether the metric compares pairs of samples
     """
 
     name: str
@@ -52,7 +52,7 @@ class Metric:
     pairs: bool = False
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
-        """The sums of two batches."""
+        """Return the combined sums of two batches."""
         if a is None:
             return b
         pick = max if self.combine == "greatest" else float.__add__
@@ -60,7 +60,7 @@ class Metric:
 
 
 def primary(result: Any) -> Tensor:
-    """The first floating-point tensor of a result. Raises ValueError if there is none."""
+    """Return the first floating-point tensor of a result. Raises ValueError if there is none."""
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
@@ -68,8 +68,10 @@ def primary(result: Any) -> Tensor:
 
 
 def labels(result: Any) -> Tensor:
-    """The greatest class: dimension 1 of [n, classes] and [n, classes, height, width, ...], the last of [n, time,
-    classes]."""
+    """Return the greatest class of each row.
+
+    Classes are dimension 1 of [n, classes] and [n, classes, height, width, ...], and the last of [n, time, classes].
+    """
     x = primary(result)
     if x.dim() < 2:
         raise ValueError(f"labels need a result of shape [n, classes, ...], got {tuple(x.shape)}")
@@ -77,7 +79,7 @@ def labels(result: Any) -> Tensor:
 
 
 def class_dimension(x: Tensor) -> int:
-    """Which dimension holds the classes."""
+    """Return the dimension that holds the classes."""
     return 2 if x.dim() == 3 else 1
 
 
@@ -101,7 +103,7 @@ def _relative(sums: Sums) -> float:
 
 
 def _ulps(sample: Any, reference: Any, call: Call) -> Sums:
-    """The greatest distance in ulps of the reference, in the tensor's own format."""
+    """Return the greatest distance in ulps of the reference, in the tensor's own format."""
     x, r = primary(sample), primary(reference)
     fmt = Format.parse(FORMAT_OF[r.dtype])
     exponent = torch.frexp(r.double().abs()).exponent - 1
@@ -122,7 +124,7 @@ def _flips(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def _top(sample: Any, reference: Any, call: Call) -> Sums:
-    """How many of the reference's k greatest classes are among the sample's."""
+    """Count the reference's k greatest classes that are among the sample's."""
     x, r = primary(sample), primary(reference)
     if r.dim() < 2:
         raise ValueError(f"top_k needs a result of shape [n, classes, ...], got {tuple(r.shape)}")
@@ -134,7 +136,7 @@ def _top(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def dice_sums(a: Tensor, b: Tensor, classes: int) -> Sums:
-    """For each class, twice the elements that both label maps give it, and how many either gives it in all."""
+    """Return twice the common elements of each class, then the sum of the sizes of each class in both maps."""
     flat_a, flat_b = a.flatten().long(), b.flatten().long()
     both = torch.bincount(flat_a[flat_a == flat_b], minlength=classes)
     sizes = torch.bincount(flat_a, minlength=classes) + torch.bincount(flat_b, minlength=classes)
@@ -142,7 +144,7 @@ def dice_sums(a: Tensor, b: Tensor, classes: int) -> Sums:
 
 
 def dice_of(sums: Sums) -> tuple[float, ...]:
-    """Sorensen-Dice of every class; NaN where neither map has it."""
+    """Return the Sorensen-Dice coefficient of every class; NaN if neither map has it."""
     classes = len(sums) // 2
     return tuple(b / s if s else math.nan for b, s in zip(sums[:classes], sums[classes:], strict=True))
 
@@ -157,7 +159,7 @@ def _worst_class(sums: Sums) -> float:
 
 
 def _transport(sample: Any, reference: Any, call: Call) -> Sums:
-    """Wasserstein-1 along the last dimension, positions 0, 1, ...: each row a distribution of mass 1."""
+    """Wasserstein-1 distance along the last dimension, positions 0, 1, ...: each row is a distribution of mass 1."""
     x, r = primary(sample).double(), primary(reference).double()
     if bool((r < 0).any()):
         raise ValueError("wasserstein_1 compares distributions along the last dimension: values must not be negative")
@@ -167,7 +169,7 @@ def _transport(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def _divergence(sample: Any, reference: Any, call: Call) -> Sums:
-    """KL(reference || sample) of softmax over the classes, a row at a time."""
+    """KL(reference || sample) of softmax over the classes, per row."""
     x, r = primary(sample).double(), primary(reference).double()
     where = class_dimension(r) if r.dim() > 1 else 0
     p, q = r.log_softmax(where), x.log_softmax(where)
@@ -176,8 +178,7 @@ def _divergence(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def _surprise(sample: Any, reference: Any, call: Call) -> Sums:
-    """Negative log-likelihood of the next tokens: logits [n, time, vocabulary] and the call's integer tokens [n,
-    time]."""
+    """Negative log-likelihood of the next tokens: logits [n, time, vocabulary], integer tokens [n, time]."""
     logits = primary(sample).double()
     tokens = next((t for t in call.tensors if not t.is_floating_point() and t.dtype != torch.bool), None)
     if logits.dim() != 3 or tokens is None or tokens.shape != logits.shape[:2]:
@@ -189,7 +190,7 @@ def _surprise(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def _hits(sample: Any, reference: Any, call: Call) -> Sums:
-    """Labels that equal the targets of the data."""
+    """Count the labels that equal the targets of the data."""
     if not isinstance(call.target, Tensor):
         raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
     right = labels(sample) == call.target
@@ -225,15 +226,16 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for
 
 
 def chosen(asked: Any, result: Any) -> tuple[Metric, ...]:
-    """The metrics of ``metrics=`` for a result; ``"auto"``: those that fit it."""
+    """Return the metrics of ``metrics=`` for a result; for ``"auto"``, those that fit it."""
     return tuple(METRICS[name] for name in _fitting(result)) if asked == "auto" else named(asked)
 
 
 def named(asked: Any) -> tuple[Metric, ...]:
-    """Metrics of names, functions or Metrics, one or several; none for ``"auto"``, which takes a result to know.
+    """Return the metrics of one or several names, functions or Metrics; none for ``"auto"``, which depends on the
+    result.
 
-    A function takes (sample, unperturbed result) and returns a number; batches count by their rows. Raises ValueError
-    for an unknown name, TypeError for anything else.
+    A function takes (sample, unperturbed result) and returns a number; batches are weighted by their rows. Raises
+    ValueError for an unknown name, TypeError for anything else.
     """
     if asked is None or asked == "auto":
         return ()

@@ -1,11 +1,10 @@
-"""Where NaNs and infinities are born, seen in one run.
+"""Find the operations that create NaNs and infinities, in one run.
 
-What is true here. A NaN is born where an operation yields one and has none among its operands, an infinity where all
-its operands are finite; what merely passes them on is not named. Operands are compared element by element where the
-operation is pointwise, as a whole elsewhere. A number that the program text says (a mask's -inf) is no birth.
+An operation creates a NaN if it yields one and has none among its operands, and an infinity if all its operands are
+finite; operations that pass them on are not reported. Operands of pointwise operations are compared element by element,
+those of others as a whole. A number that the program contains (-inf in a mask) is not reported. Example::
 
-    before   the loss is nan
-    after    first_nonfinite(model, x)      # exp in loss.py:12: inf at [0, 3] from 97.2; it reaches the output
+    first_nonfinite(model, x)      # exp in loss.py:12: inf at [0, 3] from 97.2; it reaches the output
 """
 
 from __future__ import annotations
@@ -31,8 +30,13 @@ Operands = Mapping[fx.Node, Any]
 
 @dataclass(frozen=True)
 class Birth:
-    """A node where NaNs or infinities are born: ``value`` at ``index``, the first of ``many``; ``operands``: the
-    values there of a pointwise operation. reaches: whether values that are not finite lead from it to the output.
+    """A node that creates NaNs or infinities.
+
+    node, operator, module, source, code   the node and its place in the model
+    value, index   the first such element
+    many        the number of such elements
+    operands    the operands of a pointwise operation at that element
+    reaches     whether values that are not finite lead from the node to the output
     """
 
     node: str
@@ -49,7 +53,7 @@ class Birth:
 
 @dataclass(frozen=True)
 class NonfiniteReport(Tabled):
-    """The births, in the order of the graph, and how many elements of the output are not finite."""
+    """The nodes that create NaNs or infinities, in the order of the graph; ``output``: how many the output has."""
 
     births: tuple[Birth, ...]
     output: int
@@ -57,11 +61,11 @@ class NonfiniteReport(Tabled):
 
     @property
     def first(self) -> Birth | None:
-        """The first birth of all."""
+        """The first node that creates one; None if there is none."""
         return self.births[0] if self.births else None
 
     def table(self) -> Table:
-        """One row a birth."""
+        """Return a table with one row per node."""
         rows = [
             (
                 *(b.module or "(root)", b.operator, b.source, b.code, str(b.value), str(list(b.index)), b.many),
@@ -75,7 +79,7 @@ class NonfiniteReport(Tabled):
         return Table(columns, tuple(rows), title=f"Births of NaNs and infinities, policy {self.policy}", note=note)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain; values that JSON lacks as text."""
+        """Return all fields as plain data; values that are not finite become text."""
         births = [
             asdict(b) | {"value": str(b.value), "operands": [o if math.isfinite(o) else str(o) for o in b.operands]}
             for b in self.births
@@ -86,7 +90,8 @@ class NonfiniteReport(Tabled):
 def first_nonfinite(
     model: nn.Module, inputs: Any, policy: PolicyLike = "identity", *, seed: int = 0, sample: int = 0
 ) -> NonfiniteReport:
-    """Where NaNs and infinities are born in one run under ``policy``, with module path and source line.
+    """Find the operations that create NaNs and infinities in one run under ``policy``, with module path and source
+    line.
 
     inputs: a tensor, a tuple of arguments, a dict of keywords, or a tuple and a dict. Raises what ``fxround.compile``
     raises.

@@ -1,16 +1,9 @@
-"""Samples fanned out over processes or machines by joblib.
+"""Distribute samples over processes or machines with joblib.
 
-What is true here. A task is one sample of one batch: a function of (model, policy, seed, sample, batch). A worker
-unpickles and compiles a model once and keeps it, by the digest of what was sent. Tasks are dealt in waves and their
-results handed on in the order of the samples, so a report does not depend on the number of workers, nor on which
-backend ran them.
-
-Why it is safe. A worker draws no bits of its own: they come from (seed, sample). A wave is bounded, so results never
-pile up. The active joblib backend is used (``with joblib.parallel_config(backend="dask"): ...``), loky unless set
-otherwise.
-
-    before   for sample in range(n): ...
-    after    with Workers(n_jobs, model, policy, seed, True) as workers: workers.samples(call, numbers, watch)
+A task is one sample of one batch: a function of (model, policy, seed, sample, batch). A worker unpickles and compiles a
+model once and keeps it by the digest of its bytes. Tasks are sent in waves and results are returned in the order of the
+samples, so that a report depends neither on the number of workers nor on the backend, and results do not accumulate.
+The active joblib backend is used (``with joblib.parallel_config(backend="dask"): ...``), loky by default.
 """
 
 from __future__ import annotations
@@ -33,13 +26,13 @@ from fxround.analysis.inputs import Call
 from fxround.analysis.streams import Key, Sample, Watch, compiled_for, sample_stream
 from fxround.significance import require
 
-# One model a thread of a worker process: running one sets its sample.
+# Each thread of a worker process keeps its own model, because running a model sets the model's sample.
 _KEPT: Final = threading.local()
 _PARENT: Final = os.getpid()
 
 
 class Workers:
-    """A joblib pool that knows one model under one policy. ``n_jobs`` as joblib's."""
+    """A joblib pool that keeps one model under one policy; ``n_jobs`` as joblib's."""
 
     def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, fuse: bool) -> None:
         joblib = require("joblib", "distributed")
@@ -57,14 +50,14 @@ class Workers:
         self._pool.__exit__(*error)
 
     def samples(self, call: Call, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
-        """The values of each sample, in order: as ``sample_stream`` gives them."""
+        """Yield the values of each sample, in order, as ``sample_stream`` yields them."""
         batch = self._packed((call, dict(watch)))
         rest = iter(numbers)
         while wave := list(islice(rest, self._wave)):
             yield from self._pool(self._delayed(_work)(*self._model, *batch, number) for number in wave)
 
     def _packed(self, value: Any) -> tuple[NDArray[np.uint8], str]:
-        """Pickled bytes as an array, which joblib hands to each worker once, and their digest."""
+        """Return pickled bytes as an array, which joblib sends to each worker once, and their digest."""
         data = self._dumps(value)
         return np.frombuffer(data, np.uint8), hashlib.sha256(data).hexdigest()
 
@@ -78,7 +71,7 @@ def _work(model: NDArray[np.uint8], key: str, batch: NDArray[np.uint8], at: str,
 
 
 def _kept(slot: str, key: str, data: NDArray[np.uint8], make: Any) -> Any:
-    """What the bytes hold, made once a thread."""
+    """Return the object that the bytes hold, unpickled once per thread."""
     if getattr(_KEPT, slot, (None,))[0] != key:
         loads = require("cloudpickle", "distributed").loads
         setattr(_KEPT, slot, (key, make(loads(data.tobytes()))))
@@ -86,11 +79,11 @@ def _kept(slot: str, key: str, data: NDArray[np.uint8], make: Any) -> Any:
 
 
 def _owned(value: Any) -> Any:
-    """Tensors with storage of their own, so that a view does not send all that it looks into."""
+    """Copy tensors into storage of their own, so that a view is not sent with its whole storage."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), value)
 
 
 def _leave_interrupts_to_the_parent() -> None:
-    """Ctrl-C reaches every process of a terminal: the parent decides when to stop."""
+    """Ignore Ctrl-C, which reaches every process of a terminal: the parent decides when to stop."""
     if os.getpid() != _PARENT and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,10 +1,6 @@
-"""Plots of a report, with matplotlib: bits per layer in order, bits over elements, and the spread of the samples.
+"""Plots of a variability report with matplotlib: bits per layer, bits over elements, and the spread of the samples.
 
-What is true here. A plot shows the report's own numbers and no other; drawing needs no display, and leaves
-matplotlib's settings and current figure alone.
-
-    before   plt.plot(bits)
-    after    report.plot("bits.png")
+Plots show the report's numbers. Drawing needs no display and leaves matplotlib's settings and current figure alone.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ LABELLED: Final = 40
 
 
 def plot(report: VariabilityReport, path: str | Path | None = None) -> Any:
-    """A matplotlib figure of all plots that the report has data for, also written to ``path``."""
+    """Return a matplotlib figure of all plots that the report has data for; ``path``: also write it there."""
     with require("matplotlib", "report").rc_context(_STYLE):
         panels = [_layers] * bool(report.places) + [_histogram] + [_metrics] * bool(report.metrics)
         figure = require("matplotlib.figure", "report").Figure(
@@ -64,7 +60,7 @@ def plot(report: VariabilityReport, path: str | Path | None = None) -> Any:
 
 
 def svg(report: VariabilityReport) -> str:
-    """The plots as one SVG element, the same text for the same report."""
+    """Return the plots as one SVG element, the same text for the same report."""
     figure, buffer = plot(report), io.StringIO()
     with require("matplotlib", "report").rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -72,7 +68,7 @@ def svg(report: VariabilityReport) -> str:
 
 
 def _layers(report: VariabilityReport, axes: Any) -> None:
-    """Mean, 5 to 95 % and worst bits of every place, and the bits that agree with the references."""
+    """Plot mean, 5 to 95 % and worst bits of every place, and the bits that agree with the references."""
     shown = report.places
     x = np.arange(len(shown))
     low, high = ([_of(f.quantiles.get(q)) for f in shown] for q in ("0.05", "0.95"))
@@ -102,7 +98,7 @@ def _of(value: float | None) -> float:
 
 
 def _histogram(report: VariabilityReport, axes: Any) -> None:
-    """Elements of every result by their bits."""
+    """Plot the elements of every result by their bits."""
     for i, f in enumerate(report.outputs[: len(_REFERENCE) + 1]):
         colour = (_MEAN, *_REFERENCE)[i]
         axes.bar(np.arange(len(f.histogram)) + 0.5, f.histogram, 0.9, color=colour, alpha=0.75, label=_label(f))
@@ -118,7 +114,7 @@ def _label(f: Figures) -> str:
 
 
 def _metrics(report: VariabilityReport, axes: Any) -> None:
-    """Every sample's value of each metric, scaled to the spread of its own samples."""
+    """Plot every sample's value of each metric, scaled to the range of its samples."""
     rows = report.metrics
     for row, metric in enumerate(reversed(rows)):
         values = np.array(metric.values)

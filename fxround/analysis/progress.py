@@ -1,7 +1,8 @@
-"""Progress on standard error: how many samples are done, and how long the rest will take.
+"""Show on standard error how many samples are done and how long the rest will take.
 
-before   a cursor that blinks for ten minutes
-after    stochastic ━━━━━━━╸          7/20  0:00:12  left 0:00:21
+Example output::
+
+    stochastic ━━━━━━━╸          7/20  0:00:12  left 0:00:21
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Item = TypeVar("Item")
 
 @contextmanager
 def progress(label: str, total: int | None, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """A function to call after every step. shown None: where standard error is a terminal and rich is installed."""
+    """Yield a function to call after every step.
+
+    shown: whether a bar is shown; None shows it if standard error is a terminal. Raises ImportError without rich.
+    """
     if shown is None:
         shown = sys.stderr.isatty()
     if not shown:
@@ -39,7 +43,7 @@ def progress(label: str, total: int | None, shown: bool | None) -> Iterator[Call
 
 
 def tracked(items: Iterable[Item], total: int | None, label: str, shown: bool | None = None) -> Iterator[Item]:
-    """The items, with a step after each."""
+    """Yield the items, with a step after each."""
     with progress(label, total, shown) as tick:
         for item in items:
             yield item

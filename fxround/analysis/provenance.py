@@ -1,8 +1,4 @@
-"""Provenance: everything that is needed to repeat a study, and what it took.
-
-before   "run 3, on the big machine"
-after    provenance(...)["versions"]["torch"], ["policy"], ["seed"], ["model"]["hash"], ["machine"]
-"""
+"""Provenance: the policy, seed, model, versions and machine that are needed to repeat a study, and its cost."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _PACKAGES: Final = ("fxround", "torch", "numpy", "llvmlite", "significantdigits"
 def provenance(
     model: nn.Module, policy: Policy, seed: int, n_jobs: int, seconds: float, parts: dict[str, float]
 ) -> dict[str, Any]:
-    """Policy, seed, model, versions, machine, and the seconds and memory that the study took."""
+    """Return policy, seed, model, versions, machine, and the study's seconds and memory as plain data."""
     return {
         "policy": policy.to_dict(),
         "seed": seed,
@@ -48,12 +44,12 @@ def provenance(
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has had resident since its start."""
+    """Return the most bytes that this process has had resident since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def processor() -> str:
-    """The name of the processor, as the system tells it."""
+    """Return the name of the processor, as the operating system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -1,10 +1,7 @@
-"""A remedy: the perturbing policy with rules that give the culprits back to the quiet one.
+"""A remedy: the perturbing policy with rules that round the culprits as the quiet policy does.
 
-What is true here. A rule speaks of an operator (or a role) in a module, so it may take more sites than the culprits;
-``remaining`` says which sites the policy still perturbs, and whether the check passes then is asked like any other set.
-
-    before   sum in standardize is to blame
-    after    fxround.compile(model, report.remedy)        # Rule("standardize", operator="aten.sum.dim_IntList", ...)
+A rule matches an operator (or a role) in a module, so that it may match more sites than the culprits. ``remaining``
+returns the sites that the policy still perturbs; ``localize`` checks that set like any other.
 """
 
 from __future__ import annotations
@@ -17,13 +14,13 @@ from fxround.policy import ENTERING, IDENTITY, Assignment, Policy, Rule
 
 
 def remedy(masked: Masked, culprits: Iterable[str]) -> Policy:
-    """The loud policy with one more rule for every module and operator of the culprits."""
+    """Return the loud policy with one more rule for every module and operator of the culprits."""
     rules = dict.fromkeys(_rule(masked, name) for name in culprits)
     return masked.policy.with_rules(*rules, name=f"{masked.policy.name}, remedied")
 
 
 def remaining(masked: Masked, cured: Policy) -> Units:
-    """The sites that a remedy still rounds as the loud policy does."""
+    """Return the sites that a remedy still rounds as the loud policy does."""
     own = len(masked.policy.rules)
     return tuple(name for name in masked.sites if max(_matching(masked, cured, name), default=-1) < own)
 

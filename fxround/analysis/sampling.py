@@ -1,17 +1,12 @@
-"""Sampling until a figure is known well enough: a sequential rule with tested coverage.
+"""Sample until a figure is known to a given tolerance, by a sequential rule of tested coverage.
 
-What is true here. Samples come in groups of five. Each group gives one value of the figure that is watched (mean bits
-over the results' elements, or a metric), computed from that group alone, so that the values are independent whatever
-the correlation between elements. After each group, from the fourth on, Student's interval of their mean is formed at
-twice the asked-for strictness (97.5 % for 95 %); sampling stops when its half width is at most the tolerance.
-
-Why it is safe. Looking again and again makes a fixed-size interval too optimistic; the stricter level pays for it. A
-simulation over normal and skewed figures, easy and hard, finds the mean inside the tolerance at least as often as
-asked for (tests/test_analysis_sampling.py). Sources: Chow and Robbins, Ann. Math. Stat. 36 (1965); batch means, Law
-and Kelton.
-
-    before   samples=10, and hope
-    after    rule = Sequential(tolerance=0.5); rule.add(19.3); ...; rule.done
+Samples come in groups of five. Each group gives one value of the watched figure (mean bits over the results' elements,
+or a metric) from that group alone, so that values are independent whatever the correlation between elements. From the
+fourth group on, Student's interval of their mean is formed at half the permitted error (97.5 % for 95 %), and
+sampling stops when its half width is at most the tolerance. Repeated tests make a fixed-size interval too optimistic;
+the stricter level compensates for that. A simulation over normal and skewed figures finds the mean inside the tolerance
+at least as often as ``confidence`` requires (tests/test_analysis_sampling.py). Sources: Chow and Robbins, Ann. Math.
+Stat. 36 (1965); batch means, Law and Kelton.
 """
 
 from __future__ import annotations
@@ -34,9 +29,10 @@ LEAST: Final = 4
 
 @dataclass
 class Sequential:
-    """Values of a figure, one a group, until their mean is known to within ``tolerance``.
+    """Values of a figure, one per group, until their mean is known to within ``tolerance``.
 
-    confidence: that the mean is within the tolerance, at least. A group without a figure (None) counts as tried.
+    confidence: the least probability that the mean is within the tolerance. tried: the number of groups, those without
+    a figure (None) included.
     """
 
     tolerance: float
@@ -49,7 +45,7 @@ class Sequential:
             raise ValueError(f"tolerance is {self.tolerance}; expected more than 0 (bits, or the metric's own unit)")
 
     def add(self, value: float | None) -> None:
-        """The figure of one more group."""
+        """Add the figure of one more group."""
         self.tried += 1
         if value is not None and math.isfinite(value):
             self.values.append(value)
@@ -65,15 +61,17 @@ class Sequential:
 
     @property
     def done(self) -> bool:
-        """Whether to stop: known well enough, or no group of the first few gave any figure."""
+        """Whether to stop: the mean is known to the tolerance, or none of the first groups gave a figure."""
         if self.tried < LEAST:
             return False
         return not self.values or (len(self.values) >= LEAST and self.half_width <= self.tolerance)
 
 
 def group_bits(group: Iterable[Moments]) -> float | None:
-    """The figure of one group of samples: mean of -log2(sigma / |mean|) over elements with evidence, cut at 0 and the
-    precision; None without any."""
+    """Return the figure of one group of samples, None without evidence.
+
+    It is the mean of -log2(sigma / |mean|) over elements with evidence, clipped to 0 and the precision.
+    """
     total, elements = 0.0, 0
     for moments in group:
         precision = float(Format.parse(FORMAT_OF[moments.dtype]).precision)

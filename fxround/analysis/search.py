@@ -1,11 +1,7 @@
-"""The search behind ``localize``: modules, then nodes, then elements, and what is known when it ends.
+"""The search of ``localize``: over modules, then nodes, then elements.
 
-What is true here. Modules are asked first, whole branches of the data flow before their parts; then the nodes in the
-modules that were found; then, for every node of a set, ranges of its result's elements, the other nodes staying on
-whole.
-
-    before   57 nodes
-    after    4 modules -> 1 module of 6 nodes -> 2 nodes (a product and the difference behind it)
+Modules are tested first, whole branches of the data flow before their parts; then the nodes of the modules found; then,
+for every node of a set, ranges of its result's elements, while the other nodes of the set stay on.
 """
 
 from __future__ import annotations
@@ -31,17 +27,17 @@ from fxround.refusals import innermost
 
 CONTEXT: Final = 2
 PIECES: Final = 16
-# A sum of numbers of both signs loses a bit or two anywhere.
+# Any sum of numbers of both signs loses a bit or two; an amplifier loses more than this.
 AMPLIFIES: Final = 4
 _SINK: Final = "(output)"
 
 
 class NothingFails(ValueError):
-    """The check passes with every site on: there is nothing to localize."""
+    """The check passes with every site on, so that there is nothing to localize."""
 
 
 class Search:
-    """A search for disjoint minimal sets. progress: True, a function of a line of text, or None: in a terminal."""
+    """A search for disjoint minimal sets; ``progress``: True, a function of a line of text, or None: in a terminal."""
 
     def __init__(
         self, verdicts: Verdicts, level: Level, limit: int | None, progress: bool | Callable[[str], None] | None
@@ -57,8 +53,9 @@ class Search:
         verdicts.told = self._told
 
     def run(self, model: str) -> LocalizeReport:
-        """Find sets until the rest passes, the limit is reached or Ctrl-C is pressed; raise if there is nothing to
-        find.
+        """Find sets until the rest passes, the limit is reached or Ctrl-C is pressed.
+
+        Raises NothingFails or ValueError if there is nothing to find.
         """
         ended: Literal["complete", "limit", "interrupted"] = "interrupted"
         try:
@@ -93,7 +90,7 @@ class Search:
         )
 
     def _begin(self) -> None:
-        """Everything on must fail, everything off must pass."""
+        """Require that the check fails with everything on and passes with everything off."""
         verdicts, everything = self.verdicts, self.rest
         off = verdicts.passes((), 0, again=True) and not verdicts.fails(())
         if not off:
@@ -136,7 +133,7 @@ class Search:
         return failed
 
     def _minimal(self, rest: Units) -> Units:
-        """A minimal set within ``rest``, which fails: first of modules, then of nodes."""
+        """Return a minimal set within ``rest``, which fails: first of modules, then of nodes."""
         paths = {name: self.masked.sites[name].path for name in rest}
 
         def sites(modules: Units) -> Units:
@@ -154,7 +151,7 @@ class Search:
 
     @cached_property
     def _module_branches(self) -> Branches:
-        """Those of the flow between modules, each one vertex by its path."""
+        """The branches of the flow between modules, each one vertex named by its path."""
         paths = {node.name: located(node).path for node in self.masked.nodes}
         paths |= {name: place.path for name, place in self.masked.sites.items()} | {self.masked.output.name: _SINK}
         flow = nx.DiGraph()
@@ -171,16 +168,14 @@ class Search:
         )
 
     def _elements(self, sites: Units) -> dict[str, Ranges]:
-        """For every site the ranges of its result that must be on, one site after the other."""
+        """Return for every site the ranges of its result that must be on, one site after the other."""
         chosen: dict[str, Ranges] = {}
         for name in sites:
             chosen[name] = self._ranges(sites, chosen, name)
         return chosen
 
     def _ranges(self, sites: Units, chosen: dict[str, Ranges], name: str) -> Ranges:
-        """Cut the ranges that are left in pieces and leave out what can be, until single elements or all pieces are
-        left.
-        """
+        """Cut the ranges and leave out pieces until single elements or only needed pieces remain."""
         ranges: Ranges = ((0, self.verdicts.count(name)),)
         while any(end - begin > 1 for begin, end in ranges):
             pieces = {f"{a}:{b}": (a, b) for a, b in _cut(ranges)}
@@ -217,7 +212,7 @@ class Search:
         return {node.name: node for node in self.masked.nodes}
 
     def _amplifier(self, name: str) -> Cancellation | None:
-        """Where most bits cancel, in the node itself or behind it; None where it is hardly any."""
+        """Return the operation, the node or a later one, in which most bits cancel; None if few do."""
         behind = {name, *nx.descendants(self.masked.flow(), name)}
         found = [one for one in self._cancelled if one.node in behind and one.lost > AMPLIFIES]
         return max(found, key=lambda one: one.lost, default=None)
@@ -232,7 +227,7 @@ class Search:
 
 
 def _cut(ranges: Ranges) -> Ranges:
-    """Every range in so many pieces that there are about PIECES in all, at least two where it has two elements."""
+    """Cut every range into pieces, about PIECES in all, at least two for a range of two or more elements."""
     each = max(2, PIECES // len(ranges))
     cut: list[tuple[int, int]] = []
     for begin, end in ranges:
@@ -243,7 +238,7 @@ def _cut(ranges: Ranges) -> Ranges:
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Neighbours in one."""
+    """Join adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:
@@ -253,7 +248,7 @@ def _joined(ranges: Ranges) -> Ranges:
 
 
 def _excerpt(node: fx.Node) -> tuple[tuple[int, str], ...]:
-    """The lines around the one that a node comes from, where its file can be read."""
+    """Return the source lines around that of a node, if its file can be read."""
     frame = innermost(node.meta.get("stack_trace") or "")
     lines = linecache.getlines(frame[0]) if frame else []
     if frame is None or len(lines) < frame[1]:
@@ -263,6 +258,6 @@ def _excerpt(node: fx.Node) -> tuple[tuple[int, str], ...]:
 
 
 def _print(text: str) -> None:
-    """One line of progress on standard error, each over the last where that is a terminal."""
+    """Print one line of progress on standard error, which replaces the last one in a terminal."""
     terminal = sys.stderr.isatty()
     print(f"\r\x1b[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)

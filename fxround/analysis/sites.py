@@ -1,15 +1,9 @@
-"""Sites: which values of a model are looked at, and policies that speak of one site alone.
+"""Sites: the values of a model that are measured, and policies restricted to one site.
 
-What is true here. ``results`` names the floating-point tensors of a result; ``places`` lists what ``capture=`` asks
-for: the last operation of every module (``"layers"``), or every floating-point operation (``"nodes"``). A
-``Restricted`` policy says what its base says, of some modules or operators only: one table comes of perturbing a site
-alone, the other of perturbing everything.
-
-Why it is safe. Places are nodes of the very graph that runs; the same place of another run of the model (binary64) is
-found by module path, operator and occurrence, and is None where that run has no such operation.
-
-    before   register_forward_hook on every module, and hope that none is reused
-    after    places(compiled.graph, "layers")
+``results`` names the floating-point tensors of a result. ``places`` lists the nodes that ``capture=`` selects: the last
+operation of every module (``"layers"``) or every floating-point operation (``"nodes"``). Places are nodes of the graph
+that runs. The same place in another run of the model (binary64) is found by module path, operator and occurrence; it is
+None if that run has no such operation. A ``Restricted`` policy applies its base to one module or operator only.
 """
 
 from __future__ import annotations
@@ -35,21 +29,21 @@ ROOT: Final = "(root)"
 
 
 def checked_capture(capture: str) -> Capture:
-    """The word, or a ValueError that lists the words."""
+    """Return the word. Raises ValueError listing the words."""
     if capture not in get_args(Capture):
         raise ValueError(f"capture is {capture!r}; expected one of {', '.join(map(repr, get_args(Capture)))}")
     return capture  # type: ignore[return-value]
 
 
 def checked_isolate(isolate: str | None) -> Isolate | None:
-    """The word, or a ValueError that lists the words."""
+    """Return the word. Raises ValueError listing the words."""
     if isolate is not None and isolate not in get_args(Isolate):
         raise ValueError(f"isolate is {isolate!r}; expected one of {', '.join(map(repr, get_args(Isolate)))}, or None")
     return isolate  # type: ignore[return-value]
 
 
 def results(result: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of a model's result: "output", or "output.logits", "output[0]" inside a structure."""
+    """Yield the floating-point tensors of a result: "output", or "output.logits", "output[0]" inside a structure."""
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield RESULT + "".join(map(_step, path)), leaf
@@ -61,7 +55,7 @@ def _step(key: Any) -> str:
 
 
 def places(graph: fx.GraphModule, capture: Capture) -> dict[str, Place]:
-    """Node to place, in the order of the graph."""
+    """Return the place of each selected node, in the order of the graph."""
     if capture == "outputs":
         return {}
     nodes = [(node, entry) for node in graph.graph.nodes if (entry := operation(node)) is not None]
@@ -74,7 +68,7 @@ def places(graph: fx.GraphModule, capture: Capture) -> dict[str, Place]:
 
 
 def operation(node: fx.Node) -> Site | None:
-    """The Site of a node that computes floating-point numbers; None for data movement, integers and ports."""
+    """Return the Site of a node that computes floating-point numbers; None for data movement, integers and ports."""
     entry = site(node)
     if node.op != "call_function" or entry is None or entry.status in SILENT or not float_values(node):
         return None
@@ -86,7 +80,7 @@ def _place(node: fx.Node, entry: Site, name: str, kind: str) -> Place:
 
 
 def counterparts(graph: fx.GraphModule, other: fx.GraphModule) -> dict[str, str]:
-    """Nodes of ``other`` by the nodes of ``graph``: the same operator, for the same time in the same module."""
+    """Return nodes of ``other`` by nodes of ``graph``: the same occurrence of the same operator in the same module."""
     return {a: b for key, a in _keyed(graph).items() if (b := _keyed(other).get(key)) is not None}
 
 
@@ -101,21 +95,24 @@ def _keyed(graph: fx.GraphModule) -> dict[tuple[str, str, int], str]:
 
 
 def value_of(value: Any) -> Tensor | None:
-    """The first floating-point tensor of a node's value."""
+    """Return the first floating-point tensor of a node's value."""
     leaves = pytree.tree_leaves(value)
     return next((v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 @dataclass(frozen=True)
 class Restricted(Policy):
-    """A policy that is silent outside of one module path, or of one operator."""
+    """A policy that assigns roundings of results inside one module path only, or to one operator only.
+
+    The base's rules for ``operands`` are not restricted.
+    """
 
     path: str | None = None
     operator: str | None = None
 
     @staticmethod
     def of(base: Policy, isolate: Isolate, name: str) -> Restricted:
-        """What ``base`` says of one layer (by its path) or one operator, and nothing of the rest."""
+        """Return ``base`` restricted to one layer (by its path) or one operator."""
         path, operator = (name, None) if isolate == "layers" else (None, name)
         title = f"{base.name}, {name or ROOT} alone"
         return Restricted(title, base.rules, False, base.definitions, path, operator)
@@ -123,13 +120,13 @@ class Restricted(Policy):
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
     ) -> Assignment | None:
-        """As the base says inside the site; None outside."""
+        """Return the base's assignment inside the site; None outside."""
         if self.path not in (None, path) or self.operator not in (None, operator):
             return None
         return super().assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype, direction=direction)
 
 
 def isolated(graph: fx.GraphModule, isolate: Isolate) -> tuple[str, ...]:
-    """The sites to perturb one by one: paths or operators of what is rounded, in the order of the graph."""
+    """Return the sites to perturb one by one: paths or operators of rounded operations, in the order of the graph."""
     entries = [e for node in graph.graph.nodes if (e := operation(node)) is not None and e.status == "rounded"]
     return tuple(dict.fromkeys(e.path if isolate == "layers" else e.operator for e in entries))

@@ -1,15 +1,10 @@
-"""Streaming statistics of samples: a few numbers an element, however many samples come.
+"""Streaming statistics of samples: a few numbers per element, for any number of samples.
 
-What is true here. ``Moments`` holds, for each element, the mean and the sum of squared deviations in binary64
-(Welford's update), the least and the greatest value (in the carrier of the samples' dtype, so exactly), and the first
-sample that was not finite. Two of them are merged by Chan's formula. Equal samples have a deviation of exactly zero.
-
-Why it is safe. The arithmetic is elementwise and in the order of the samples, so the result depends on that order
-alone: not on threads, on the chunks that an update walks in, or on how many workers made the samples. Sources:
-Welford, Technometrics 4 (1962); Chan, Golub and LeVeque, The American Statistician 37 (1983).
-
-    before   np.stack(samples).std(0)        # as much memory as samples
-    after    moments = Moments(shape, dtype); moments.add(sample); moments.sigma()
+``Moments`` holds for each element the mean and the sum of squared deviations in binary64 (Welford's update), the least
+and greatest value (in the carrier of the samples' dtype, without rounding), and the first sample that was not finite.
+Two Moments are merged by Chan's formula. Equal samples have a deviation of exactly zero. The arithmetic is elementwise
+and in the order of the samples, so that the result does not depend on threads, chunks or the number of workers.
+Sources: Welford, Technometrics 4 (1962); Chan, Golub and LeVeque, The American Statistician 37 (1983).
 """
 
 from __future__ import annotations
@@ -23,20 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-# Elements of one step: the temporaries of an update stay in the cache, and small beside the values.
+# Elements per step: the temporaries of an update fit in the cache, and are small compared with the values.
 CHUNK: Final = 1 << 15
 NEVER: Final = -1
 
 
 def as_array(value: Tensor) -> NDArray[Any]:
-    """The flat values: float64 for float64 tensors, float32 (exactly) for the narrower ones."""
+    """Return the flat values, without rounding: float64 for float64 tensors, float32 for narrower ones."""
     carrier = torch.float64 if value.dtype == torch.float64 else torch.float32
     array: NDArray[Any] = value.detach().to(carrier).reshape(-1).numpy()
     return array
 
 
 def chunks(size: int) -> Iterator[slice]:
-    """0..size in pieces of at most CHUNK."""
+    """Return 0..size in pieces of at most CHUNK."""
     return (slice(low, min(low + CHUNK, size)) for low in range(0, size, CHUNK))
 
 
@@ -51,12 +46,12 @@ class Moments:
         self.squares: Floats = np.zeros(self.size)
         self.low: NDArray[Any] = np.full(self.size, np.inf, carrier)
         self.high: NDArray[Any] = np.full(self.size, -np.inf, carrier)
-        # Made when the first NaN or infinity comes: an element's NaNs, and its first sample that was not finite.
+        # Allocated at the first NaN or infinity: an element's number of NaNs, and its first sample that was not finite.
         self.nans: NDArray[np.int32] | None = None
         self.broken: NDArray[np.int32] | None = None
 
     def add(self, value: Tensor) -> None:
-        """One more sample. Raises ValueError for another shape or dtype than the first one's."""
+        """Add one more sample. Raises ValueError for another shape or dtype than the first one's."""
         if tuple(value.shape) != self.shape or value.dtype != self.dtype:
             came, expected = f"{value.dtype} {tuple(value.shape)}", f"{self.dtype} {self.shape}"
             raise ValueError(f"sample {self.count} is {came}, those before were {expected}")
@@ -85,7 +80,7 @@ class Moments:
         first[~finite & (first == NEVER)] = self.count - 1
 
     def merge(self, later: Moments) -> None:
-        """Take in the samples of ``later``, as if they had come after these (but for the last bits of binary64)."""
+        """Add the samples of ``later`` as if they came after these, up to roundings of Chan's formula."""
         if (later.shape, later.dtype) != (self.shape, self.dtype):
             raise ValueError(f"cannot merge {later.dtype} {later.shape} into {self.dtype} {self.shape}")
         if later.count == 0:
@@ -105,13 +100,13 @@ class Moments:
             self.broken[fresh] = later.broken[fresh] + before
 
     def sigma(self, part: slice = slice(None)) -> Floats:
-        """The population's standard deviation; NaN where a sample was not finite."""
+        """The population's standard deviation; NaN if a sample was not finite."""
         with np.errstate(invalid="ignore"):
             deviation: Floats = np.sqrt(self.squares[part] / self.count)
         return deviation
 
     def same(self, part: slice = slice(None)) -> NDArray[np.bool_]:
-        """Where all samples are equal (NaNs among themselves, and the two zeros): no evidence of anything."""
+        """Where all samples are equal, which is no evidence; NaNs are equal, and so are the two zeros."""
         equal: NDArray[np.bool_] = self.low[part] == self.high[part]
         if self.nans is not None:
             equal = np.where(self.nans[part] > 0, self.nans[part] == self.count, equal)
@@ -126,7 +121,6 @@ class Moments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state: 24 an element for values of up to 32 bits, 32 for float64, 8 more once one is not
-        finite."""
+        """Bytes of the state per element: 24 for values of up to 32 bits, 32 for float64, 8 more once one is not finite."""
         arrays = (self.mean, self.squares, self.low, self.high, self.nans, self.broken)
         return sum(a.nbytes for a in arrays if a is not None)

@@ -1,15 +1,9 @@
 """Streams: the values of one run, name by name, as they are computed.
 
-What is true here. ``sample_stream`` yields the watched nodes' values in the order of the graph, then every
-floating-point tensor of the result, and at last ``(WHOLE, result)``. A ``Key`` is a kind and a name: a layer may be
-called "output" too. ``Runs`` holds a model's three selves: perturbed, unperturbed (the identity policy on the same
-graph) and in binary64.
-
-Why it is safe. Every stream is a function of (seed, sample) and the call; nothing of the model is changed, and the
-model in binary64 is a copy.
-
-    before   three models, and hooks on each
-    after    for name, value in runs.unperturbed(call, watch): ...
+``sample_stream`` yields the watched nodes' values in the order of the graph, then every floating-point tensor of the
+result, then ``(WHOLE, result)``. A ``Key`` is a kind and a name, because a layer may also be named "output". ``Runs``
+holds a model perturbed, unperturbed (the identity policy on the same graph) and in binary64. Every stream is a function
+of (seed, sample) and the call; the model is not changed, and the model in binary64 is a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from fxround.policy import IDENTITY, Policy
 
 Key = tuple[str, str]
 WHOLE: Final[Key] = ("whole", "")
-# A batch has its own samples: sample i of batch j is number j * 2^16 + i of the seed.
+# Each batch has its own samples: sample i of batch j is sample j * 2^16 + i of the seed.
 BATCH: Final = 1 << 16
 
 Sample = Iterable[tuple[Key, Any]]
@@ -38,17 +32,17 @@ Watch = Mapping[str, Key]
 
 
 def sample_number(batch: int, sample: int) -> int:
-    """What ``reseed`` takes for a sample of a batch; the noise of batches repeats after 65,536 of them."""
+    """Return the sample number of a sample of a batch; batches draw the same bits again after 65,536 of them."""
     return (batch % BATCH) * BATCH + sample
 
 
 def compiled_for(model: nn.Module, policy: Policy, seed: int, fuse: bool) -> RoundedModule:
-    """The model compiled; ``fuse=False`` where every node is to be seen."""
+    """Return the compiled model; ``fuse=False`` keeps every node visible."""
     return compile(model, policy, seed=seed, fuse=fuse)
 
 
 def sample_stream(compiled: RoundedModule, call: Call, number: int, watch: Watch) -> Iterator[tuple[Key, Any]]:
-    """Watched values (node to key), the result's tensors, the whole result, of one sample."""
+    """Yield watched values (node to key), the result's tensors and the whole result, of one sample."""
     compiled.reseed(int(compiled.rng[0]), sample=number)
     return _stream(compiled, call, watch)
 
@@ -66,7 +60,7 @@ def _stream(compiled: RoundedModule, call: Call, watch: Watch) -> Iterator[tuple
 
 
 class Runs:
-    """A model under a policy, and the two runs that it is compared with."""
+    """A model under a policy, and the two runs with which it is compared."""
 
     def __init__(self, model: nn.Module, policy: Policy, seed: int, *, fuse: bool, binary64: bool) -> None:
         self.perturbed = compiled_for(model, policy, seed, fuse)
@@ -76,14 +70,13 @@ class Runs:
         self.notes: list[str] = []
 
     def unperturbed(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
-        """The same graph under the identity policy."""
+        """Yield the values of the same graph under the identity policy."""
         if self._plain is None:
             self._plain = self.perturbed.with_policy(IDENTITY)
         return _stream(self._plain, call, watch)
 
     def binary64(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
-        """The model in binary64, its nodes under the names that their counterparts have here; empty where it cannot
-        be."""
+        """Yield the values of the model in binary64 under the names of this model's nodes; nothing if it fails."""
         if not self._binary64:
             return
         try:

@@ -1,14 +1,9 @@
-"""A study: samples of every batch taken in, place by place, and compared with the two other runs.
+"""A study: take samples of every batch and compare them, place by place, with two other runs.
 
-What is true here. Batches come one at a time and all samples of a batch are taken before the next is read, so the
-memory of a study is that of one batch: 24 bytes an element looked at, the results' once more. Samples are taken in
-the order of their numbers, whoever computed them.
-
-Why it is safe. The first Ctrl-C only sets a flag that is read between samples: what was taken is whole, and is
-reported as partial. A second one interrupts as always.
-
-    before   all samples of all batches in one array
-    after    study = Study(runs, options, ...); study.batch(call); study.tallies
+All samples of a batch are taken before the next batch is read, in the order of their numbers, whoever computes them. So
+the memory of a study is that of one batch: 24 bytes per measured element, twice that for the results. The first Ctrl-C
+sets a flag that is read between samples, so that the samples taken are complete and are reported as partial; a second
+one interrupts at once.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ Fan = Callable[[Call, Iterable[int], Watch], Iterator[Sample]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How samples are taken. samples None: until ``watch`` is known to within ``tolerance``, at most ``most``."""
+    """How samples are taken; ``samples`` None: until ``watch`` is known to within ``tolerance``, at most ``most``."""
 
     samples: int | None
     tolerance: float
@@ -63,7 +58,7 @@ class Plan:
 
 @dataclass
 class Batch:
-    """What is being taken of one batch."""
+    """The samples taken of one batch."""
 
     call: Call
     watch: Watch
@@ -74,7 +69,7 @@ class Batch:
     taken: int = 0
 
     def add(self, key: Key, value: Tensor) -> None:
-        """One sample's value at one place; those of results are kept a group at a time."""
+        """Add one sample's value at one place; those of results are collected a group at a time."""
         held = self.group if key[0] == OUTPUT else self.moments
         if key in self.spoiled:
             return
@@ -86,13 +81,13 @@ class Batch:
             self.spoil(key, error)
 
     def spoil(self, key: Key, error: ValueError) -> None:
-        """Leave a place out, and say why."""
+        """Leave a place out, and keep the reason."""
         self.spoiled[key] = str(error)
         for held in (self.moments, self.group):
             held.pop(key, None)
 
     def end_group(self) -> None:
-        """Merge the results' group into what was before it."""
+        """Merge the results' group into the earlier samples."""
         for key, group in list(self.group.items()):
             try:
                 self.moments.setdefault(key, Moments(group.shape, group.dtype)).merge(group)
@@ -102,7 +97,7 @@ class Batch:
 
 
 class Study:
-    """Everything that is learned, batch after batch."""
+    """The statistics of all batches so far."""
 
     def __init__(self, runs: Runs, plan: Plan, fan: Fan | None, tick: Callable[[], None]) -> None:
         self.runs, self.plan, self.tick = runs, plan, tick
@@ -119,7 +114,7 @@ class Study:
         self._isolated: dict[str, RoundedModule] = {}
 
     def batch(self, call: Call) -> None:
-        """Take all samples of one batch, and compare."""
+        """Take all samples of one batch, and compare them."""
         number = len(self.counts)
         self.runs.perturbed.prepare(*call.args, **call.kwargs)
         if number == 0:
@@ -179,7 +174,7 @@ class Study:
             self.rules.append(rule)
 
     def _take(self, batch: Batch, stream: Sample) -> float:
-        """One sample; returns the watched metric's value."""
+        """Take one sample; returns the watched metric's value."""
         kept: dict[Key, Tensor] = {}
         result: Any = None
         for key, value in stream:
@@ -224,7 +219,7 @@ class Study:
                 self.tallies[at].compare(name, batch.moments[at], value, batch.call.offset)
 
     def _isolate(self, batch: Batch, number: int) -> None:
-        """The same samples again, one site perturbed at a time: what does it do to the first result?"""
+        """Take the same samples again with one site perturbed at a time, and measure the first result."""
         assert self.plan.isolate is not None
         numbers = [sample_number(number, i) for i in range(batch.taken)]
         for name in isolated(self.runs.perturbed.graph, self.plan.isolate):
@@ -247,9 +242,9 @@ class Study:
 
 
 def given(reference: Any, batch: Batch) -> Iterator[tuple[Key, Any]]:
-    """The caller's reference beside the batch's results: rows of this batch, in the structure of the result.
+    """Yield the rows of the caller's reference that belong to the batch, in the structure of the result.
 
-    Raises ValueError where the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     theirs = [leaf for leaf in pytree.tree_leaves(reference) if isinstance(leaf, Tensor)]
     for (name, mine), leaf in zip(results(batch.result), theirs, strict=False):
@@ -263,7 +258,10 @@ def given(reference: Any, batch: Batch) -> Iterator[tuple[Key, Any]]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, as a question; a second press interrupts. Outside the main thread nothing changes."""
+    """Yield a function that returns whether Ctrl-C was pressed; a second press interrupts.
+
+    Outside the main thread signals are not changed.
+    """
     pressed = count()
     stopped = threading.Event()
 

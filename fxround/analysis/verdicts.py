@@ -1,16 +1,11 @@
-"""Verdicts: whether a set of sites fails, from several runs, remembered in memory and on disk.
+"""Verdicts: whether a set of sites fails, from several runs, stored in memory and on disk.
 
-What is true here. A set fails if the check rejects the output of one of its ``runs`` samples, and passes if it
-accepts all of them. A run is a function of (graph, inputs, sites, seed, sample), so a verdict is never asked for
-twice: not within a search, nor by a later one with the same cache directory.
-
-Why it is safe. A failing verdict has a witness that can be run again. A passing one may be wrong: a set that fails in
-a share p of samples is taken for passing with probability (1 - p)^runs. A record is one line that is written whole; a
-line cut off by an interruption is left out. What was cached is asked again for the two sets with which a search
-begins: a check that answers otherwise now was written for something else.
-
-    before   all(check(run(sites, sample)) for sample in range(5))         # for thousands of sets, again after every
-    Ctrl-C after    verdicts.fails(sites)
+A set fails if the check rejects the output of one of its ``runs`` samples. A run is a function of (graph, inputs,
+sites, seed, sample), so that it is never repeated, neither within a search nor by a later one with the same cache
+directory. A failing verdict has a sample that reproduces it. A passing one may be wrong: a set that fails in a share p
+of samples is taken for passing with probability (1 - p)^runs. A record is one line that is written whole; a line cut
+off by an interruption is ignored. The two sets with which a search begins always run again: if the answers differ from
+the cached ones, the check depends on something outside its code.
 """
 
 from __future__ import annotations
@@ -33,9 +28,9 @@ Elements = Mapping[str, Ranges]
 
 
 class Verdicts:
-    """What is known of sets of sites of one masked model under one check.
+    """The verdicts on sets of sites of one masked model under one check.
 
-    runs: samples a set. cache: a directory, made where it is missing, or None.
+    runs: samples per set. cache: a directory, which is created if it is missing, or None.
     """
 
     def __init__(self, masked: Masked, check: Check, *, runs: int, seed: int, cache: Path | None) -> None:
@@ -51,7 +46,7 @@ class Verdicts:
         self._recorded: dict[tuple[str, int], bool] = _read(self.file) if self.file else {}
 
     def fails(self, on: Units, elements: Elements | None = None) -> bool:
-        """Whether any sample fails with ``on``; the samples that failed last are asked first."""
+        """Whether any sample fails with ``on``; the sample that failed last runs first."""
         key = self.key(on, elements)
         failed = next((sample for sample in self._order if not self.passes(on, sample, elements)), None)
         (self.passing if failed is None else self.failing).add(key)
@@ -60,12 +55,13 @@ class Verdicts:
         return failed is not None
 
     def failures(self, on: Units, elements: Elements | None = None) -> tuple[int, ...]:
-        """The samples that fail, of all."""
+        """Return the numbers of all samples that fail."""
         return tuple(sample for sample in range(self.runs) if not self.passes(on, sample, elements))
 
     def passes(self, on: Units, sample: int, elements: Elements | None = None, *, again: bool = False) -> bool:
-        """One run's verdict; ``again``: run it even if the file knows it, and compare. Raises ValueError if they
-        differ.
+        """Return one run's verdict.
+
+        again: run even if the file has the verdict, and raise ValueError if the two differ.
         """
         key = (self.key(on, elements), sample)
         if key in self._known:
@@ -87,16 +83,16 @@ class Verdicts:
         return passed
 
     def output(self, on: Units, sample: int, elements: Elements | None = None) -> Any:
-        """What the model returns with these sites on."""
+        """Return the model's result with these sites on."""
         blocks = {name: _mask(ranges, self.count(name)) for name, ranges in (elements or {}).items()}
         return self.masked.run(on, seed=self.seed, sample=sample, blocks=blocks)
 
     def count(self, name: str) -> int:
-        """The number of elements of a site's result."""
+        """Return the number of elements of a site's result."""
         return self.masked.shapes[name].numel()
 
     def key(self, on: Units, elements: Elements | None = None) -> str:
-        """The set as a number in base 16, a bit a site; and the elements."""
+        """Return the set as a number in base 16, one bit per site, followed by the elements."""
         bits = sum(1 << self._places[name] for name in on)
         return f"{bits:x}" + "".join(f" {name}{ranges}" for name, ranges in sorted((elements or {}).items()))
 

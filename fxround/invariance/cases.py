@@ -1,14 +1,9 @@
-"""Cases: the ways of running a model that should not change a bit, as data.
+"""Cases: the ways of running a model that must not change a bit, as data.
 
-What is true here. A ``Group`` is a list of cases whose compared part must be equal: all of the results, or the rows
-that belong to one row of the inputs. A case says with which arguments, and under which setting (threads, instruction
-set, another process). Nothing runs here.
-
-Why it is safe. Every case of a group holds the same numbers: rows are copied, views are made from copies, and the
-arguments of the caller are never written to.
-
-    before   assert model(x)[:1].equal(model(x[:1]))        # of one batch size
-    after    for group in AXES["batch"].groups(call, dim=0, stock=False): ...
+A ``Group`` is a list of cases whose compared parts must be equal: all of the results, or the rows that belong to one
+row of the inputs. A case holds its arguments and its setting (threads, instruction set, another process). This module
+runs nothing. Every case of a group has the same numbers: rows are copied, views are made from copies, and the caller's
+arguments are never written to.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from fxround.runtime.llvm.engine import instruction_sets
 
 BATCHES: Final = (1, 2, 3, 4, 7, 8, 16)
 THREADS: Final = (1, 2, 3)
-# What stock libraries read, when a process starts, to choose their code.
+# The environment variables by which stock libraries choose their code when a process starts.
 STOCK_SETS: Final = MappingProxyType(
     {
         "avx512": {
@@ -43,9 +38,9 @@ STOCK_SETS: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a case runs: how many threads, which instruction set, and whether in a process of its own.
+    """Where a case runs: number of threads, instruction set, and whether in another process; None leaves it as it is.
 
-    None: as it is. environment: of that process.
+    environment: the variables of that process.
     """
 
     threads: int | None = None
@@ -56,7 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """Of a case with a batch of ``count``: the row whose results are compared."""
+    """The row whose results are compared, of a case with a batch of ``count`` rows."""
 
     position: int
     count: int
@@ -64,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One run. row: what of its results is compared (None: everything)."""
+    """One run; ``row``: the part of its results that is compared (None: everything)."""
 
     label: str
     call: Call
@@ -74,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that must agree; the first is what the others are held to. what: is compared, in words."""
+    """Runs that must agree with the first one; ``what``: the compared part, in words."""
 
     what: str
     cases: tuple[Case, ...]
@@ -82,7 +77,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that should not matter. groups: (call, dim, stock) to the groups; raises Inapplicable."""
+    """A property that must not matter; ``groups``: (call, dim, stock) to the groups, raises Inapplicable."""
 
     name: str
     meaning: str
@@ -90,11 +85,11 @@ class Axis:
 
 
 class Inapplicable(ValueError):
-    """The axis says nothing about this model or these inputs; the message says why."""
+    """The axis does not apply to this model or these inputs; the message says why."""
 
 
 def batch(call: Call, dim: int, stock: bool) -> Iterator[Group]:
-    """The first row alone, and among others in batches of several sizes."""
+    """The first row alone, and with others in batches of several sizes."""
     rows = rows_of(call, dim)
     sizes = sorted({*BATCHES, rows})
     cases = (Case(f"batch of {n}", taken(call, dim, range(n)), row=Row(0, n)) for n in sizes)
@@ -102,7 +97,7 @@ def batch(call: Call, dim: int, stock: bool) -> Iterator[Group]:
 
 
 def slices(call: Call, dim: int, stock: bool) -> Iterator[Group]:
-    """The first row at other places of a batch of one size; a batch that is a slice of a bigger one."""
+    """The first row at other positions of a batch of one size; a batch that is a slice of a larger one."""
     rows = rows_of(call, dim)
     count = max(rows, 4)
     places = sorted({0, 1, count // 2, count - 1})
@@ -117,7 +112,7 @@ def slices(call: Call, dim: int, stock: bool) -> Iterator[Group]:
 
 
 def stride(call: Call, dim: int, stock: bool) -> Iterator[Group]:
-    """The same numbers under other strides."""
+    """The same numbers with other strides."""
     if not call.tensors:
         raise Inapplicable("no argument is a tensor")
     made = [(label, mapped(call, view)) for label, view in VIEWS.items()]
@@ -141,9 +136,9 @@ def threads(call: Call, dim: int, stock: bool) -> Iterator[Group]:
 
 
 def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
-    """The same call as code for every instruction set that this machine has.
+    """The same call with code of every instruction set that this machine has.
 
-    stock: kernels of PyTorch's are at work, which choose theirs when a process starts.
+    stock: whether kernels of PyTorch run, which choose their instruction set when a process starts.
     """
     names = [name for name in instruction_sets() if name != "host"]
     if len(names) < 2:
@@ -154,7 +149,7 @@ def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
 
 
 def process(call: Call, dim: int, stock: bool) -> Iterator[Group]:
-    """The same call here and in a fresh interpreter."""
+    """The same call in this process and in a new interpreter."""
     yield Group("here and in a new process", (Case("here", call), Case("a new process", call, Setting(process=True))))
 
 
@@ -174,7 +169,7 @@ AXES: Final = MappingProxyType(
 
 
 def rows_of(call: Call, dim: int) -> int:
-    """The size of the first tensor that has dimension ``dim``. Raises Inapplicable where none has, or has no rows."""
+    """Return the size of the first tensor with dimension ``dim``. Raises Inapplicable for none or 0 rows."""
     sizes = [t.shape[dim] for t in call.tensors if t.dim() > dim]
     if not sizes or not sizes[0]:
         shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors) or "no tensor"
@@ -183,44 +178,44 @@ def rows_of(call: Call, dim: int) -> int:
 
 
 def taken(call: Call, dim: int, order: Sequence[int]) -> Call:
-    """The call with the rows of ``order``, modulo the number of rows, in memory of their own."""
+    """Return the call with the rows of ``order``, modulo the number of rows, in new memory."""
     index = torch.tensor([i % rows_of(call, dim) for i in order])
     return _rowwise(call, dim, lambda t: t.index_select(dim, index))
 
 
 def _cut_out(call: Call, dim: int, skipped: int) -> Call:
-    """The same rows, as a view behind ``skipped`` others: the addresses are less aligned."""
+    """Return the same rows as a view that starts after ``skipped`` other rows, so that addresses are less aligned."""
     rows = rows_of(call, dim)
     index = torch.arange(-skipped, rows + 1) % rows
     return _rowwise(call, dim, lambda t: t.index_select(dim, index).narrow(dim, skipped, rows))
 
 
 def _rowwise(call: Call, dim: int, change: Callable[[Tensor], Tensor]) -> Call:
-    """The call with every tensor changed that has as many rows as the first."""
+    """Return the call with ``change`` applied to every tensor that has as many rows as the first."""
     rows = rows_of(call, dim)
     return mapped(call, lambda t: change(t) if t.dim() > dim and t.shape[dim] == rows else t)
 
 
 def mapped(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-    """The call with every tensor changed."""
+    """Return the call with ``change`` applied to every tensor."""
     args, kwargs = pytree.tree_map_only(Tensor, change, (call.args, call.kwargs))
     return Call(args, kwargs)
 
 
 def owned(call: Call) -> Call:
-    """The call with row-major copies of its tensors."""
+    """Return the call with row-major copies of its tensors."""
     return mapped(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _gapped(t: Tensor) -> Tensor:
-    """Every other element of a bigger tensor."""
+    """Return a view of every other element of a larger tensor."""
     wide = torch.zeros((*t.shape, 2), dtype=t.dtype)
     wide[..., 0] = t
     return wide[..., 0]
 
 
 def _laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
-    """A copy whose memory goes through the dimensions in another order."""
+    """Return a copy whose dimensions are stored in another order."""
     back = [order.index(d) for d in range(t.dim())]
     return t.permute(*order).contiguous().permute(*back)
 

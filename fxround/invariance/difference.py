@@ -1,14 +1,9 @@
-"""Differences: which part of two runs must be equal, and where they part first.
+"""Differences: the parts of two runs that must be equal, and the first operation in which they differ.
 
-What is true here. The dimension along which a value holds the batch is the one whose size follows the batch's in two
-runs of different sizes; a value without one belongs to all rows and is compared whole. Equal means equal bits: minus
-zero and the payload of a NaN count.
-
-Why it is safe. Where a dimension is made of the batch and another one, both orders of the two are tried, and a
-difference is reported only if neither agrees; a value that cannot be cut into rows is not reported.
-
-    before   (a - b).abs().max()
-    after    first_difference(steps_of(reference), steps_of(other), rows)
+The dimension of a value that holds the batch is the one whose size changes with the batch's between two runs of
+different sizes; a value without one belongs to all rows and is compared whole. Equal means equal bits: minus zero and
+NaN payloads count. If a dimension combines the batch with another one, both orders of the two are tried, and a
+difference is reported only if neither agrees. A value that cannot be divided into rows is not reported.
 """
 
 from __future__ import annotations
@@ -24,20 +19,20 @@ from fxround.hashing import hash
 from fxround.invariance.cases import Row
 from fxround.invariance.subjects import Outcome, Place, Step
 
-# A key of a value, and the shape that it has with a batch of some size.
+# The shapes of values, by key, in one run.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where values hold the batch: their shapes in two runs, with batches of ``count`` and of ``count + 1``."""
+    """The dimensions that hold the batch, from the shapes in two runs with batches of ``count`` and ``count + 1``."""
 
     count: int
     these: Shapes
     those: Shapes
 
     def cut(self, key: str, value: Tensor, row: Row) -> tuple[Tensor, ...]:
-        """What belongs to a row, in every way that it can be meant; () where that is unknown, all if nothing does."""
+        """Return the row's part in each possible reading; () if unknown, the whole value if it has no rows."""
         before, after = self.these.get(key, ()), self.those.get(key, ())
         if len(before) != len(after) or value.dim() != len(before):
             return ()
@@ -58,7 +53,7 @@ class Rows:
 
 
 def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
-    """The part of an outcome that a case compares: all of it, or what has rows, cut to one."""
+    """Return the part of an outcome that a case compares: all of it, or the values that have rows, cut to one row."""
     if rows is None or row is None:
         return outcome
     cuts = {name: rows.cut(name, value, row) for name, value in outcome.items() if rows.holds(name)}
@@ -66,12 +61,12 @@ def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
 
 
 def digest(outcome: Outcome) -> tuple[tuple[str, str], ...]:
-    """Names and hashes: equal for equal names and bits."""
+    """Return names and hashes: equal for equal names and bits."""
     return tuple((name, hash(value)) for name, value in outcome.items())
 
 
 def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
-    """How many different values each name has."""
+    """Return the number of distinct values of each name."""
     seen: dict[str, set[str]] = {}
     for name, found in itertools.chain.from_iterable(digests):
         seen.setdefault(name, set()).add(found)
@@ -79,14 +74,14 @@ def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
 
 
 def shapes(steps: Iterable[Step]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all values, by key."""
+    """Return the shapes of all values, by key."""
     return {key: tuple(value.shape) for step in steps for key, value in _keyed(step)}
 
 
 def first_difference(
     reference: Sequence[Step], other: Iterable[Step], rows: Rows | None, pair: tuple[Row | None, Row | None]
 ) -> Place | None:
-    """The first operation whose value differs between two runs; None where none is seen to."""
+    """Return the first operation whose value differs between two runs; None if none does."""
     known = {key: value for step in reference for key, value in _keyed(step)}
     for step in other:
         for key, value in _keyed(step):
@@ -108,7 +103,7 @@ def _agree(key: str, a: Tensor, b: Tensor, rows: Rows | None, pair: tuple[Row | 
 
 
 def largest(a: Outcome, b: Outcome) -> tuple[float, float]:
-    """The share of elements whose bits differ, and the greatest absolute difference among the finite ones."""
+    """Return the share of elements whose bits differ, and the greatest absolute difference among the finite ones."""
     pairs = [(a[name].contiguous(), b[name].contiguous()) for name in a if name in b and a[name].shape == b[name].shape]
     total = sum(x.numel() for x, _ in pairs) or 1
     unequal = sum(int((_words(x) != _words(y)).any(-1).sum()) for x, y in pairs)
@@ -118,5 +113,5 @@ def largest(a: Outcome, b: Outcome) -> tuple[float, float]:
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bytes of every element of a contiguous tensor, in a last dimension of their own."""
+    """Return the bytes of every element of a contiguous tensor, along a new last dimension."""
     return x.resolve_neg().as_strided((x.numel(), 1), (1, 1)).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""``fxround invariance``: the command's arguments, and its exit status for CI.
+"""``fxround invariance``: the arguments of the command, and its exit status for continuous integration.
 
-What is true here. The status is 0 where every axis that says anything has one result, 1 where one has two; a mistake
-of the caller is an exception, told by the caller.
+The status is 0 if every axis that applies has one distinct result, 1 otherwise; a wrong argument raises an exception,
+which the command line prints. Example::
 
     $ fxround invariance net.py:build --shape 4,3,32,32 --axes batch,threads --gradients
 """
@@ -20,7 +20,7 @@ STOCK: Final = "none"
 
 
 def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
-    """Add the command to a parser's commands. load: the model and inputs of parsed arguments."""
+    """Add the command to a parser's commands; ``load``: returns model and inputs of parsed arguments."""
     parser = commands.add_parser(
         "invariance", help="do a model's bits stay when batch, threads or machine code change?"
     )

@@ -1,13 +1,9 @@
-"""Elsewhere: a case in an interpreter of its own.
+"""Run a case in a new interpreter.
 
-What is true here. The subject and the call are pickled (by cloudpickle where it is installed, so that classes of a
-script or a notebook travel too), run by a fresh interpreter that finds modules where this one does, and the result
-comes back in a file. ``build`` makes the model anew over there, and the state of the one here is loaded into it.
-
-Why it is safe. Files lie in a directory of this process alone. Whatever fails, here or there, raises with its message.
-
-    before   a second terminal
-    after    elsewhere(Subject, call, {"ATEN_CPU_CAPABILITY": "avx2"}, build=None, trace=False)
+The subject and the call are pickled (by cloudpickle if it is installed, so that classes of a script or notebook can be
+sent), and run by a new interpreter with the same module search path; the result returns in a file. ``build`` makes the
+model in the new process instead, and the state of the present model is loaded into it. Files are stored in a temporary
+directory. A failure in either process raises FxroundError with its message.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from fxround.invariance.subjects import Outcome, Step, Subject
 from fxround.runtime.compiled import instruction_set
 
 Build = Callable[[], nn.Module] | str
-# Modules are found where this process finds them, before anything of theirs is imported.
+# The child sets sys.path before it imports anything of fxround's or the caller's.
 _CHILD: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -49,7 +45,10 @@ _WAYS_OUT: Final = (
 def elsewhere(
     subject: Subject, call: Call, isa: str | None, environment: Mapping[str, str], build: Build | None, trace: bool
 ) -> Outcome | list[Step]:
-    """``subject.outcome(call)``, or its steps, of a fresh interpreter. Raises FxroundError with what went wrong."""
+    """Return ``subject.outcome(call)``, or its steps, computed by a new interpreter.
+
+    Raises FxroundError with the last line of the error.
+    """
     import json
 
     with tempfile.TemporaryDirectory(prefix="fxround-") as folder:
@@ -70,7 +69,7 @@ def elsewhere(
 
 
 def serve(request: str, answer: str) -> None:
-    """What the other process does."""
+    """Run the request in the new process and write the answer."""
     made, call, isa, trace = pickle.loads(Path(request).read_bytes())
     subject: Subject = made() if isinstance(made, _Rebuilt) else made
     with instruction_set(isa) if isa else nullcontext():
@@ -79,7 +78,7 @@ def serve(request: str, answer: str) -> None:
 
 
 class _Rebuilt:
-    """A subject without its model: the model is built over there, and given the state that it has here."""
+    """A subject without its model, which the other process builds and gives the state of the present model."""
 
     def __init__(self, subject: Any, build: Build) -> None:
         module = subject.module

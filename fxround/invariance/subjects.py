@@ -1,14 +1,9 @@
-"""Subjects: what is checked, a compiled module or PyTorch itself, run without leaving a trace.
+"""Subjects: the compiled module or plain PyTorch module that is checked, run without side effects.
 
-What is true here. ``outcome`` is a call's results, and gradients if they are asked for, by name; ``steps`` are the
-values of its operations, one at a time, with the place in the model that each comes from. Buffers, gradients, the
-module's sample and PyTorch's generator are after a call what they were before.
-
-Why it is safe. The gradients of a compiled module's operations come of the joint graph that it trains by, and those of
-a plain module's from the operators that PyTorch dispatches: neither is traced anew for the sake of being looked at.
-
-    before   forward hooks, which see modules and no operations
-    after    for step in Eager(model).steps(call): step.place.operator, step.place.source, step.value
+``outcome`` returns the results of a call by name, with gradients if requested; ``steps`` yields the values of its
+operations, one at a time, with their place in the model. Buffers, gradients, the module's sample and PyTorch's
+generator are restored after a call. The gradients of a compiled module's operations come from the joint graph by which
+it trains, and those of a plain module from the operators that PyTorch dispatches.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ Outcome = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """An operation: the name of its node, its operator, the path of its module, and its line of the model."""
+    """An operation: the name of its node, its operator, the path of its module, and its source line."""
 
     node: str
     operator: str = ""
@@ -61,50 +56,50 @@ class Step:
 
 
 class Subject(Protocol):
-    """What can be run, and looked into while it runs. stock: whether kernels of PyTorch's compute floating point."""
+    """A module that can be run and observed."""
 
     @property
     def name(self) -> str:
-        """Of the model's class."""
+        """The name of the model's class."""
 
     @property
     def policy(self) -> str:
-        """The name of what it is compiled under."""
+        """The name of its policy."""
 
     def outcome(self, call: Call) -> Outcome:
-        """Every tensor of the result, and of the gradients, by name."""
+        """Return every tensor of the result, and of the gradients, by name."""
 
     def steps(self, call: Call) -> Iterator[Step]:
-        """The operations' values, in the order in which they run."""
+        """Yield the operations' values, in the order in which they run."""
 
     def stock(self, call: Call) -> bool:
-        """Whether kernels of PyTorch's compute floating-point numbers."""
+        """Whether PyTorch's kernels compute floating-point numbers."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled module at its own seed and sample."""
+    """A compiled or loaded module with its own seed and sample."""
 
     module: RoundedModule | LoadedModule
     gradients: bool = False
 
     @property
     def name(self) -> str:
-        """Of the model's class."""
+        """The name of the model's class."""
         return type(getattr(self.module, "source", self.module)).__name__
 
     @property
     def policy(self) -> str:
-        """Its name."""
+        """The name of its policy."""
         return self.module.policy.name if isinstance(self.module, RoundedModule) else "as exported"
 
     def outcome(self, call: Call) -> Outcome:
-        """Results and gradients by name."""
+        """Return results and gradients by name."""
         with self._kept():
             return outcome_of(self.module, call, self.gradients)
 
     def steps(self, call: Call) -> Iterator[Step]:
-        """The values of the lowered graph, forward and backward; none of an exported program."""
+        """Yield the values of the lowered graph, forward and backward; nothing for an exported program."""
         if isinstance(self.module, LoadedModule):
             return
         if self.gradients:
@@ -122,7 +117,7 @@ class Compiled:
                 yield Step(places[name], _tensors(value))
 
     def stock(self, call: Call) -> bool:
-        """Whether an operation was left to a stock kernel; unknown of an exported program, so True."""
+        """Whether an operation was left to a stock kernel; True for an exported program, which does not say."""
         if isinstance(self.module, LoadedModule):
             return True
         self.outcome(call)
@@ -130,7 +125,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """The state and the sample as they were."""
+        """Restore state and sample after the block."""
         rng = self.module.rng.clone() if isinstance(self.module, RoundedModule) else None
         with _unchanged(self.module):
             yield
@@ -147,40 +142,40 @@ class Eager:
 
     @property
     def name(self) -> str:
-        """Of the model's class."""
+        """The name of the model's class."""
         return type(self.module).__name__
 
     @property
     def policy(self) -> str:
-        """There is none."""
+        """Text that says there is none."""
         return "none (stock PyTorch)"
 
     def outcome(self, call: Call) -> Outcome:
-        """Results and gradients by name."""
+        """Return results and gradients by name."""
         with _unchanged(self.module):
             return outcome_of(self.module, call, self.gradients)
 
     def steps(self, call: Call) -> Iterator[Step]:
-        """The operators that PyTorch dispatched."""
+        """Yield the operators that PyTorch dispatched."""
         with _Recorder(self.module) as seen, _unchanged(self.module):
             outcome_of(self.module, call, self.gradients)
         yield from seen.steps
 
     def stock(self, call: Call) -> bool:
-        """All of them are."""
+        """Always true."""
         return True
 
 
 def _places(graph: fx.GraphModule) -> dict[str, Place]:
-    """Where every node comes from, by its name."""
+    """Return the place of every node by its name."""
     found = ((node.name, described(node)) for node in graph.graph.nodes)
     return {n: Place(n, s.operator, s.path, s.source, s.code) if s else Place(n) for n, s in found}
 
 
 def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
-    """The tensors of ``module(*args)``, and the gradients of all that requires one.
+    """Return the tensors of ``module(*args)``, and the gradients of everything that requires one.
 
-    Each result's own gradient is ``tangent(result)``. Raises ValueError where nothing can be compared.
+    The incoming gradient of each result is ``tangent(result)``. Raises ValueError if there is nothing to compare.
     """
     if not gradients:
         with torch.no_grad():
@@ -201,7 +196,7 @@ def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
 
 
 def tangent(result: Tensor) -> Tensor:
-    """A gradient for a result: multiples of 1/8 that depend on the last dimension alone, so on no other row."""
+    """Return a gradient for a result: multiples of 1/8 that depend on the last dimension alone, so on no other row."""
     last = result.shape[-1] if result.dim() > 1 else 1
     numbers = ((torch.arange(last) * 7 + 3) % 13 - 6).to(result.dtype) / 8
     return numbers.expand(result.shape).contiguous() if result.dim() else numbers.reshape([])
@@ -212,7 +207,7 @@ def _run(module: nn.Module, call: Call) -> Any:
 
 
 def _differentiable(call: Call) -> Call:
-    """The call with arguments that require gradients, on the memory of the old ones."""
+    """Return the call with arguments that require gradients and share the memory of the old ones."""
 
     def leaf(t: Tensor) -> Tensor:
         return t.detach().requires_grad_(t.is_floating_point())
@@ -237,7 +232,7 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Buffers and PyTorch's generator as they were; inside, the generator starts at 0."""
+    """Restore buffers and PyTorch's generator after the block; the generator starts at seed 0."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -253,7 +248,7 @@ _LIBRARIES: Final = tuple(str(Path(file).parent) for file in (torch.__file__, __
 
 
 class _Recorder(TorchDispatchMode):
-    """Every operator that is dispatched: its place, and copies of what it yields. Backward none has a module."""
+    """Records the place and copies of the results of every dispatched operator; backward ones have no module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -286,7 +281,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:
-    """File and line of the model's own code, and its text; nothing where all is PyTorch's."""
+    """Return file and line of the model's own code, and its text; empty if all frames are PyTorch's."""
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     if frame is None:
