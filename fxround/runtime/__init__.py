@@ -1,1 +1,1 @@
-"""How kernels are run: LLVM on the CPU, CUDA C++ text, a NumPy reference, and the torch operators over them."""
+"""How kernels run: LLVM on the CPU, CUDA C++ as text, a NumPy reference, and the torch operators over them."""

@@ -1,10 +1,10 @@
-"""Memory for results: what a graph no longer needs is used again instead of asking for fresh pages.
+"""Memory for results: a buffer that a graph no longer needs is used again instead of fresh pages.
 
-``empty`` gives an uninitialised row-major tensor, on a buffer that was released if one of just that many bytes waits.
-Buffers that wait are kept between calls, for each thread its own; together with those in use they never hold more
-than were in use at once in some call, or a few megabytes. A buffer is taken up again only after ``release``, which the
-schedule calls for a tensor that a kernel of ours made and that nothing can reach any more. A buffer that is released
-twice, or that was never lent, is an error. ``guarded`` finds kernels and schedules that use memory that is not theirs.
+``empty`` gives an uninitialised row-major tensor, on a released buffer of just that many bytes if there is one. Each
+thread keeps its released buffers between calls; together with those in use they never hold more bytes than were in use
+at once in some call, or a few megabytes. A buffer is used again only after ``release``, which the schedule calls for a
+tensor that a kernel of ours made and that nothing can reach any more. Releasing a buffer twice, or one that ``empty``
+did not give, is an error. ``guarded`` finds kernels and schedules that use memory which is not theirs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from fxround.errors import VerificationError
 
-# Smaller results are quicker from the C library, which keeps them itself.
+# Smaller results are allocated faster by the C library, which keeps their memory itself.
 _WORTHWHILE: Final = 1 << 16
-# What a thread may keep whatever it used.
+# The bytes that a thread may keep whatever it used.
 _MODEST: Final = 1 << 22
-# Bytes before and after a guarded buffer, and what they hold.
+# The bytes before and after a guarded buffer, and the value of each.
 _GUARD: Final = 64
 _WORD: Final = 0xA5
-# Signalling NaNs, as integers of the width of each dtype.
+# Signalling NaNs as integers of each dtype's width.
 _SIGNALLING: Final = {
     torch.float64: (torch.int64, 0x7FF4_0000_0000_0000),
     torch.float32: (torch.int32, 0x7FA0_0000),
@@ -37,7 +37,7 @@ _SIGNALLING: Final = {
 
 
 class _Pool(threading.local):
-    """A thread's waiting buffers by size, oldest first; how many bytes are in use, wait, and were in use at most."""
+    """A thread's released buffers by size, oldest first, and the bytes in use, kept, and in use at most so far."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, list[Any]] = {}
@@ -45,7 +45,7 @@ class _Pool(threading.local):
         self.guard: _Guard | None = None
 
     def take(self, size: int) -> Any | None:
-        """A waiting buffer of ``size`` bytes, or None after making room for a fresh one."""
+        """A kept buffer of ``size`` bytes, or None after making room for a fresh one."""
         self.used += size
         self.peak = max(self.peak, self.used)
         found = self.waiting.get(size)
@@ -59,13 +59,15 @@ class _Pool(threading.local):
         return None
 
     def give(self, buffer: Any, size: int) -> None:
+        """Keep a released buffer."""
         self.used = max(0, self.used - size)
         self.kept += size
-        # The latest size last: it is the last to be dropped.
+        # The latest size moves to the end, so it is dropped last.
         self.waiting[size] = [*self.waiting.pop(size, ()), buffer]
         self.shrink()
 
     def shrink(self) -> None:
+        """Drop the oldest buffers beyond the most that was in use at once."""
         while self.waiting and self.used + self.kept > max(self.peak, _MODEST):
             size, buffers = next(iter(self.waiting.items()))
             buffers.pop(0)
@@ -75,13 +77,14 @@ class _Pool(threading.local):
 
 
 class _Guard:
-    """Buffers between guard words, which are never used again: what was released keeps its signalling NaNs."""
+    """Buffers between guard words that are never used again: a released one keeps its signalling NaNs."""
 
     def __init__(self) -> None:
         self.lent: list[Tensor] = []
         self.released: list[tuple[Tensor, Tensor]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of signalling NaNs between guard words."""
         size = math.prod(shape) * dtype.itemsize
         memory = torch.full((size + 2 * _GUARD,), _WORD, dtype=torch.uint8)
         inside = memory[_GUARD : _GUARD + size].view(dtype).view(tuple(shape))
@@ -90,6 +93,7 @@ class _Guard:
         return inside
 
     def release(self, dead: Tensor) -> None:
+        """Fill a buffer with signalling NaNs; VerificationError if it is not in use."""
         memory = next((m for m in self.lent if m.data_ptr() == dead.untyped_storage().data_ptr()), None)
         if memory is None:
             raise VerificationError(
@@ -111,11 +115,13 @@ class _Guard:
                 raise VerificationError(f"a released buffer of {len(memory) - 2 * _GUARD} bytes was written to")
 
     def _check_words(self, memory: Tensor) -> None:
+        """Raise VerificationError unless the guard words are intact."""
         if not bool((memory[:_GUARD] == _WORD).all() and (memory[-_GUARD:] == _WORD).all()):
             raise VerificationError(f"a kernel wrote beside its result of {len(memory) - 2 * _GUARD} bytes")
 
 
 def _poison(memory: Tensor) -> None:
+    """Fill with signalling NaNs."""
     width, word = _SIGNALLING[memory.dtype]
     memory.view(width).fill_(word)
 
@@ -124,7 +130,7 @@ _POOL: Final = _Pool()
 
 
 def begin() -> None:
-    """A call starts: nothing of this thread's is in use by a graph."""
+    """Begin a call: no buffer of this thread is in use by a graph."""
     _POOL.used = 0
 
 
@@ -146,13 +152,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def fills_its_buffer(tensor: Tensor) -> bool:
-    """Whether a tensor that ``empty`` gave, or a view of it, is all of that buffer."""
+    """Whether a tensor that ``empty`` gave, or a view of it, covers its whole buffer."""
     around = 0 if _POOL.guard is None else 2 * _GUARD
     return tensor.untyped_storage().nbytes() == tensor.nbytes + around
 
 
 def again(dead: Tensor) -> Tensor:
-    """A row-major tensor in the memory of one that fills its own, and that nothing reaches any more but its reader."""
+    """A row-major tensor in the memory of one that covers its buffer and that only its reader still reaches."""
     strides = [math.prod(dead.shape[d + 1 :]) for d in range(dead.dim())]
     made = torch.empty(0, dtype=dead.dtype)
     return made.set_(dead.untyped_storage(), dead.storage_offset(), tuple(dead.shape), strides)
@@ -171,7 +177,7 @@ def release(*dead: Tensor) -> None:
         size = storage.nbytes()
         if size < _WORTHWHILE:
             continue
-        # A storage waits at most once, so that no two results are ever given the same one.
+        # The mark is set while the storage is in use: it can be released once, and never given to two results.
         if not getattr(storage, "lent", False):
             raise VerificationError(
                 f"a tensor of shape {tuple(tensor.shape)} was released that is not in use: twice, or nobody lent it"
@@ -182,10 +188,10 @@ def release(*dead: Tensor) -> None:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Run this thread's graphs with every result between guard words, and look at them when the context ends.
+    """Run this thread's graphs with every result between guard words, and check them when the context ends.
 
-    A fresh buffer and a released one hold signalling NaNs, so that what a kernel left out or read too late is seen in
-    the numbers. No buffer is used again before the context ends. For tests: it costs time and memory.
+    A fresh buffer and a released one hold signalling NaNs, so that an element that a kernel left out or read too late
+    shows in the numbers. No buffer is used again before the context ends. For tests: it costs time and memory.
 
     Raises VerificationError at the release of memory that is not in use, and at the end if a kernel wrote beside its
     result or into a released buffer.
@@ -199,11 +205,11 @@ def guarded() -> Iterator[None]:
 
 
 def kept() -> int:
-    """How many bytes wait in this thread."""
+    """The bytes of this thread's kept buffers."""
     return _POOL.kept
 
 
 def forget() -> None:
-    """Give this thread's waiting buffers back to the system."""
+    """Free this thread's kept buffers."""
     _POOL.waiting.clear()
     _POOL.used = _POOL.kept = _POOL.peak = 0

@@ -1,17 +1,14 @@
 """Machine code on disk: what one process compiled, the next one reads.
 
-What is true here. An entry is a file named by the SHA-256 of everything that its content depends on: the kernel, the
-processor, the compiler's version and fxround's own source. It holds that key, a checksum and the code. The directory
-is ``$FXROUND_CACHE_DIR``, else ``fxround`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``; set to nothing, or to
-``off``, the variable switches the cache off. It moves files; it changes no number.
+An entry is a file that is named by the SHA-256 of everything that its content depends on: the kernel, the processor,
+the compiler's version and fxround's own source. It holds that key, a checksum and the code. The directory is
+``$FXROUND_CACHE_DIR``, else ``fxround`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``; an empty variable, or
+``off``, switches the cache off. The cache stores files and changes no number.
 
-Why it is safe. An entry appears whole (written aside, then renamed) and is read whole: one that is short, altered or of
-another key is removed and compiled anew. Code is read only from files that this user owns and no other user
-can write to. The least recently used entries go when all together exceed the limit. A directory that cannot be
-used costs time, never an error: the logger ``fxround.cache`` says why at level DEBUG.
-
-    before   every process compiles its kernels again
-    after    fetch(key("map", digest, target), lambda: object_code(text))
+An entry appears whole (it is written under another name, then renamed) and is read whole: one that is short, altered or
+of another key is removed and compiled again. Code is read only from files that this user owns and that no other user
+can write to. When all entries exceed the limit, the least recently used ones are removed. A directory that cannot be
+used costs time and is never an error: the logger ``fxround.cache`` gives the reason at level DEBUG.
 """
 
 from __future__ import annotations
@@ -38,19 +35,19 @@ _DIGEST: Final = hashlib.sha256().digest_size
 _HEADER: Final = len(_MAGIC) + 2 * _DIGEST
 _ENTRY: Final = ".code"
 _ASIDE: Final = ".part"
-# A file written aside is renamed within milliseconds: one this old belongs to a process that died.
+# A temporary file is renamed within milliseconds: one this old belongs to a process that died.
 _ABANDONED: Final = 3600.0
-# Eviction leaves this much of the limit, so that it is rare; looking whether it is due costs a visit to every file, so
-# that a process does so at its first entry, and again when it has written this much.
+# Eviction keeps this part of the limit, so that it is rare. To find whether it is due takes a visit to every file: a
+# process does that at its first entry, and again when it has written this many bytes.
 _KEPT: Final = 0.75
 _UNSEEN_BYTES: Final = LIMIT_BYTES >> 6
 _LOG: Final = logging.getLogger("fxround.cache")
-# What is on disk from here on is not what was imported.
+# A source file that is newer than this may differ from what was imported.
 _STARTED: Final = time.time()
 
 
 def directory() -> Path | None:
-    """Where entries are kept; None if the cache is switched off or there is no home."""
+    """The directory of the entries; None if the cache is switched off or there is no home."""
     chosen, home = os.environ.get(VARIABLE), _home()
     if chosen is not None:
         if chosen == "~" or chosen.startswith("~/"):
@@ -64,7 +61,7 @@ def directory() -> Path | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """The directory (None: switched off), how many entries and bytes are in it, and why it is not used ("": it is)."""
+    """The directory (None: switched off), its numbers of entries and bytes, and why it is not used (empty: it is)."""
 
     directory: Path | None
     entries: int = 0
@@ -92,7 +89,7 @@ def usage() -> Usage:
 
 
 def _home() -> Path | None:
-    """``$HOME``; where that is empty or no absolute path, what the system knows of this user."""
+    """``$HOME``; if that is no absolute path, the home directory that the system knows for this user."""
     home = os.environ.get("HOME", "")
     if not os.path.isabs(home):
         try:
@@ -104,9 +101,9 @@ def _home() -> Path | None:
 
 @cache
 def fingerprint() -> str | None:
-    """The SHA-256 of fxround's source files; None if they are unknown: then code cannot be told from older code.
+    """The SHA-256 of fxround's source files; None if they are unknown, since code could then be of another version.
 
-    Files that changed since this process imported them do not say what it runs.
+    Files that changed after this process imported them do not say what it runs.
     """
     root = Path(fxround.numerics.__file__).parents[1]
     files = sorted(root.rglob("*.py"))
@@ -125,7 +122,7 @@ def fingerprint() -> str | None:
 
 
 def key(*parts: str) -> bytes | None:
-    """The key of what ``parts`` and fxround's source determine; None if nothing may be kept."""
+    """The key of everything that ``parts`` and fxround's source determine; None if nothing may be kept."""
     source = fingerprint()
     if source is None or directory() is None:
         return None
@@ -136,7 +133,7 @@ def key(*parts: str) -> bytes | None:
 
 
 def fetch(key: bytes | None, make: Callable[[], bytes]) -> tuple[bytes, bool]:
-    """The code under ``key`` and True; or what ``make`` returns, kept for the next process, and False."""
+    """The code under ``key`` and True; or the result of ``make``, kept for the next process, and False."""
     place = directory()
     if key is None or place is None:
         return make(), False
@@ -154,15 +151,18 @@ def fetch(key: bytes | None, make: Callable[[], bytes]) -> tuple[bytes, bool]:
 
 
 def _path(place: Path, key: bytes) -> Path:
+    """The file of a key."""
     return place / f"{key.hex()}{_ENTRY}"
 
 
 def _read(place: Path, key: bytes) -> bytes | None:
+    """The code under a key; None if there is none that may be used."""
     path, code = _path(place, key), None
     try:
         content = _content(path)
         code = None if content is None else _opened(content, key)
         if code is not None:
+            # The time of the last use, by which ``_evict`` orders entries.
             os.utime(path)
         elif content is not None:
             _LOG.debug("damaged, compiled anew: %s", path)
@@ -174,6 +174,8 @@ def _read(place: Path, key: bytes) -> bytes | None:
 
 def _content(path: Path) -> bytes | None:
     """The bytes of a file; None if another user could have written them."""
+    # The checks are made on the open file, which no rename can exchange. A symbolic link is refused, a pipe does not
+    # block.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if stat.S_ISREG(status.st_mode) and _is_private(status):
@@ -188,16 +190,18 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _sealed(code: bytes, key: bytes) -> bytes:
+    """An entry: the key, a checksum of key and code, and the code."""
     return _MAGIC + key + hashlib.sha256(key + code).digest() + code
 
 
 def _opened(content: bytes, key: bytes) -> bytes | None:
-    """The code of an entry; None unless the content is an entry of this key, whole and unaltered."""
+    """The code of an entry; None unless the content is an unaltered entry of this key."""
     code = content[_HEADER:]
     return code if content == _sealed(code, key) else None
 
 
 def _write(place: Path, key: bytes, code: bytes) -> None:
+    """Write an entry under a temporary name, and rename it."""
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(place.stat()):
         raise PermissionError(f"another user owns {place}, or can write to it")
@@ -212,12 +216,13 @@ def _write(place: Path, key: bytes, code: bytes) -> None:
 
 
 class _Unseen:
-    """Bytes that this process wrote since it last looked at the directory: all of it, to begin with."""
+    """The bytes that this process wrote since it last visited the directory; at first enough for a visit."""
 
     total = _UNSEEN_BYTES
 
 
 def _is_due(written: int) -> bool:
+    """Whether a visit to the directory is due after ``written`` bytes more."""
     _Unseen.total += written
     if _Unseen.total < _UNSEEN_BYTES:
         return False
@@ -226,7 +231,7 @@ def _is_due(written: int) -> bool:
 
 
 def _evict(place: Path) -> None:
-    """Remove what was abandoned and, beyond the limit, the entries that were used longest ago."""
+    """Remove abandoned temporary files and, beyond the limit, the entries used longest ago."""
     with os.scandir(place) as listing:
         files = [(status, Path(found.path)) for found in listing if (status := _status(found)) is not None]
     now = time.time()
@@ -245,7 +250,7 @@ def _evict(place: Path) -> None:
 
 
 def _status(found: os.DirEntry[str]) -> os.stat_result | None:
-    """None for a file that another process removed in between."""
+    """The status of a file; None if another process removed it in the meantime."""
     try:
         return found.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -1,14 +1,10 @@
-"""Machine code by kernel: compiled once per digest and instruction set, kept in memory and on disk.
+"""Machine code by kernel: compiled once for each digest and instruction set, kept in memory and on disk.
 
-What is true here. A key names everything that the code depends on (the kernel's digest, how operands lie
-in memory, the instruction set), so that looking one up can never return the code of another. On disk the key names
-the processor, the compiler and fxround's source besides; code that is found there is neither built nor compiled.
-
-Why it is safe. Two threads that ask for one kernel at once compile it once: the lock is held while compiling. A signal
-handler that asks in the middle of it compiles the kernel itself, and a fork waits until it is there.
-
-    before   compile, load and hope that the file name was unique
-    after    native(variant.digest, build_map, variant, "map", signature)
+A key names everything that the code depends on (the kernel's digest, the layouts of operands, the instruction set), so
+a lookup cannot return the code of another kernel. On disk it also names the processor, the compiler and fxround's
+source; code that is found there is neither built nor compiled. Two threads that ask for one kernel compile it once: the
+lock is held while compiling. A signal handler that asks in the meantime compiles the kernel itself, and a fork waits
+until the compilation has ended.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ _ORIGINS = {"compiled": 0, "stored": 0}
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Run the block's kernels as code for ``avx512``, ``avx2``, ``sse2`` or ``host``: the bits do not change.
+    """Run the block's kernels as code for ``avx512``, ``avx2``, ``sse2`` or ``host``; the bits are the same.
 
-    Raises ValueError for a set that this host lacks.
+    Raises ValueError for an instruction set that this host lacks.
     """
     if name not in instruction_sets():
         raise ValueError(f"this host cannot run {name!r} code; it can: {', '.join(instruction_sets())}")
@@ -55,17 +51,18 @@ def current_machine() -> Machine:
 
 
 def signature(integers: int, pointers: int) -> Any:
-    """A void C function of 64-bit integers, then pointers; calling it releases the GIL."""
+    """The ctypes prototype of a void function of 64-bit integers, then pointers; a call releases the GIL."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.c_void_p] * pointers)
 
 
 def native(digest: str, build: Callable[..., str], subject: Any, name: str, prototype: Any) -> Any:
-    """The callable of ``build(subject)``'s function ``name``."""
+    """The callable for function ``name`` of ``build(subject)``, compiled or loaded at its first use."""
     key = (digest, _ISA[0])
     found = _CODE.get(key)
     if found is not None:
         return found
     with _LOCK:
+        # Another thread may have compiled it while this one waited for the lock.
         if key not in _CODE:
             address = _address(digest, build, subject, name, _ISA[0])
             function = _CODE[key] = prototype(address)
@@ -74,12 +71,13 @@ def native(digest: str, build: Callable[..., str], subject: Any, name: str, prot
 
 
 def address_of(function: Any) -> int:
-    """Where the code of a function of ``native`` lies."""
+    """The address of the code of a function that ``native`` returned."""
     address: int = function.address
     return address
 
 
 def _address(digest: str, build: Callable[..., str], subject: Any, name: str, isa: str) -> int:
+    """Fetch or compile the code, and load it."""
     key = cache.key(identity(isa), f"{build.__module__}.{build.__qualname__}", name, digest)
     code, stored = cache.fetch(key, lambda: object_code(build(subject), isa))
     _ORIGINS["stored" if stored else "compiled"] += 1

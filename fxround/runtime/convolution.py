@@ -1,20 +1,15 @@
 """Convolution and its two gradients as contractions: which elements meet, and in what order.
 
-What is true here. With a stride s, a dilation d, a padding p and groups, over all spatial dimensions at once:
+With a stride s, a dilation d, a padding p and groups, over all spatial dimensions at once:
 
     y[n, o, i]    = sum over k = (c, t) of  w[o, c, t] * x[n, c, s*i + d*t - p]      c: input channel of o's group
     gw[o, c, t]   = sum over k = (n, i) of  gy[n, o, i] * x[n, c, s*i + d*t - p]
     gx            = the transposed convolution of gy with w
 
-k is row-major and ascending; what lies in the padding is +0 and takes its step. A transposed convolution is the
-plain one over an input with s - 1 zeros between its elements, and the kernel turned around; those zeros
-take their steps too.
-
-Why it is safe. Shapes are checked first (``geometry``). Where an element lies is a sum of two offset tables, made of
-indices that stay inside the padded input.
-
-    before   im2col, then a product in whatever order
-    after    windows_of: two tables of offsets, no copy but the padding's
+k is row-major and ascending; an element of the padding is +0 and takes its step. A transposed convolution is the plain
+one over an input with s - 1 zeros between its elements, with the kernel turned around; those zeros take their steps
+too. Shapes are checked first (``geometry``). The offset of an element is a sum of two offset tables, made of indices
+that stay inside the padded input; nothing is copied but the padding.
 """
 
 from __future__ import annotations
@@ -32,12 +27,13 @@ from fxround.runtime.geometry import Geometry, require_gradient, require_one_dty
 from fxround.runtime.memo import by_bytes
 from fxround.runtime.planes import begin_planes, planned, shape_of
 
-# Pixels of an image whose panels would mostly be ends, and its weights packed for too little.
+# Images of fewer pixels are taken together: alone, their panels would mostly be ends, and weights packed for few
+# columns.
 _FEW: Final = 512
 
 
 def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Geometry]:
-    """Operand, weight and geometry of the plain convolution with the same result."""
+    """Operand, weight and geometry of the plain convolution with the same result as a transposed one."""
     dims, groups = x.dim() - 2, geometry.groups
     before = [geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d] for d in range(dims)]
     after = [edge + more for edge, more in zip(before, geometry.output_padding, strict=True)]
@@ -49,7 +45,10 @@ def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tenso
 
 
 def _spaced(x: Tensor, stride: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """x with stride - 1 zeros between its elements, and so many around it; an edge below zero takes elements away."""
+    """x with stride - 1 zeros between its elements, and ``before`` and ``after`` zeros around it.
+
+    A negative number of zeros removes elements.
+    """
     sizes, inner, kept = [], [], []
     for size, step, low, high in zip(x.shape[2:], stride, before, after, strict=True):
         length, first = (size - 1) * step + 1 if size else 0, max(0, low)
@@ -73,14 +72,14 @@ class Windows:
 
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """Row-major, with this many zeros on each side; a negative number takes elements away."""
+    """x, row-major, with this many zeros on each side; a negative number removes elements."""
     edges = [p for d in reversed(range(x.dim() - 2)) for p in (before[d], after[d])]
     return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
 
 
 @by_bytes(TABLES)
 def windows_of(shape: tuple[int, ...], taps: tuple[int, ...], counts: tuple[int, ...], geometry: Geometry) -> Windows:
-    """Where so many windows of a plain convolution lie in a padded image, in each dimension."""
+    """The offsets of ``counts`` windows of ``taps`` taps of a plain convolution in a padded image of this shape."""
     dims, steps = len(shape) - 2, _row_major(shape)
     channels = shape[1] // geometry.groups
     return Windows(
@@ -93,7 +92,7 @@ def windows_of(shape: tuple[int, ...], taps: tuple[int, ...], counts: tuple[int,
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
-    """The steps of a contiguous tensor; its strides say nothing about dimensions of size 1."""
+    """The steps of a row-major tensor; a tensor's own strides say nothing about dimensions of size 1."""
     steps = [1]
     for size in reversed(shape[1:]):
         steps.insert(0, steps[0] * size)
@@ -122,7 +121,7 @@ def begin_convolution(
     rng: Tensor,
     node: int,
 ) -> Pending:
-    """Convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
+    """Begin a convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
     geometry = Geometry.of(stride, padding, dilation, transposed, output_padding, groups)
     require_one_dtype("convolution", x.dtype, w.dtype)
     size = result_size(geometry, x.shape, w.shape)
@@ -141,7 +140,7 @@ def _plain(
     rng: Tensor,
     node: int,
 ) -> Pending:
-    """A convolution that is not transposed, of operands that were checked; size: of its result."""
+    """Begin a convolution that is not transposed, of checked operands; ``size`` is the shape of its result."""
     groups = geometry.groups
     loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
     kernel = contract_of(accumulate, rounding, loads, loads[1])
@@ -158,17 +157,18 @@ def _plain(
     weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
     pixels = found.pixels.numel()
     if pixels < _FEW and x.shape[0] > 1:
-        # The windows of all images are one line of columns; the result has them image by image.
+        # The windows of all images are one row of columns; the result has them image by image.
         out = Placing(weights.shape[1] * pixels, pixels, _placed(x.shape[0], w.shape[0] * pixels, pixels))
         right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
         return begin_contract(kernel, weights, x, right, 0, draw, size)
-    # A batch of the contraction is a group of an image: groups lie group_step apart, images follow.
+    # Each batch of the contraction is a group of an image: groups are group_step apart, and images follow the groups.
     right = Right(x.shape[0] * groups, found.group_step, k, found.pixels)
     return begin_contract(kernel, weights, x, right, groups, draw, size)
 
 
 @by_bytes(TABLES)
 def _placed(images: int, image_step: int, pixels: int) -> Tensor:
+    """The offsets of the results of several images in a row-major result."""
     return _sums([offsets(images, image_step), offsets(pixels, 1)])
 
 
@@ -187,7 +187,7 @@ def begin_input_gradient(
     rng: Tensor,
     node: int,
 ) -> Pending:
-    """The gradient of a convolution's input: the transposed convolution of ``grad`` (the plain one, if transposed)."""
+    """Begin the input's gradient: the transposed convolution of ``grad`` (the plain one, if transposed)."""
     tail = (accumulate, rounding, rng, node)
     geometry, size = Geometry.of(stride, padding, dilation, transposed, output_padding, groups), list(input_size)
     require_one_dtype("convolution's gradient", grad.dtype, w.dtype)
@@ -219,11 +219,11 @@ def begin_weight_gradient(
     rng: Tensor,
     node: int,
 ) -> Pending:
-    """The gradient of a convolution's weight: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
+    """Begin the weight's gradient: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
     geometry, size = Geometry.of(stride, padding, dilation, transposed, output_padding, groups), list(weight_size)
     require_one_dtype("convolution's gradient", grad.dtype, x.dtype)
     require_gradient(geometry, grad.shape, x.shape, tuple(size))
-    # Backwards, a transposed convolution is a plain one: input and gradient exchange their parts.
+    # For a transposed convolution, input and gradient exchange their parts.
     small, image = (x, grad) if transposed else (grad, x)
     loads = (storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input"))
     kernel = contract_of(accumulate, rounding, loads, loads[1])

@@ -1,10 +1,7 @@
-"""The exact sum of CPU tensors: shapes and layouts, before any pointer is passed.
+"""Exact sums of CPU tensors: shapes and layouts, before any pointer is passed.
 
-What is true here. The order ``exact`` has no tree, so only the split into results is decided here, and the
-reduced dimensions are walked in the order of their strides. Nothing is copied but panels of a line.
-
-    before   math.fsum(row) for each row
-    after    run_exact(kernel, x, draw, [1])
+The order ``exact`` has no tree: only the split into results is decided here, and the reduced dimensions are walked in
+the order of their strides. Nothing is copied but panels of a line, and operands of too many dimensions.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from fxround.runtime.threads import pieces_of, spread
 
 _EXACT: Final = signature(2, 4)
 _ENOUGH: Final = 1 << 14
-# A result costs as much as this many elements.
+# The elements that take as long as rounding a result.
 _RESULT: Final = 128
 
 
 def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
-    """Sum ``dims`` (ascending, none negative) of x; the result has the others."""
+    """Sum ``dims`` (ascending, none negative) of x exactly; the result has the other dimensions."""
     result = buffers.empty([n for d, n in enumerate(x.shape) if d not in dims], dtype_of(kernel.result))
     x, lines = described(x, dims, ordered=False)
     if lines.length >= 1 << 35:

@@ -1,13 +1,8 @@
-"""Kernels over CPU tensors: shapes are checked and layouts found here, before any pointer is passed.
+"""Maps over CPU tensors, and what all kernels share: shapes are checked and layouts found before a pointer is passed.
 
-What is true here. Every result is new (or the caller's ``out``) and row-major. Operands may have any strides,
-broadcast, or be empty. Layout is the only thing decided here; a kernel's meaning is its own.
-
-Why it is safe. A pointer is taken only from a CPU tensor of a dtype that the kernel was built for, whose memory holds
-its values (no view with the negative bit), and every size that a kernel reads by comes from the shapes checked here.
-
-    before   lib.add(a.data_ptr(), b.data_ptr(), n)
-    after    run_map(program, (a, b), torch.float32, draw)
+A result is new (or the caller's ``out``) and row-major. Operands may have any strides, broadcast, or be empty. A
+pointer is taken only from a CPU tensor of a dtype that the kernel was built for, whose memory holds its values (no view
+with the negative bit), and every size that a kernel reads by comes from the shapes that are checked here.
 """
 
 from __future__ import annotations
@@ -38,21 +33,24 @@ STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
 }
-# What a map reads besides.
+# The dtypes that a map reads: masks as well.
 LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
 _DTYPES: Final = {storage: dtype for dtype, storage in STORAGES.items()}
 _MAP: Final = signature(4, 5)
 _WORD: Final = (1 << 32) - 1
 _KEY: Final = ctypes.c_uint32 * 4
-# What a kernel that draws nothing is given for a random key.
+# The random key that is passed to a kernel that draws nothing.
 NO_KEY: Final = _KEY()
-# A thread is worth waking for this many scalar steps.
+# The elements that make another thread worth its start.
 _ENOUGH: Final = 1 << 15
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a kernel's random bits depend on: seed, sample, and the number of the node."""
+    """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
+
+    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    """
 
     seed: int = 0
     sample: int = 0
@@ -69,23 +67,23 @@ class Draw:
 
     @staticmethod
     def of(rng: Tensor, node: int) -> Draw:
-        """From the run-time tensor (seed, sample), int64 of shape [2]."""
+        """The draw of a node, from the run-time tensor (seed, sample), int64 of shape [2]."""
         require_state(rng)
         seed, sample = rng.tolist()
         return Draw(seed, sample, node)
 
     def key(self) -> Any:
-        """Four u32 words, as a C array."""
+        """Seed, sample and node as a C array of four u32."""
         return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
 
     def keys(self, nodes: Sequence[int]) -> Any:
-        """Seed and sample in three u32 words, then a word for each of the nodes (at least one), as a C array."""
+        """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
         words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
         return (ctypes.c_uint32 * len(words))(*words)
 
 
 def require_state(rng: Tensor) -> None:
-    """ValueError for what is no run-time tensor (seed, sample)."""
+    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample)."""
     if rng.dtype != torch.int64 or rng.shape != (2,):
         raise ValueError(
             f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
@@ -93,7 +91,7 @@ def require_state(rng: Tensor) -> None:
 
 
 def stored_as(dtype: torch.dtype, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
-    """How kernels store a dtype; TypeError for one that they do not."""
+    """How kernels store a dtype; TypeError for a dtype that they do not store."""
     if dtype not in known:
         names = ", ".join(str(d).removeprefix("torch.") for d in known)
         raise TypeError(f"{what}: got dtype {dtype}; expected one of {names}")
@@ -101,7 +99,7 @@ def stored_as(dtype: torch.dtype, what: str, known: Mapping[torch.dtype, Storage
 
 
 def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
-    """The storage of a dense CPU tensor of a known dtype, a real floating one; a clear error for anything else."""
+    """The storage of a dense CPU tensor of a known dtype; TypeError or ValueError for anything else."""
     if x.layout != torch.strided or x.is_quantized:
         raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
     storage = stored_as(x.dtype, what, known)
@@ -113,7 +111,7 @@ def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STOR
 
 
 def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that shapes broadcast to; ValueError where they do not."""
+    """The shape that shapes broadcast to; ValueError if they do not."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -122,7 +120,7 @@ def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where elements 0 lie. ValueError for a tensor whose memory was taken away (a freed storage, a symbolic zero)."""
+    """The addresses of elements 0. ValueError for a tensor whose memory is gone (a freed storage, a symbolic zero)."""
     found = tuple([x.data_ptr() for x in tensors])
     if 0 in found:
         for x, address in zip(tensors, found, strict=True):
@@ -132,7 +130,7 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def array(values: Sequence[int]) -> Any:
-    """int64 numbers as a C array, of one element at least."""
+    """int64 numbers as a C array of at least one element."""
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
@@ -155,6 +153,7 @@ def _collapse(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int]
 
 
 def _access(sizes: list[int], strides: list[int]) -> Access:
+    """How a map reads an operand with these strides (``llvm.map.Access``)."""
     if all(s == 0 for s in strides):
         return "scalar"
     expected = 1
@@ -165,6 +164,7 @@ def _access(sizes: list[int], strides: list[int]) -> Access:
     else:
         return "contiguous"
     if sizes[-1] % BLOCK == 0 and strides[-1] in (0, 1):
+        # Rows are whole blocks, so no block crosses from one row to the next.
         return "inner" if strides[-1] else "row"
     return "strided"
 
@@ -176,14 +176,14 @@ def run_map(
     draw: Draw,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The program over operands that broadcast; ``out``: a row-major tensor to write into."""
+    """Run a program over operands that broadcast; ``out`` is a row-major tensor to write into."""
     kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
     (result,) = run_kernel(kernel, operands, draw.key(), (out,))
     return result
 
 
 def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
-    """How a map's operands are stored, masks among them; what cannot be an operand raises."""
+    """How a map's operands are stored, masks among them; raises for what cannot be an operand."""
     if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS and not x.is_neg() for x in operands):
         return tuple([LOADS[x.dtype] for x in operands])
     return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
@@ -199,7 +199,7 @@ def result_storage(dtype: torch.dtype) -> Storage:
 def run_kernel(
     kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """A kernel over operands that broadcast. outs: row-major tensors to write into, None for a new one."""
+    """Run a kernel over operands that broadcast. ``outs`` are row-major tensors to write into, None for a new one."""
     call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
     if call is None:
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
@@ -225,19 +225,20 @@ def _writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
-    """``MapCall.of`` once for each layout and instruction set."""
+    """``MapCall.of``, once for each layout and instruction set."""
     return MapCall.of(kernel, layout)
 
 
 @dataclass(frozen=True)
 class MapCall:
-    """A kernel's code for operands that lie in certain ways; where they lie is told by each call.
+    """A map's code for operands of given layouts; addresses are given for each call.
 
     function    the code
-    shape       of a result
+    shape       the shape of a result
     total       elements of a result
-    dims        how many dimensions are left when neighbours are merged; ``sizes`` are theirs
-    steps       strides in elements, operand by operand
+    dims        the number of dimensions after neighbours are merged
+    sizes       their sizes, a C array
+    steps       strides in elements, operand by operand, a C array
     """
 
     function: Any
@@ -251,9 +252,9 @@ class MapCall:
 
     @staticmethod
     def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]], told: bool = False) -> MapCall | None:
-        """The code for operands of these shapes and strides; None where they have too many dimensions.
+        """The code for operands of these shapes and strides; None if they have too many dimensions.
 
-        told: whether a key has the number of each draw behind the number of its node (``MapVariant``).
+        told: whether a key has the number of each draw after the number of its node (``MapVariant``).
         """
         shape = broadcast("a pointwise operator", *(shape for shape, _ in layout))
         total = math.prod(shape)
@@ -269,28 +270,28 @@ class MapCall:
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """As a chain's table has it: ``llvm.chain.STAGE``, up to the number of operands."""
+        """The call as a chain's table has it: ``llvm.chain.STAGE`` up to the number of operands."""
         at = ctypes.addressof
         told = self.total, self.dims, at(self.sizes), at(self.steps)
         return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *told
 
     @property
     def blocks(self) -> int:
-        """Blocks of elements, the last one perhaps short."""
+        """The number of blocks of elements; the last one may be short."""
         return -(-self.total // BLOCK)
 
     def arguments(self, sources: Any, targets: Any, key: Any) -> tuple[int, ...]:
-        """What ``function`` is told behind the range of blocks; the caller keeps the arrays."""
+        """The arguments of ``function`` after the range of blocks; the caller keeps the arrays alive."""
         at = ctypes.addressof
         return self.total, self.dims, at(self.sizes), at(sources), at(self.steps), at(targets), at(key)
 
     def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
-        """Some blocks, split over threads. sources, targets: arrays of the addresses of elements 0."""
+        """Run some blocks, split over threads; ``sources`` and ``targets`` are arrays of addresses of elements 0."""
         spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
 
 
 def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides of an operand as broadcasting sees it."""
+    """The strides of an operand after broadcasting to ``shape``."""
     missing = len(shape) - len(own)
     kept = (
         0 if n == 1 and size != 1 else stride for n, stride, size in zip(own, strides, shape[missing:], strict=True)
@@ -299,5 +300,5 @@ def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) 
 
 
 def dtype_of(storage: Storage) -> torch.dtype:
-    """The inverse of ``STORAGES``."""
+    """The dtype of a storage: the inverse of ``STORAGES``."""
     return _DTYPES[storage]

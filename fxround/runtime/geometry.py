@@ -1,8 +1,8 @@
-"""How the windows of a convolution lie on its input, and the checks of every number that says so.
+"""How the windows of a convolution are placed on its input, and the checks of every number that says so.
 
-A convolution and its two gradients ask here for the sizes of their results, the kernels and their fake counterparts
-alike. A number that comes back was checked: kernels make offsets of nothing else. Sizes may be symbolic in a graph
-that is being traced; there a condition counts only where it certainly fails, and the kernel asks again.
+A convolution and its two gradients get the sizes of their results here, in the kernels and in their fake counterparts
+alike. Kernels make offsets only of numbers that were checked here. Sizes may be symbolic in a graph that is being
+traced; there a condition counts only if it certainly fails, and the kernel checks it again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Sizes = Sequence[Any]
-# Numbers beyond this make no convolution that fits into memory; sums and products of offsets stay within 64 bits.
+# No convolution that fits into memory has larger numbers; within them, sums and products of offsets fit in 64 bits.
 _LARGEST: Final = (1 << 31) - 1
 _MOST_ELEMENTS: Final = 1 << 46
 
 
 def surely(condition: Any) -> bool:
-    """Whether a condition on sizes holds; False for one on symbolic sizes that may hold or not."""
+    """Whether a condition on sizes certainly holds; False for one on symbolic sizes that may hold or not."""
     return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
 
 
@@ -33,14 +33,14 @@ def differ(a: Sizes, b: Sizes) -> bool:
 
 
 def require_one_dtype(what: str, a: torch.dtype, b: torch.dtype) -> None:
-    """TypeError for operands of two dtypes. what: ``a convolution and its weights``, say."""
+    """Raise TypeError for operands of two dtypes; ``what`` names them in the message."""
     if a != b:
         raise TypeError(f"{what} of {a} and {b}: expected one dtype (cast one of them first)")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How windows lie on the input: one number a spatial dimension, and the number of channel groups."""
+    """How windows are placed on the input: one number for each spatial dimension, and the number of channel groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -58,11 +58,11 @@ class Geometry:
         output_padding: Sequence[int],
         groups: int,
     ) -> Geometry:
-        """From an operator's arguments, which nobody has checked yet."""
+        """The geometry of an operator's arguments, which are not checked yet."""
         return Geometry(tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
 
     def result_size(self, x: Sizes, w: Sizes) -> list[Any]:
-        """[batch, channels, *spatial] of the result for an input and a weight of these sizes.
+        """The sizes [batch, channels, *spatial] of the result for an input and a weight of these sizes.
 
         Raises ValueError for numbers that describe no convolution, as PyTorch's own operator does.
         """
@@ -90,6 +90,7 @@ class Geometry:
         return size
 
     def _require_numbers(self, dims: int) -> None:
+        """Raise ValueError unless the lists have ``dims`` numbers each, and the numbers are within their limits."""
         lists = {"stride": (self.stride, 1), "padding": (self.padding, 0), "dilation": (self.dilation, 1)}
         if self.transposed:
             lists["output_padding"] = (self.output_padding, 0)
@@ -109,7 +110,7 @@ class Geometry:
                     )
 
     def require_gradient(self, grad: Sizes, x: Sizes, w: Sizes) -> None:
-        """ValueError unless ``grad`` has the size of the result for an input and a weight of these sizes."""
+        """Raise ValueError unless ``grad`` has the size of the result for an input and a weight of these sizes."""
         expected = self.result_size(x, w)
         if differ(grad, expected):
             raise ValueError(
@@ -117,17 +118,18 @@ class Geometry:
             )
 
     def _extent(self, size: Any, taps: Any, d: int) -> Any:
+        """The size of the result in spatial dimension d."""
         reach = self.dilation[d] * (taps - 1)
         if self.transposed:
             return (size - 1) * self.stride[d] - 2 * self.padding[d] + reach + self.output_padding[d] + 1
         return (size + 2 * self.padding[d] - reach - 1) // self.stride[d] + 1
 
     def plain(self) -> Geometry:
-        """The same windows of a convolution that is not transposed."""
+        """The same windows for a convolution that is not transposed."""
         return Geometry(self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
 
     def reversed_for(self, x: Sizes, w: Sizes) -> Geometry:
-        """The transposed convolution that leads from a plain one's result back to an input of the size ``x``."""
+        """The transposed convolution from a plain one's result back to an input of size ``x``."""
         none = (0,) * len(self.stride)
         back = Geometry(self.stride, self.padding, self.dilation, True, none, self.groups)
         reached = [self._extent(size, w[d + 2], d) for d, size in enumerate(x[2:])]
@@ -136,6 +138,6 @@ class Geometry:
         return Geometry(self.stride, self.padding, self.dilation, True, extra, self.groups)
 
 
-# For sizes that are numbers: once for each.
+# The same for sizes that are numbers, remembered.
 result_size: Final = lru_cache(maxsize=1024)(Geometry.result_size)
 require_gradient: Final = lru_cache(maxsize=1024)(Geometry.require_gradient)

@@ -1,12 +1,9 @@
 """Groups: nodes of a graph that run as one module, and what such modules have in common.
 
-What is true here. ``grouped`` makes a graph in which every unit that a module is built for is a call of it: it takes
-what the unit reads, and returns a list of what is read outside of it. ``subgraph`` is the unit as it was.
-
-Why it is safe. ``units`` keeps the new graph free of circles, and a unit that no module is built for is copied.
-
-    before   %m = fxround.matmul(...); %y = fxround.pointwise([%m, %b], ...)
-    after    %group_0 = group_0(%x, %w, %b, %rng); %y = %group_0[0]
+``grouped`` makes a graph in which every unit that a module is built for is a call of that module: the call takes what
+the unit reads, and returns a list of what is read outside of it, as in ``%group = group_0(%x, %w, %b, %rng); %y =
+%group[0]``. ``subgraph`` is the unit as a graph of its own. ``units`` keeps the new graph free of cycles, and a unit
+without a module is copied.
 """
 
 from __future__ import annotations
@@ -32,7 +29,11 @@ def grouped(
     build: Callable[[Unit, Sequence[fx.Node]], nn.Module | None],
     name: str,
 ) -> fx.GraphModule:
-    """A graph in which units are modules. build: of a unit and of what it reads, in order; None to leave the unit."""
+    """A graph in which units are modules.
+
+    ``joins`` says whether two units may be one; ``build`` makes the module of a unit from the unit and the nodes that
+    it reads, in order, or returns None to leave the unit as it is.
+    """
     made: dict[fx.Node, fx.Node] = {}
     parts: dict[str, Any] = {
         str(node.target): operator.attrgetter(str(node.target))(graph)
@@ -58,7 +59,7 @@ def grouped(
 
 
 def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
-    """The nodes as a graph of their own, from the inputs to what is used outside."""
+    """The nodes as a graph of their own, from the inputs to the values that are used outside."""
     own, inside = set(nodes), fx.Graph()
     made = {node: inside.placeholder(node.name) for node in inputs}
     for node in nodes:

@@ -1,16 +1,13 @@
-"""The torch operators ``fxround::...``: functional, row-major results, text for every rounding.
+"""The torch operators ``fxround::...``: functional, with row-major results and a text for every rounding.
 
-What is true here. A graph node carries its whole arithmetic in its arguments: a program or a rounding as
-text, the run-time tensor ``rng`` = (seed, sample), and the number of the node. Calls are pure: the same
-arguments give the same bits. Results are row-major whatever the operands' strides, in the kernels and in
-their fake counterparts alike.
+A graph node carries its whole arithmetic in its arguments: a program or a rounding as text, the run-time tensor ``rng``
+= (seed, sample), and the number of the node. Calls are pure: the same arguments give the same bits. Results are
+row-major whatever the operands' strides, in the kernels and in their fake counterparts alike. Both check the same
+numbers by the same functions, so they agree on shapes or both refuse. Operators defined with ``define``, ``impl`` and a
+fake kernel pass ``opcheck`` and survive export, deepcopy and pickle. None has an autograd formula, since graphs are
+differentiated before they are lowered.
 
-Why it is safe. Every number that a kernel reads by is checked by functions that its fake counterpart asks too: both
-agree on shapes or both refuse. ``define`` + ``impl`` + a fake kernel pass ``opcheck`` and survive export, deepcopy and
-pickle; no operator has an autograd formula, since graphs are differentiated before they are lowered.
-
-    before   torch.mm(a, b)
-    after    torch.ops.fxround.matmul(a, b, "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 7)
+    torch.ops.fxround.matmul(a, b, "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 7)
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
 
 
 def pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
-    """A program of rounded pointwise operations over operands that broadcast."""
+    """Run a program of rounded pointwise operations over operands that broadcast."""
     loads, result = _loads(xs, program), result_storage(dtype)
     if is_long(program, loads, (result,)):
         return run_parts(program, xs, (result,), Draw.of(rng, node), None)[0]
@@ -72,9 +69,10 @@ def _pointwise_fake(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng:
 
 
 def fused(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, nodes: Sequence[int]) -> list[Tensor]:
-    """A chain of rounded pointwise operations in one pass over memory: the bits of one call each.
+    """Run a chain of rounded pointwise operations in one pass over memory: the bits of one call for each operation.
 
-    results: how each result is stored, as in ``f32 bf16``. nodes: the number of each operation that draws, in order.
+    results: how each result is stored, for example ``f32 bf16``. nodes: the number of each operation that draws, in
+    order.
     """
     kernel = _fused_kernel(_loads(xs, program), program, results, nodes)
     if kernel is None:
@@ -90,12 +88,14 @@ def _fused_fake(xs: Sequence[Tensor], program: str, results: str, rng: Tensor, n
 
 
 def _loads(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
+    """How the operands are stored; ValueError if there are none."""
     if not xs:
         raise ValueError(f"{shown(program)}: a pointwise operator needs at least one tensor operand")
     return loads_of(xs)
 
 
 def _loads_fake(xs: Sequence[Tensor], program: str) -> tuple[Storage, ...]:
+    """The same from the dtypes alone."""
     if not xs:
         raise ValueError(f"{shown(program)}: a pointwise operator needs at least one tensor operand")
     return tuple(stored_as(x.dtype, f"operand {i}", LOADS) for i, x in enumerate(xs))
@@ -111,7 +111,7 @@ def _fused_kernel(loads: tuple[Storage, ...], program: str, results: str, nodes:
 
 
 def _contraction_checked(dtype: torch.dtype, accumulate: str, rounding: str, rng: Tensor) -> None:
-    """What the fake kernels of contractions check besides sizes, which are the geometry's."""
+    """Check what the fake kernels of contractions check besides sizes."""
     storage = stored_as(dtype, "a contraction's operand")
     contract_of(accumulate, rounding, (storage, storage), storage)
     require_state(rng)
@@ -224,7 +224,7 @@ _OPERATORS: Final[tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
     *reductions.OPERATORS,
 )
 
-# What a graph's operator runs, for callers that need no dispatcher.
+# The function of each operator, for callers that need no dispatcher.
 KERNELS: Final[dict[Any, Callable[..., Any]]] = {}
 
 for _schema, _kernel, _fake in _OPERATORS:
@@ -238,7 +238,7 @@ for _schema, _kernel, _fake in _OPERATORS:
 POINTWISE: Final = torch.ops.fxround.pointwise.default
 FUSED: Final = torch.ops.fxround.fused.default
 
-# Contractions up to the point where the result's place must be known.
+# The functions that begin a contraction, up to the point where the result's address is needed.
 CONTRACTIONS: Final[dict[Any, Callable[..., Pending]]] = {
     torch.ops.fxround.matmul.default: begin_matmul,
     torch.ops.fxround.convolution.default: begin_convolution,

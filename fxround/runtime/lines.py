@@ -1,15 +1,11 @@
-"""Where the lines of a reduction lie: any reduced dimensions of an operand of any strides, described without a copy.
+"""How the lines of a reduction are stored: any reduced dimensions of an operand of any strides, described without a
+copy.
 
-What is true here. A *line* is what one result is computed from. Lines are numbered by the row-major index of their
-result; k runs over the reduced dimensions, row-major too. A kernel may visit lines in any order, so the dimensions of
-the results are sorted by the operand's strides, and neighbours that are walked as one are merged. The reduced
-dimensions keep their order, unless the kernel's result knows none.
-
-Why it is safe. Steps are the tensor's own; a line keeps its number wherever it is visited, so its random bits and
-its place in the result do too.
-
-    before   x.permute(1, 0, 2).contiguous()                # a copy of the operand
-    after    Lines.of(x, (0, 2))                            # a few integers
+A *line* is the elements that one result is computed from. Lines are numbered by the row-major index of their result; k
+runs over the reduced dimensions, row-major too. A kernel may visit lines in any order, so the dimensions of the results
+are sorted by the operand's strides, and neighbouring dimensions that are walked as one are merged. The reduced
+dimensions keep their order, unless the kernel's result does not depend on it. A line keeps its number wherever it is
+visited, hence its random bits and its place in the result.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from fxround.runtime.llvm.lines import MAX_DIMS
 
 @dataclass(frozen=True)
 class Dim:
-    """``size`` places, so many elements apart in the operand, in the result, and in the numbering of lines."""
+    """A dimension: its size, and its steps in the operand, in the result, and in the numbering of lines."""
 
     size: int
     x: int
@@ -42,7 +38,7 @@ class Dim:
 
 
 def _merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """Dimensions of size 1 left out, neighbours walked as one; at least one."""
+    """The dimensions without those of size 1, neighbours that are walked as one merged; at least one."""
     found: list[Dim] = []
     for d in dims:
         if d.size == 1:
@@ -55,27 +51,28 @@ def _merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
 
 
 def row_major(shape: Sequence[int]) -> list[int]:
-    """Steps of a row-major tensor."""
+    """The steps of a row-major tensor."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def _apart(d: Dim) -> float:
-    # What is repeated (a step of 0) is visited in the outermost loop.
+    """A sorting key: large steps first."""
+    # A repeated dimension (a step of 0) is visited in the outermost loop.
     return -d.x if d.x else -math.inf
 
 
 @dataclass(frozen=True)
 class Lines:
-    """results: the dimensions of the results, outermost first; k: the reduced ones, in order."""
+    """The dimensions of the results, outermost first, and the reduced ones, in order."""
 
     results: tuple[Dim, ...]
     k: tuple[Dim, ...]
 
     @staticmethod
     def of(x: Tensor, reduced: Sequence[int], scan: bool = False, ordered: bool = True) -> Lines:
-        """The lines of ``x`` over the dimensions ``reduced`` (ascending); a scan's result has the shape of x.
+        """The lines of ``x`` over the dimensions ``reduced`` (ascending).
 
-        ordered False: a kernel that does not ask for k's order.
+        scan: the result has the shape of x. ordered: the kernel's result depends on the order of k.
         """
         kept = [d for d in range(x.dim()) if d not in reduced]
         lines = row_major([x.shape[d] for d in kept])
@@ -86,27 +83,28 @@ class Lines:
         ]
         k = [Dim(x.shape[d], steps[d], whole[d], 0) for d in reduced]
         if any(d.size == 0 for d in k):
+            # Lines without elements are all described alike: one dimension of size 0.
             k = [Dim(0, 0, 0, 0)]
         return Lines(_merged(sorted(results, key=_apart)), _merged(k if ordered else sorted(k, key=_apart)))
 
     @cached_property
     def count(self) -> int:
-        """How many results there are."""
+        """The number of results."""
         return math.prod(d.size for d in self.results)
 
     @cached_property
     def length(self) -> int:
-        """How many elements a line has."""
+        """The number of elements of a line."""
         return math.prod(d.size for d in self.k)
 
     @property
     def fits(self) -> bool:
-        """Whether a kernel's description holds so many dimensions."""
+        """Whether a kernel's description holds that many dimensions."""
         return len(self.results) <= MAX_DIMS and len(self.k) <= MAX_DIMS
 
     @property
     def dense(self) -> bool:
-        """Whether k walks neighbouring elements, all of a line in one run."""
+        """Whether k walks adjacent elements, all of a line in one run."""
         return len(self.k) == 1 and (self.k[0].x == 1 or self.length <= 1)
 
     def array(self) -> Any:

@@ -1,8 +1,8 @@
-"""Caches that are bounded by bytes: for tables and plans whose size grows with the shapes that they serve.
+"""Caches that are bounded by bytes, for tables and plans whose size grows with the shapes that they are made for.
 
-``by_bytes(most)`` is ``functools.lru_cache`` that counts what its values hold. Values used longest ago go when all
-together hold more than ``most`` bytes; the latest one stays whatever it holds, since the next call may ask for it
-again. A caller that needs a value for longer holds it: nothing is freed under it.
+``by_bytes(most)`` is ``functools.lru_cache`` that counts the bytes of its values. Values used longest ago are dropped
+when all together hold more than ``most`` bytes; the latest one stays whatever it holds, since the next call may need it
+again. A caller that needs a value for longer keeps a reference to it: dropping a value frees nothing that is in use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxround.locks import waited_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# A key and what Python keeps for an entry; small values are counted by their number in this way.
+# The bytes that count for an entry besides its tensors: its key and what Python allocates.
 _ENTRY: Final = 1 << 10
 
 
 def held(value: object) -> int:
-    """The bytes of a value's tensors: of those in tuples and in dataclasses too."""
+    """The bytes of a value's tensors, those in tuples, lists and dataclasses included."""
     if isinstance(value, Tensor):
         return value.untyped_storage().nbytes()
     if isinstance(value, tuple | list):
@@ -55,6 +55,7 @@ class Memo(Generic[P, T]):
         return value
 
     def _keep(self, key: Any, value: T, size: int) -> None:
+        """Remember a value, and drop the values used longest ago beyond the limit."""
         with self.lock:
             if key in self.known:
                 return

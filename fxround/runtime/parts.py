@@ -1,9 +1,9 @@
 """Programs that are too long for one kernel, run statement by statement.
 
-The time of a compilation grows with a kernel's length. A program beyond ``MOST`` operators of the scalar IR runs as one
-kernel for each kind of statement: numbers are operands, so that statements which differ only in what they read share
-one. Each statement draws the bits that it draws in the whole program, and a value between two statements is stored in
-the carrier, which holds it: the results are those of the one kernel, bit for bit.
+The time of a compilation grows with a kernel's length. A program of more than ``MOST`` operators of the scalar IR runs
+as one kernel for each kind of statement: numbers are operands, so statements that differ only in what they read share a
+kernel. Each statement draws the bits that it draws in the whole program, and a value between two statements is stored
+in the carrier, which holds it exactly: the results are those of the one kernel, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FEW: Final = 4
 
 @lru_cache(maxsize=4096)
 def is_long(text: str, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> bool:
-    """Whether a program is to be run in parts. Raises ValueError for what no kernel does."""
+    """Whether a program is to be run in parts. Raises ValueError for a program that no kernel runs."""
     program = texts.program(text)
     if len(program.statements) <= _FEW:
         return False
@@ -45,14 +45,14 @@ def is_long(text: str, loads: tuple[Storage, ...], results: tuple[Storage, ...])
 def run_parts(
     text: str, operands: Sequence[Tensor], results: Sequence[Storage], draw: Draw, nodes: Sequence[int] | None
 ) -> list[Tensor]:
-    """The program over operands that broadcast. nodes: of the statements that draw; None if all are of ``draw``'s."""
+    """Run the program over operands that broadcast. ``nodes``: one for each draw; None if all are ``draw``'s."""
     shape = broadcast("a pointwise operator", *(x.shape for x in operands))
     carrier = CARRIER_OF[results[0]]
     values = {f"x{i}": x for i, x in enumerate(operands)}
     own = None if nodes is None else iter(nodes)
     for number, part in enumerate(_parts(text)):
         xs = [values[o] if isinstance(o, str) else _number(o.hex(), carrier) for o in part.read]
-        # A statement draws for each element of the program's result.
+        # A statement draws for each element of the program's result, also where its own operands are smaller.
         xs[0] = xs[0].expand(shape)
         kernel = texts.fused(part.text, loads_of(xs), carrier)
         words = draw.key()
@@ -68,7 +68,7 @@ def run_parts(
 
 @dataclass(frozen=True)
 class _Part:
-    """A statement over x0, x1, ...: its text, what these are (values or numbers), and what nothing later reads."""
+    """A statement over x0, x1, ...: its text, its target, the values or numbers it reads, and values not read later."""
 
     text: str
     target: str
@@ -78,6 +78,7 @@ class _Part:
 
 @lru_cache(maxsize=64)
 def _parts(text: str) -> tuple[_Part, ...]:
+    """The program as statements of their own, in order."""
     program = texts.program(text)
     alive, found = set(program.results), []
     for statement in reversed(program.statements):
@@ -100,11 +101,12 @@ def _read(statement: Statement) -> tuple[str | float, ...]:
 
 @lru_cache(maxsize=256)
 def _number(value: str, carrier: Storage) -> Tensor:
+    """A number as a tensor of no dimensions."""
     return torch.tensor(float.fromhex(value), dtype=dtype_of(carrier))
 
 
 def _run(kernel: Map, operands: Sequence[Tensor], key: Any) -> Tensor:
-    """A kernel of one result; key: with the number of the draw behind the node's, if it draws."""
+    """Run a kernel of one result; a key for a kernel that draws has the draw's number after the node's."""
     call = _call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
     if call is None:
         return _run(kernel, [x.contiguous() for x in torch.broadcast_tensors(*operands)], key)
@@ -117,11 +119,12 @@ def _run(kernel: Map, operands: Sequence[Tensor], key: Any) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
+    """``MapCall.of``, remembered; the key of a kernel that draws has the number of the draw."""
     return MapCall.of(kernel, layout, bool(kernel.draws))
 
 
 @lru_cache(maxsize=16)
 def _conversion(carrier: Storage, storage: Storage) -> Map:
-    """From a value of the storage's format in the carrier to the stored element."""
+    """The kernel from a value of the storage's format in the carrier to the stored element."""
     value = param("x0", ELEMENT_OF[carrier])
     return Map(Function("map", (value,), (store(load(value, carrier), storage),)), (carrier,), (storage,), ())

@@ -1,13 +1,8 @@
-"""Products of matrices as contractions: shapes and strides are looked at once, then only addresses change.
+"""Products of matrices as contractions: layouts are looked at once, then only addresses change.
 
-What is true here. What a call needs besides addresses (the plan, the code, tables of offsets) depends on shapes,
-strides, dtype, instruction set and number of threads alone, and is kept by them. A small product then costs its
-lookup, a result and one call of machine code.
-
-Why it is safe. Everything that the code reads by is part of the key.
-
-    before   shapes compared, offsets found, sixteen numbers handed over, in every call
-    after    _bound(a.shape, a.stride(), ..., "binary32/stochastic", ...).contraction.of_operands(...).finish()
+All that a call needs besides addresses (the plan, the code, tables of offsets) depends on shapes, strides, dtype,
+instruction set and number of threads alone, and is remembered by them. A small product then costs a lookup, a result
+and one call of machine code. Everything that the code reads by is part of the key.
 """
 
 from __future__ import annotations
@@ -24,14 +19,17 @@ from fxround.runtime.execute import STORAGES, Draw, storage_of
 from fxround.runtime.geometry import differ, require_one_dtype
 from fxround.runtime.memo import by_bytes
 
-# Rows from which on a column is worth turning.
+# The number of rows from which a product with one column is computed transposed.
 _FEW: Final = 8
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """A product of operands that lie in one way. contraction: None where it has no element; turned: of b and a."""
+    """A product of operands of given layouts.
+
+    ``contraction`` is None if the result has no element; ``turned`` says that it computes the transposed product.
+    """
 
     shape: tuple[int, ...]
     contraction: Contraction | None
@@ -40,7 +38,7 @@ class _Bound:
 
 
 def begin_matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Pending:
-    """(M, K) x (K, N), or the same with a batch in front: k ascending from +0, one rounding a step."""
+    """Begin the product (M, K) x (K, N), or a batch of them: k ascending from +0, rounded as ``accumulate`` says."""
     for x, what in ((a, "first"), (b, "second")):
         if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES or x.is_neg():
             storage_of(x, f"matmul's {what} operand")
@@ -58,6 +56,7 @@ matmul: Final = finished(begin_matmul)
 
 @by_bytes(TABLES)
 def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> _Bound:
+    """The product for operands of these layouts."""
     check_matmul(a, b)
     (left, steps, dtype), (right, other_steps, _) = a, b
     kernel = contract_of(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
@@ -67,7 +66,8 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
     groups = 0
     if len(shape) == 2:
         left, steps, right, other_steps, groups = (1, *left), (0, *steps), (1, *right), (0, *other_steps), 1
-    # One column and many rows are one row and many columns: a step does not know its operands apart.
+    # One column and many rows are computed as one row and many columns: a step is symmetric in its factors, and an
+    # element keeps its place in the result, hence its stream.
     turned = right[2] == 1 and left[1] > _FEW
     if turned:
         left, steps, right, other_steps = (_turned(x) for x in (right, other_steps, left, steps))
@@ -76,11 +76,12 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
 
 
 def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes or strides of a batch of transposed matrices."""
     return (of[0], of[2], of[1])
 
 
 def check_matmul(a: Layout, b: Layout) -> None:
-    """ValueError or TypeError for operands that have no product; sizes may be symbolic."""
+    """Raise ValueError or TypeError for operands that have no product; sizes may be symbolic."""
     (left, _, dtype), (right, _, other) = a, b
     if len(left) not in (2, 3) or len(left) != len(right):
         raise ValueError(f"matmul takes two matrices or two batches of them, got {tuple(left)} and {tuple(right)}")

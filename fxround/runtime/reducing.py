@@ -1,10 +1,8 @@
-"""Chains over CPU tensors: which loops serve the lines of an operand, before any pointer is passed.
+"""Chains over CPU tensors: which loops reduce or scan the lines of an operand, before any pointer is passed.
 
-What is true here. Operands may have any strides and any dimensions may be reduced, without a copy; results are
-new and row-major. Which loops run is decided by sizes and strides alone, and changes no bit.
-
-    before   torch.sum(x, 1)
-    after    run_reduce(kernel, x, draw, [1])
+Operands may have any strides, and any dimensions may be reduced without a copy (but for operands of more dimensions
+than a description holds). Results are new and row-major. Sizes and strides alone decide which loops run, and the choice
+changes no bit.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from fxround.runtime.llvm.rows import build_rows
 from fxround.runtime.threads import pieces_of, spread
 
 _REDUCE: Final = signature(2, 4)
-# A thread is worth waking for this many scalar steps.
+# The scalar steps that make another thread worth its start.
 _ENOUGH: Final = 1 << 15
 
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
-    """Reduce ``dims`` (ascending, none negative) of x; the result has the others."""
+    """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
     call = _reduction(kernel, tuple(x.shape), x.stride(), tuple(dims), current_set())
     if call is None:
         kept = [d for d in range(x.dim()) if d not in dims]
@@ -46,7 +44,7 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
 
 @dataclass(frozen=True)
 class Reduction:
-    """A kernel's code for operands that lie in one way, what it is told of their lines, and its items."""
+    """A kernel's code for operands of one layout, the description of their lines, and the number of items."""
 
     function: Any
     shape: tuple[int, ...]
@@ -55,7 +53,7 @@ class Reduction:
     enough: int
 
     def run(self, x: Tensor, result: Tensor, key: Any) -> None:
-        """Every item, split over threads."""
+        """Do every item, split over threads."""
         arguments = (ctypes.addressof(self.lines), *addresses((x, result)), ctypes.addressof(key))
         spread(self.function, range(self.items), pieces_of(self.items, self.enough), arguments)
 
@@ -64,7 +62,7 @@ class Reduction:
 def _reduction(
     kernel: Reduce, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...], isa: str
 ) -> Reduction | None:
-    """How operands of one layout are reduced; None where a description has too few dimensions for them."""
+    """How operands of one layout are reduced; None if they have more dimensions than a description holds."""
     lines = Lines.of(torch.empty_strided(shape, strides, device="meta"), dims)
     kept = tuple(n for d, n in enumerate(shape) if d not in dims)
     if lines.count == 0:
@@ -77,7 +75,7 @@ def _reduction(
 
 @dataclass(frozen=True)
 class Loops:
-    """The code that serves some lines, how many lines an item of it has, and whether these are neighbours."""
+    """The code for some lines, the number of lines of an item, and whether these are adjacent in memory."""
 
     function: Any
     lanes: int
@@ -85,7 +83,7 @@ class Loops:
 
 
 def loops_for(kernel: Reduce, lines: Lines) -> Loops:
-    """Which loops serve these lines."""
+    """The loops for these lines."""
     one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines), current_machine()
     many = lines.count >= one
     if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
@@ -101,7 +99,7 @@ def loops_for(kernel: Reduce, lines: Lines) -> Loops:
 
 
 def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
-    """Every prefix along ``dim``. Returns x's shape."""
+    """Every prefix along ``dim``; returns the shape of x."""
     x = x.detach()
     lines = Lines.of(x, [dim], scan=True)
     if not lines.fits:
@@ -125,7 +123,7 @@ def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:
 
 
 def described(x: Tensor, dims: Sequence[int], ordered: bool = True) -> tuple[Tensor, Lines]:
-    """An operand and its lines; what has more dimensions than a description holds is copied, with ``dims`` last."""
+    """An operand and its lines; one of more dimensions than a description holds is copied, with ``dims`` last."""
     x = x.detach()
     lines = Lines.of(x, dims, ordered=ordered)
     if lines.fits:
@@ -136,12 +134,12 @@ def described(x: Tensor, dims: Sequence[int], ordered: bool = True) -> tuple[Ten
 
 
 def _neighbours(kernel: Reduce | Scan, lines: Lines) -> int:
-    """How many neighbouring lines to take at once; 0 if the lines are no neighbours."""
+    """How many adjacent lines to take together; 0 if the lines are not adjacent."""
     inner = lines.results[-1]
     return across_lanes(kernel, inner.size) if inner.x == 1 and inner.size >= one_register(kernel) else 0
 
 
 def _items(lines: Lines, lanes: int, neighbours: bool) -> tuple[int, int]:
-    """How many items there are of so many lines, and how many of them are worth a thread."""
+    """The number of items of ``lanes`` lines each, and how many of them make another thread worth its start."""
     inner = lines.results[-1].size if neighbours else lines.count
     return lines.count // inner * -(-inner // lanes), _ENOUGH // max(1, lines.length * lanes)

@@ -1,13 +1,8 @@
 """The torch operators that reduce: sum, prod, their scans, scatter_add and accumulating index_put.
 
-What is true here. Several reduced dimensions are one, in row-major order of their elements. Contributions to
-one destination are added in the order of their source. Results are row-major.
-
-Why it is safe. As ``library`` says: pure, functional, the arithmetic whole in the arguments; a kernel and its fake
-counterpart ask the same checks.
-
-    before   torch.sum(x, [0, 2])
-    after    torch.ops.fxround.sum(x, [0, 2], False, "lanes:16", "binary32/stochastic/inf", ..., rng, 4)
+Several reduced dimensions count as one, in row-major order of their elements. Contributions to one destination are
+added in the order of their source. Results are row-major. As in ``library``, operators are pure and functional, their
+whole arithmetic is in their arguments, and a kernel and its fake counterpart make the same checks.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ K = TypeVar("K")
 
 
 def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:
-    """Non-negative, ascending, each once; all of them where none is named."""
+    """The dimensions as non-negative numbers, ascending, each once; all of them if none is named."""
     wanted = list(dims) or list(range(x.dim()))
     if any(not -max(1, x.dim()) <= d < max(1, x.dim()) for d in wanted):
         raise IndexError(f"dims {list(dims)} of a tensor with {x.dim()} dimensions: out of range")
@@ -45,6 +40,7 @@ def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:
 
 
 def _sum_kernel(dtype: torch.dtype, order: str, accumulate: str, rounding: str) -> Reduce | Exact:
+    """The kernel of a sum over elements of this dtype."""
     storage = stored_as(dtype, "sum's operand")
     return sum_kernel(texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), storage, storage)
 
@@ -52,7 +48,7 @@ def _sum_kernel(dtype: torch.dtype, order: str, accumulate: str, rounding: str) 
 def _line_kernel(
     make: Callable[[Rounding, Rounding, Storage, Storage], K], what: str, dtype: torch.dtype, texts_: tuple[str, str]
 ) -> K:
-    """The kernel of prod or a scan; texts_: how steps and results are rounded."""
+    """The kernel of prod or of a scan; ``texts_`` are the roundings of the steps and of the results."""
     accumulate, rounding = map(texts.rounding, texts_)
     storage = stored_as(dtype, f"{what}'s operand")
     return make(accumulate, rounding, storage, storage)
@@ -61,7 +57,7 @@ def _line_kernel(
 def sum_(
     x: Tensor, dims: Sequence[int], keepdim: bool, order: str, accumulate: str, rounding: str, rng: Tensor, node: int
 ) -> Tensor:
-    """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum once."""
+    """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum rounded once."""
     reduced = _dims(x, dims)
     storage_of(x, "sum's operand")
     kernel = _sum_kernel(x.dtype, order, accumulate, rounding)
@@ -120,7 +116,7 @@ def _scan(kernel: Scan, x: Tensor, dim: int, draw: Draw) -> Tensor:
 
 
 def _scan_fake(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
-    # A running sum and a running product take the same roundings.
+    # Running sums and running products accept the same roundings.
     _line_kernel(cumsum_kernel, "a scan", x.dtype, (accumulate, rounding))
     _dims(x, [dim])
     require_state(rng)
@@ -128,7 +124,7 @@ def _scan_fake(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor,
 
 
 def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor, accumulate: str, rng: Tensor, node: int) -> Tensor:
-    """self with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
+    """``self`` with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
     kernel = _scatter_kernel(self.dtype, accumulate)
     check_scatter(self, dim, index, src)
     for x, what in ((self, "scatter_add's destination"), (src, "scatter_add's source")):
@@ -148,7 +144,7 @@ def _scatter_add_fake(
 def index_put(
     self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: str, rng: Tensor, node: int
 ) -> Tensor:
-    """self with values added at the indexed places, in index order of values."""
+    """``self`` with values added at the indexed places, in index order of values."""
     kernel = _scatter_kernel(self.dtype, accumulate)
     check_put(self, indices, values)
     for x, what in ((self, "index_put's destination"), (values, "index_put's values")):

@@ -1,13 +1,8 @@
-"""Kernels by NumPy: the formulas of ``kernel`` and ``orders`` read aloud, a step at a time.
+"""Kernels in NumPy: the formulas of ``kernel`` and ``orders``, one step at a time.
 
-What is true here. Every loop is Python's and every step ``Function.evaluate``, so that this file can be
-compared with the documentation line by line. It is slow, and what the compiled kernels are tested against.
-
-Why it is safe. It shares the scalar bodies with the compiled kernels and nothing of their loops,
-layouts, tails, tiles or threads.
-
-    before   expected = a @ b                      # whose order?
-    after    contract(kernel, a, b, Draw(seed=1))
+Every loop is Python's and every step is ``Function.evaluate``, so this file can be compared with the documentation line
+by line. It is slow, and is what the compiled kernels are tested against. It shares the scalar bodies with them, and
+nothing of their loops, layouts, tails, tiles or threads.
 """
 
 from __future__ import annotations
@@ -29,13 +24,13 @@ Key = tuple[int, int, int, int]
 
 
 def map_(kernel: Map, operands: list[Array], key: Key) -> Array:
-    """operands: stored elements (16-bit codes as uint32) that broadcast. The kernel's one result."""
+    """A map of one result. ``operands`` are stored elements (16-bit codes as uint32) that broadcast."""
     (result,) = maps(kernel, operands, key[:3], (key[3],))
     return result
 
 
 def maps(kernel: Map, operands: list[Array], key: tuple[int, int, int], nodes: tuple[int, ...]) -> tuple[Array, ...]:
-    """The same for a kernel of several results and nodes. key: seed low, seed high, sample."""
+    """A map of several results and nodes. ``key`` is seed low, seed high and sample."""
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     index = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
     words = [random_function(word.draw).evaluate(index, *key, nodes[word.node])[0] for word in kernel.draws]
@@ -44,7 +39,7 @@ def maps(kernel: Map, operands: list[Array], key: tuple[int, int, int], nodes: t
 
 
 class Streams:
-    """The streams of some elements; none where the kernel draws nothing."""
+    """The random streams of some elements; empty if the kernel draws nothing."""
 
     def __init__(self, elements: Array, key: Key, used: bool) -> None:
         start, self._advance = stream_functions()
@@ -53,7 +48,7 @@ class Streams:
             (self.state,) = start.evaluate(elements.astype(np.uint64), *seed_function().evaluate(*key))
 
     def draw(self, where: Any = ..., wanted: bool = True) -> Array:
-        """The next 32 bits of the streams ``where``, if the formula draws there."""
+        """The next 32 bits of the streams ``where`` if the formula draws there, else zeros."""
         if not (self.used and wanted):
             return np.zeros(np.shape(self.state[where]), np.uint32)
         bits, self.state[where] = self._advance.evaluate(self.state[where])
@@ -61,7 +56,7 @@ class Streams:
 
 
 def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
-    """x: (results, length) stored elements. Returns (results,)."""
+    """Reduce x, stored elements of shape (results, length), to (results,)."""
     results, length = x.shape
     chains = kernel.order.chains
     elements = np.arange(results)[:, None] * chains + np.arange(chains)
@@ -85,7 +80,7 @@ def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
 
 
 def scan(kernel: Scan, x: Array, key: Key) -> Array:
-    """x: (lines, length) stored elements. Returns the same shape."""
+    """Every prefix of x, stored elements of shape (lines, length); returns the same shape."""
     streams = Streams(np.arange(x.shape[0]), key, kernel.draws or kernel.finish_draws)
     acc = np.full(x.shape[0], kernel.first, np.float32 if kernel.accumulator == "f32" else np.float64)
     columns = []
@@ -96,7 +91,7 @@ def scan(kernel: Scan, x: Array, key: Key) -> Array:
 
 
 def scatter(kernel: Scatter, x: Array, places: Array, source: Array, key: Key) -> Array:
-    """x: (elements,) destinations; source[k] goes to x[places[k]], k ascending; all stored. Returns (elements,)."""
+    """Add source[k] to x[places[k]], k ascending; all are stored elements. Returns the shape of x, (elements,)."""
     streams = Streams(np.arange(len(x)), key, kernel.draws)
     acc = kernel.lift.evaluate(x)[0].copy()
     for place, element in zip(places, source, strict=True):
@@ -105,7 +100,7 @@ def scatter(kernel: Scatter, x: Array, places: Array, source: Array, key: Key) -
 
 
 def exact(kernel: Exact, x: Array, key: Key) -> Array:
-    """x: (results, length) stored elements. Returns (results,): rational arithmetic, a row at a time."""
+    """Sum x, stored elements of shape (results, length), in rational arithmetic to (results,)."""
     streams = Streams(np.arange(x.shape[0]), key, any(kernel.draws))
     bits = kernel.read.evaluate(x)[0]
     rows = bits.view(np.float32 if bits.dtype == np.uint32 else np.float64).astype(np.float64)
@@ -116,6 +111,7 @@ def exact(kernel: Exact, x: Array, key: Key) -> Array:
 
 
 def _exact_total(row: list[float], rounding: Rounding) -> float:
+    """The exact sum rounded once, or the infinity or NaN that IEEE 754 gives for the elements that are not finite."""
     special = [v for v in row if not math.isfinite(v)]
     if special:
         return sum(special)
@@ -127,7 +123,7 @@ _TO_ODD, _NEAREST = Rounding.parse("binary64/to_odd"), Rounding.parse("binary64/
 
 
 def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
-    """a: (batch, rows, length), b: (batch, length, columns), stored elements. Returns (batch, rows, columns)."""
+    """Contract a, (batch, rows, length), with b, (batch, length, columns): (batch, rows, columns), stored elements."""
     shape = (a.shape[0], a.shape[1], b.shape[2])
     elements = np.arange(int(np.prod(shape))).reshape(shape)
     streams = Streams(elements, key, kernel.draws or kernel.finish_draws)

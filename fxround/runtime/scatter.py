@@ -1,13 +1,8 @@
-"""Where contributions go: scatter_add and accumulating index_put as one list of (destination row, source row).
+"""Scatters: scatter_add and accumulating index_put as one list of (destination row, source row).
 
-What is true here. Both operators add source rows to destination rows; a row is the longest run of trailing elements
-that move together. ``Contributions`` lists, for every destination row, the source rows that go there, in
-the order of the source: a stable sort by destination changes no order within one.
-
-Why it is safe. Every index is compared with the size of its dimension before any pointer is taken.
-
-    before   out[index[i][j]][j] += src[i][j]           # whoever comes first
-    after    run_scatter(kernel, x, scatter_rows(x, 0, index, src), draw)
+Both operators add source rows to destination rows; a row is the longest run of trailing elements that move together.
+``Contributions`` lists the destination row of each source row, and a stable sort by destination keeps the order of the
+source within each. Every index is compared with the size of its dimension before any pointer is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _ENOUGH: Final = 1 << 13
 
 @dataclass(frozen=True)
 class Contributions:
-    """rows: int64 (n,), the destination row of source row k; source: (n, inner), row-major."""
+    """``rows``: int64 (n,), the destination row of source row k; ``source``: (n, inner), row-major."""
 
     rows: Tensor
     source: Tensor
@@ -44,6 +39,7 @@ _INDICES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 
 
 def _require_index(index: Tensor, what: str) -> None:
+    """Raise TypeError for an index of another dtype or layout than indexing takes."""
     if index.dtype not in _INDICES or index.layout != torch.strided:
         raise TypeError(
             f"{what}: got an index of {index.dtype}, {index.layout}; expected int64 or int32 (or a bool mask)"
@@ -51,7 +47,7 @@ def _require_index(index: Tensor, what: str) -> None:
 
 
 def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
-    """The index, negative ones counted from the end; IndexError naming the first that is out of range."""
+    """The index with negative entries counted from the end; IndexError names the first that is out of range."""
     index = index.detach().long()
     wrong = (index < -size) | (index >= size)
     if wrong.any():
@@ -61,8 +57,8 @@ def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
 
 
 def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contributions:
-    """scatter_add: source[i, j, k] goes to x[index[i, j, k], j, k] for dim 0, and so on (see ``check_scatter``)."""
-    # A 0-d tensor is one of a single element.
+    """The rows of scatter_add: source[i, j, k] goes to x[index[i, j, k], j, k] for dim 0, and so on."""
+    # A tensor of no dimensions counts as one of a single element.
     x, index, source = (t.reshape(1) if t.dim() == 0 else t for t in (x, index, source))
     dim %= x.dim()
     # Trailing dimensions along which the index is one number repeated move together.
@@ -83,7 +79,7 @@ def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contribu
 
 
 def check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    """Raises IndexError, TypeError or ValueError for arguments of scatter_add that do not fit."""
+    """Raise IndexError, TypeError or ValueError for arguments of scatter_add that do not fit."""
     dims = max(1, x.dim())
     if not -dims <= dim < dims:
         raise IndexError(f"scatter_add: dim {dim} of a tensor with {x.dim()} dimensions: out of range")
@@ -99,7 +95,7 @@ def check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
 
 
 def check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
-    """Raises IndexError, TypeError or ValueError for arguments of index_put that do not fit."""
+    """Raise IndexError, TypeError or ValueError for arguments of index_put that do not fit."""
     require_one_dtype("index_put", x.dtype, values.dtype)
     at = 0
     for index in indices:
@@ -120,20 +116,20 @@ def check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> No
 
 
 def _along(size: int, dim: int, dims: int) -> Tensor:
-    """0, 1, 2, ... along one of some dimensions."""
+    """0, 1, 2, ... along dimension ``dim`` of ``dims``."""
     return torch.arange(size).reshape([-1 if d == dim else 1 for d in range(dims)])
 
 
 def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Contributions:
-    """index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension.
+    """The rows of index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension.
 
-    Checked by ``check_put``; what depends on a mask's elements, here.
+    ``check_put`` has checked the arguments; what depends on the elements of a mask is checked here.
     """
     places = _expanded(x, indices)
     used = [d for d, i in enumerate(places) if i is not None]
     shape = broadcast("index_put", *(i.shape for i in places if i is not None))
     depth, front = used[-1] + 1, len(shape)
-    # As in indexing, the indexed dimensions stand where they stood if they are neighbours, else in front.
+    # As in indexing: if the indexed dimensions are adjacent, the places take their position, else they come first.
     whole = [d for d in range(x.dim()) if d not in used]
     position = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     kept = [x.shape[d] for d in whole]
@@ -157,7 +153,7 @@ def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Con
 
 
 def _expanded(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """One index a dimension of x; a mask becomes the indices of its true elements."""
+    """One index for each dimension of x; a mask becomes the indices of its true elements."""
     places: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:

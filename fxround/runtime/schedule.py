@@ -1,9 +1,9 @@
-"""Schedule: the graph that runs. It calls kernels directly and gives memory back as soon as it is dead.
+"""Schedule: the graph that runs. It calls kernels directly and releases memory as soon as nothing can reach it.
 
 A kernel of ours is called as a Python function, without PyTorch's dispatcher. A chain over rows runs a few rows at a
 time (``rows``), and a contraction runs together with the map that follows it (``epilogues``). After the last use of a
 value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is released for
-the next result of that size. ``verify_schedule`` then proves that no released memory is read, released again or
+the next result of that size. ``verify_schedule`` then checks that no released memory is read, released again or
 returned.
 """
 
@@ -26,7 +26,7 @@ from fxround.runtime.verify import verify_schedule
 def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
     """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported.
 
-    fuse: whether a contraction and the map behind it run as one.
+    fuse: whether a contraction and the map after it run as one.
 
     Raises VerificationError if the schedule would use memory after its release.
     """
@@ -47,7 +47,7 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
 def _place_of(value: fx.Node, call: fx.Node) -> int | None:
     """The argument of a module's call that is the value or a view of it; None if several may share its memory.
 
-    The module may then release the value by itself, since it knows when that argument is read for the last time.
+    The module may then release the value itself, since it knows when that argument is read for the last time.
     """
     sharing = _sharing(value)
     places = [i for i, arg in enumerate(call.args) if arg in sharing]
@@ -55,7 +55,10 @@ def _place_of(value: fx.Node, call: fx.Node) -> int | None:
 
 
 def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.GraphModule:
-    """The graph with kernels called directly and dead memory released; begun: whether a call of it is part of one."""
+    """The graph with kernels called directly and dead memory released.
+
+    begun: whether the graph is called from one whose call has already begun.
+    """
     direct = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -71,13 +74,14 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
 
 
 def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:
-    """The values of our kernels to release after a node: the last that uses them or what shares their memory.
+    """The values of our kernels to release after each node: the last one that uses them or what shares their memory.
 
-    given: inputs that are such values too, and belong to this graph alone.
+    given: inputs that our kernels made too and that belong to this graph alone.
     """
     position = {node: i for i, node in enumerate(graph.graph.nodes)}
     nodes = list(position)
     last: dict[fx.Node, float] = {}
+    # In reverse order every user's own end is known before the node's.
     for node in reversed(nodes):
         ends = [_end_of_use(user, position, last) for user in node.users]
         last[node] = max([float(position[node]), *ends])
@@ -89,14 +93,14 @@ def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[
 
 
 def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node, float]) -> float:
-    """Where a user is done with its operands' memory: at once, or when what it returns is dead, or never."""
+    """The position after which a user needs its operands' memory no more: its own, that of its result, or none."""
     if user.op == "output" or not is_known(user):
         return float("inf")
     return last[user] if may_share(user) else float(position[user])
 
 
 def _sharing(value: fx.Node) -> set[fx.Node]:
-    """The value and what may share its memory."""
+    """The value and all that may share its memory."""
     found, stack = {value}, [value]
     while stack:
         users = {user for user in stack.pop().users if may_share(user)} - found

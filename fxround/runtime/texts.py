@@ -1,11 +1,7 @@
 """The texts of graph arguments as objects, parsed once each.
 
-What is true here. A graph carries its arithmetic as text; a call looks the parsed object up.
-
-Why it is safe. Every parsed object is frozen, so sharing it changes nothing.
-
-    before   Rounding.parse(text) in every call
-    after    rounding(text)
+A graph carries its arithmetic as text, and a call looks the parsed object up. Every parsed object is frozen, so it can
+be shared.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ order: Final = lru_cache(maxsize=64)(Order.parse)
 
 @lru_cache(maxsize=256)
 def storages(text: str) -> tuple[Storage, ...]:
-    """``f32 bf16`` as storages. Raises ValueError for a name that is none."""
+    """A text like ``f32 bf16`` as storages. Raises ValueError for a name that is not a storage."""
     names = get_args(Storage)
     for name in text.split():
         if name not in names:
@@ -40,7 +36,7 @@ def storages(text: str) -> tuple[Storage, ...]:
 
 @lru_cache(maxsize=4096)
 def drawn(text: str) -> int:
-    """How many statements of a program draw random bits."""
+    """The number of statements of a program that draw random bits."""
     return sum(map(draws, program(text).statements))
 
 

@@ -1,16 +1,13 @@
-"""Threads: outputs are split between PyTorch's own threads, never a reduction.
+"""Threads: outputs are split between PyTorch's own threads, reductions never are.
 
-What is true here. ``spread`` cuts a range of independent work items into pieces, which at most
-``torch.get_num_threads()`` threads take one after the other, in machine code and without the GIL: a thread that the
-system keeps waiting leaves its pieces to the others. The threads are those of the OpenMP runtime that PyTorch has
-loaded: they wait awake for a while after each operator, so that others would compete with them for the processor.
+``spread`` cuts a range of independent items into pieces, which at most ``torch.get_num_threads()`` threads take one
+after the other, in machine code and without the GIL: a thread that the system delays leaves its pieces to the others.
+An item writes only its own outputs and reads those of no other, so neither the cut nor the thread that takes a piece
+changes a bit. The call returns only when every piece has ended, Ctrl-C included.
 
-Why it is safe. An item writes its own outputs and reads no other's, so neither the cut nor who takes a piece changes
-a bit. Nothing leaves before every piece has ended, Ctrl-C included. OpenMP's threads do not outlive a fork: a child,
-and a PyTorch without OpenMP, has threads of a Python pool.
-
-    before   kernel(0, items, *arguments)
-    after    spread(kernel, range(items), pieces_of(items, enough), arguments)
+The threads are those of the OpenMP runtime that PyTorch has loaded. They keep spinning for a while after each of
+PyTorch's operators, and threads of another pool would compete with them for the processor. OpenMP's threads do not
+survive a fork: a forked child, and a PyTorch without OpenMP, use the threads of a Python pool.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from torch import Tensor
 from fxround.runtime.compiled import address_of, native
 from fxround.runtime.llvm.team import HEADER, build_team
 
-# Pieces for each thread: the last ones end at about the same time, whoever was kept waiting.
+# Pieces for each thread: several, so that all threads end at about the same time even if one was delayed.
 _PIECES: Final = 4
 _TEAM: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PARALLEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -41,7 +38,7 @@ _PAGE: Final = 4096
 
 
 def pieces_of(items: int, enough: int) -> int:
-    """How many pieces of at least ``enough`` items to cut the work into; 1 where it is not worth a second thread."""
+    """How many pieces of at least ``enough`` items to cut the work into; 1 if it is not worth a second thread."""
     threads = torch.get_num_threads()
     if threads == 1 or items < 2 * enough:
         return 1
@@ -61,10 +58,11 @@ def spread(
     by_member: Mapping[int, int] = _NONE,
     by_piece: Mapping[int, int] = _NONE,
 ) -> None:
-    """function(begin, end, *arguments) over the items, cut into pieces.
+    """Call function(begin, end, *arguments) over the items, cut into pieces.
 
-    function: of ``compiled.native``. arguments: numbers and addresses. by_member, by_piece: what the argument of this
-    index grows by from thread to thread (of at most ``torch.get_num_threads()``), and from piece to piece.
+    ``function`` comes from ``compiled.native``; ``arguments`` are numbers and addresses. ``by_member`` and ``by_piece``
+    give, by the index of an argument, what it grows by from thread to thread (of at most ``torch.get_num_threads()``)
+    and from piece to piece.
     """
     if pieces <= 1:
         function(items.start, items.stop, *arguments)
@@ -84,10 +82,11 @@ def spread(
 
 
 def scratch(size: int, shared: bool) -> tuple[int, int]:
-    """The address of this thread's scratch, and the bytes, at least ``size``, that each member of its team has there.
+    """The address of this thread's scratch, and the bytes, at least ``size``, that each thread of its team has there.
 
     The memory belongs to the thread until it asks again. shared: whether there is a team at all.
     """
+    # Whole pages: no two threads write to one cache line.
     step = -(-size // _PAGE) * _PAGE
     total = step * (torch.get_num_threads() if shared else 1)
     kept: tuple[int, int, Tensor] | None = getattr(_KEPT, "scratch", None)
@@ -99,20 +98,22 @@ def scratch(size: int, shared: bool) -> tuple[int, int]:
 
 @cache
 def _parallel() -> Any:
-    """The function of PyTorch's OpenMP runtime that runs a function on a team of threads; None if it has none."""
-    # The lookup searches the libraries that this one was linked with.
+    """GOMP_parallel of PyTorch's OpenMP runtime, which runs a function on a team of threads; None if there is none."""
+    # The lookup also searches the libraries that this one is linked with.
     found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
     return None if found is None else _PARALLEL(ctypes.cast(found, ctypes.c_void_p).value or 0)
 
 
 @cache
 def _pool(process: int, workers: int) -> ThreadPoolExecutor:
-    """A pool for this process (a forked child inherits none of its parent's threads)."""
+    """The thread pool of this process (a forked child inherits none of its parent's threads)."""
     return ThreadPoolExecutor(workers, thread_name_prefix="fxround")
 
 
 def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
-    """run(begin, end) over 0..items, in pieces of at least ``enough`` items, one a thread of a Python pool."""
+    """Call run(begin, end) over 0 ... items in pieces of at least ``enough`` items, one for each thread of a Python
+    pool.
+    """
     pieces = min(torch.get_num_threads(), max(1, items // max(1, enough)))
     if pieces <= 1:
         run(0, items)
@@ -129,7 +130,7 @@ def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
 
 
 def _join(others: Sequence[Future[object]]) -> None:
-    """Wait for all, Ctrl-C or not: a piece writes to memory that the caller frees when it leaves."""
+    """Wait for all, Ctrl-C or not: a piece writes to memory that the caller frees when it returns."""
     interrupted: KeyboardInterrupt | None = None
     while True:
         try:

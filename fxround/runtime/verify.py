@@ -1,10 +1,10 @@
 """Verification of a schedule: no memory is used after its release.
 
 ``verify_schedule`` follows the memory of every value through the graph that runs, in the order in which it runs. It
-raises VerificationError where released memory is read, released again or returned to the caller, where memory is
-released that no kernel of ours made or that a value shares with the caller, and where two arguments of a module
-share memory that the module may release. It shares with the scheduler only the definition of what may share memory
-(``aliasing``), so that an error in the order or the number of the releases is found at every compile.
+raises VerificationError if released memory is read, released again or returned to the caller, if memory is released
+that no kernel of ours made or that a value shares with the caller, and if two arguments of a module share memory that
+the module may release. It shares with the scheduler only the definition of what may share memory (``aliasing``), so an
+error in the order or the number of the releases is found at every compile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from fxround.runtime.aliasing import is_kernel, is_known, may_share, returns_lis
 class Memory:
     """The memory of one result.
 
-    node    what made it
-    kind    kernel: a kernel of ours made it for this graph alone; stock: an operator of PyTorch's may have made it
+    node    the name of the node that made it
+    kind    kernel: a kernel of ours made it for this graph alone; stock: an operator of PyTorch's may have made it;
+            caller: it belongs to the caller
     """
 
     node: str
@@ -35,12 +36,12 @@ class Memory:
 
 
 _CALLER: Final = Memory("the caller", "caller")
-# Sizes: values without memory.
+# Values without memory: sizes and numbers.
 _NUMBERS: Final = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def verify_schedule(graph: fx.GraphModule, given: Collection[int] = ()) -> None:
-    """Raise VerificationError unless every release in the graph is safe, in its modules too.
+    """Raise VerificationError unless every release in the graph, and in its modules, is safe.
 
     given: positions of inputs that kernels of ours made and that the graph may release.
     """
@@ -62,13 +63,13 @@ def verify_schedule(graph: fx.GraphModule, given: Collection[int] = ()) -> None:
 
 
 class _Ledger:
-    """The memory that each value may reach, and what released it."""
+    """The memory that each value may reach, and the node after which it was released."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         self.reach: dict[fx.Node, frozenset[Memory]] = {}
         self.released: dict[Memory, str] = {}
-        # Memory that an operator without a rule may have kept.
+        # Memory that an operator without a rule may keep a reference to.
         self.kept: set[Memory] = set()
 
     def run(self, node: fx.Node) -> None:
@@ -94,8 +95,8 @@ class _Ledger:
             self._hand_over(node)
 
     def release(self, by: fx.Node, value: Any) -> None:
-        """Check that ``value`` is alone on memory of ours that nothing released, and note its release."""
-        # Memory of the stock's own is not in the pool: its release is an error where it happens.
+        """Check that ``value`` is alone on memory of ours that was not released, and note its release."""
+        # Memory that PyTorch allocated is not in the pool: ``buffers.release`` raises for it.
         found = [memory for memory in self._readable(value, by) if memory.kind != "stock"]
         if len(found) != 1 or found[0].kind != "kernel" or found[0] in self.kept:
             names = ", ".join(sorted(memory.node for memory in found)) or "no kernel's result"
@@ -115,7 +116,7 @@ class _Ledger:
         return self.reach[value]
 
     def _hand_over(self, call: fx.Node) -> None:
-        """The inputs that a module releases by itself: each alone on its memory among the inputs."""
+        """Check the inputs that a module releases itself: each is alone on its memory among the inputs."""
         module: Any = self.graph.get_submodule(str(call.target))
         for place in module.spent:
             value: Any = call.args[place]

@@ -1,1 +1,1 @@
-"""Kernels as CUDA C++ text: one table (source), one loop nest a kernel shape (loops)."""
+"""Kernels as CUDA C++ text: one table of operators (``source``) and one loop nest for each kernel shape (``loops``)."""

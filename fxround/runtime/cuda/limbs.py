@@ -1,14 +1,9 @@
-"""A long integer in 32-bit limbs as CUDA C++ text: what a thread adds an exact sum up in.
+"""A long integer in 32-bit limbs as CUDA C++ text: the accumulator of a thread's exact sum.
 
-What is true here. A finite x is m * 2^(field - bias) with an integer m. ``add_limbs`` adds m * 2^field to signed
-64-bit limbs of weight 2^(32 i), ``total_of`` carries once and makes the binary64 value to be rounded: the leading 53
-bits, to odd or to nearest even. Between two carries a limb takes 2^30 additions of less than 2^33.
-
-Why it is safe. Integers only. The text knows no rounding but that of its last step, which the kernel asks for;
-``SIZES`` leaves room above the largest number for 2^35 of them.
-
-    before   atomicAdd(&sum, x[k]);                              // as many roundings as elements
-    after    add_limbs(limbs, field, m, sign);                   // none
+A finite x is m * 2^(field - bias) with an integer m. ``add_limbs`` adds m * 2^field to signed 64-bit limbs of weight
+2^(32 i). ``total_of`` carries and makes the binary64 value to be rounded: the leading 53 bits, to odd or to nearest
+even. Between two carries a limb takes 2^30 additions of less than 2^33. Only integers are added, so the order of the
+elements cannot change the result; ``SIZES`` leaves room above the largest number for 2^35 of them.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-# Limbs, bits of the trailing significand, mask of the exponent field and bias of bit 0, by carrier.
+# The number of limbs, bits of the trailing significand, mask of the exponent field and bias of bit 0, by carrier.
 SIZES: Final = MappingProxyType({"f32": (12, 23, 255, 150), "f64": (69, 52, 2047, 1075)})
 
 LIMBS: Final = """\

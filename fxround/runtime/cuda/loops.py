@@ -1,8 +1,8 @@
-"""The loop nests of kernels as CUDA C++ text: one emitter a shape.
+"""The loop nests of kernels as CUDA C++ text: one emitter for each shape.
 
-What is true here. Every kernel is one ``__global__`` function over raw pointers. A Map gives a thread the four elements
-that share a Philox block; every other shape gives a thread one output element, whose chains, stream and
-order are its own. Sizes and steps are arguments, so a text serves every shape.
+Every kernel is one ``__global__`` function over raw pointers. In a Map, a thread computes the four elements that share
+a Philox block; in every other shape, a thread computes one output element with chains, stream and order of its own.
+Sizes and steps are arguments, so a text serves every shape of operands.
 
     map       (layout, out, out1, ..., x0, x1, ..., key, node1, ...)   layout: sizes of the results, steps of operands
     reduce    (results, length, inner, out, x, key)              x: (outer, length, inner), row-major
@@ -11,11 +11,8 @@ order are its own. Sizes and steps are arguments, so a text serves every shape.
     scatter   (elements, inner, out, self, x, starts, order, key)    row r takes rows order[starts[r] .. starts[r + 1]]
     exact     (results, length, inner, out, x, key)              as reduce
 
-Why it is safe. No thread reads what another writes, and no number depends on the grid: any grid of any block size walks
-all elements, one after the other. Indices have 64 bits.
-
-    before   atomicAdd(&out[i], x[k]);                           // an order of the hardware's choosing
-    after    for (k = 0; k < length; ++k) acc = step(acc, x[k], draw(state));
+No thread reads what another writes, and no number depends on the grid: a grid of any size, with blocks of any size,
+visits every element once. Indices have 64 bits.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ __device__ __forceinline__ u64 item_step() {{ return (u64)gridDim.x * blockDim.x
 
 @cache
 def preamble() -> str:
-    """What every kernel's text relies on, once a translation unit: types, and the streams of ``randomness``."""
+    """The text before all kernels, once in a translation unit: types, and the streams of ``randomness``."""
     return (
         _HEAD
         + "".join(device_function(f) for f in (seed_function(), *stream_functions(), coins_function()))
@@ -88,12 +85,12 @@ __device__ __forceinline__ u32 toss(u64& state) { return spread_coins(draw(state
 
 
 def kernel_name(kernel: Kernel) -> str:
-    """The ``__global__`` function's name: the shape and the digest, unique in any translation unit."""
+    """The name of the ``__global__`` function: the shape and the digest, unique in any translation unit."""
     return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}"
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """The kernel and the device functions that are its own; ``preamble()`` comes before it."""
+    """The text of a kernel and of the device functions that are its own; ``preamble()`` comes before it."""
     match kernel:
         case Map():
             return _map(kernel)
@@ -124,7 +121,7 @@ def _pointer(storage: Storage, name: str, readonly: bool = True) -> str:
 
 
 def _element(storage: Storage, place: str) -> str:
-    """A stored element as a scalar body takes it: a 16-bit code as a u32."""
+    """A stored element as a scalar body takes it: a 16-bit code or a mask as a u32."""
     return f"(u32){place}" if MEMORY[storage].startswith("unsigned") else place
 
 
@@ -229,7 +226,7 @@ def _draws(kernel: Reduce | Scan | Contract | Scatter | Exact) -> bool:
 
 
 def _stream(kernel: Reduce | Scan | Contract | Scatter | Exact, declaration: str, element: str) -> str:
-    """A stream's first state, where the kernel draws at all."""
+    """The first state of a stream, if the kernel draws at all."""
     if not _draws(kernel):
         return ""
     return f"{declaration} = start_stream({element}, stream_seed(key.seed_low, key.seed_high, key.sample, key.node));\n"

@@ -1,16 +1,12 @@
 """The CUDA C++ table: every operator of the scalar IR as one expression of text.
 
-What is true here. ``device_function`` writes a function's schedule as straight-line C++, one ``const`` a node;
-it knows nothing about rounding. The text is CUDA C++ and, behind ``HOST_PRELUDE``, plain C++: the
-tests run what the GPU runs, on any machine.
+``device_function`` writes a function's schedule as straight-line C++, one ``const`` for each node; it knows nothing
+about rounding. The text is CUDA C++ and, after ``HOST_PRELUDE``, plain C++: the tests run the GPU's text on any
+machine.
 
-Why it is safe. Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which nvcc and
-NVRTC neither contract nor reassociate; ``DEVICE_FLAGS`` keeps subnormal numbers, and on a host
-``HOST_FLAGS`` forbids contraction. Integers are unsigned, so they wrap. Constants are written by
-their encoding.
-
-    before   y = a * b + c;                          // one rounding or two, as the compiler likes
-    after    const float v3 = __fmaf_rn(a, b, c);
+Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which nvcc and NVRTC neither contract
+nor reassociate. ``DEVICE_FLAGS`` keeps subnormal numbers, and ``HOST_FLAGS`` forbids contraction on a host. Integers
+are unsigned, so they wrap. Constants are written by their encoding.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ TYPES: Final = MappingProxyType(
 
 
 def _lookup(index: str, *entries: str) -> str:
-    """An entry by the bits of its index, the highest first: no memory, and no divergence."""
+    """An entry by the bits of its index, the highest first: no memory access and no divergent branch."""
     if len(entries) == 1:
         return entries[0]
     half = len(entries) // 2
@@ -69,7 +65,7 @@ TABLE: Final[Mapping[str, str | Mapping[str, str] | Callable[..., str]]] = Mappi
     }
 )
 
-# What a C++ compiler needs to know before it reads the text as a program of its own.
+# The definitions that a C++ compiler needs before the text.
 HOST_PRELUDE: Final = """\
 #include <cmath>
 #include <cstring>
@@ -100,7 +96,7 @@ static inline float __uint_as_float(unsigned int a) { return as_bits<float>(a); 
 static inline long long __double_as_longlong(double a) { return as_bits<long long>(a); }
 static inline double __longlong_as_double(long long a) { return as_bits<double>(a); }
 """
-# The defaults, said aloud: -use_fast_math would flush subnormal operands of intrinsics and comparisons.
+# The defaults, written out: -use_fast_math would flush subnormal operands of intrinsics and comparisons.
 DEVICE_FLAGS: Final = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false", "--std=c++17")
 # -ffp-contract=off: g++ contracts by default.
 HOST_FLAGS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared")
@@ -129,7 +125,7 @@ def expression(node: Expr, operands: list[str]) -> str:
 
 
 def signature(function: Function, name: str) -> str:
-    """``inline T name(T a, ...)``; several results are references after the parameters."""
+    """``inline T name(T a, ...)``; several results are reference parameters after the operands."""
     params = [f"const {TYPES[p.type]} {p.attr}" for p in function.params]
     results = [TYPES[r.type] for r in function.results]
     if len(results) > 1:
@@ -139,7 +135,7 @@ def signature(function: Function, name: str) -> str:
 
 
 def device_function(function: Function, name: str | None = None) -> str:
-    """The text of a function, under its own name or another."""
+    """The text of a function, under its own name or another one."""
     names: dict[Expr, str] = {p: str(p.attr) for p in function.params}
     lines = [signature(function, name or function.name) + " {"]
     for node in function.schedule:
