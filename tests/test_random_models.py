@@ -120,6 +120,7 @@ def test_the_judge_sees_a_fault(maps: Maps, place: Any, name: str, fault: Any) -
             maps.errors.clear()
             try:
                 judge(recipe, maps)
-            except (AssertionError, FxroundError):
+            except (AssertionError, FxroundError, TypeError):
+                # TypeError: of a kernel that is given a result in the memory, and so of the dtype, of another operand.
                 return
     raise AssertionError("nobody noticed")
