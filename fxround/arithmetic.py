@@ -1,8 +1,8 @@
-"""The thread's floating-point state, on which the results of stock operators depend.
+"""A check of the thread's floating-point state, on which the results of stock operators depend.
 
-``torch.set_flush_denormal(True)``, and libraries linked with ``-ffast-math``, make the processor take subnormal numbers
-for zero; a C library can change how it rounds. fxround's kernels set their own state. PyTorch's operators (relu, amax,
-casts) and the constants of a capture do not, so that a call asks first.
+``torch.set_flush_denormal(True)``, and libraries linked with ``-ffast-math``, make the processor treat subnormal
+numbers as zero; a C library can change the rounding direction. fxround's kernels set their own state. PyTorch's
+operators (relu, amax, casts) and the constants of a capture do not, so a call checks the state first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from fxround.errors import FxroundError
 
-# Names, not literals: Python folds constants when it compiles, with the state of another moment.
+# Names, not literals: Python would fold an expression of literals when it compiles, in the state of that moment.
 _HALF: Final = float("0.5")
 _ONE: Final = float("1")
 _LEAST: Final = float.fromhex("0x1p-1022")
@@ -19,7 +19,7 @@ _BIT: Final = float.fromhex("0x1p-60")
 
 
 def require_ieee_arithmetic() -> None:
-    """Raise FxroundError where this thread flushes subnormal numbers to zero, or rounds other than to nearest."""
+    """Raise FxroundError if this thread flushes subnormal numbers to zero, or does not round to nearest."""
     if not _LEAST * _HALF:
         raise FxroundError(
             "this thread takes subnormal numbers for zero (torch.set_flush_denormal(True), or a library built with "

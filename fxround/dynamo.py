@@ -1,8 +1,9 @@
-"""Dynamo's graph of a model, on modules of its own, and what it leaves to Python.
+"""Dynamo's graph of a model, on copies of the model's modules, and what Dynamo would leave to Python.
 
-Tracing swaps parameters for stand-ins. It does so in twins of the model's modules, so that the model is the same object
-with the same tensors for every other thread, at every moment. What Dynamo would replay after its graph (an assignment
-to an attribute, an item of a dict) and the tensors that are read from elsewhere are found here and said by name.
+Tracing replaces parameters by stand-ins. It does so in twins of the model's modules, so that every other thread finds
+the model unchanged at every moment. Dynamo would carry out some changes after its graph (an assignment to an attribute,
+an item of a dict), and may read tensors that are neither state nor arguments: this file finds both and reports them by
+name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NOTHING: Final = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class Change:
-    """Something that the model's code changes in Python: its source in Dynamo's words, its type, the line."""
+    """A change of Python state by the model's code: its source as Dynamo spells it, its type, the line."""
 
     source: str
     kind: str
@@ -39,7 +40,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Read:
-    """A tensor that is neither state nor argument: the graph holds it as a constant, right while nobody changes it."""
+    """A tensor that is neither state nor argument.
+
+    The graph holds it as a constant, which is right while nothing changes it.
+    """
 
     source: str
     tensor: Tensor = field(repr=False)
@@ -48,7 +52,7 @@ class Read:
 
     @property
     def kind(self) -> str:
-        """Its type, for messages."""
+        """The tensor's type, for messages."""
         return type(self.tensor).__name__
 
     def is_current(self) -> bool:
@@ -58,7 +62,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Kept:
-    """An attribute that a call sets to what it holds already: no change, while it holds that."""
+    """An attribute that a call sets to the value that it already has: no change, as long as it has that value."""
 
     source: str
     holder: Any = field(repr=False)
@@ -67,22 +71,25 @@ class Kept:
 
     @property
     def kind(self) -> str:
-        """Its type, for messages."""
+        """The type, for messages."""
         return "attribute"
 
     def is_current(self) -> bool:
-        """Whether the attribute holds the value that a call leaves behind."""
+        """Whether the attribute has the value that a call leaves."""
         same: bool = _plain(vars(self.holder).get(self.attribute, _NOTHING)) == _plain(self.value)
         return same
 
 
 def _plain(value: Any) -> Any:
-    """What tells plain values apart, by type and digits; every other object is itself alone."""
+    """Return a key that distinguishes plain values by type and digits, and every other object by identity."""
     return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else (object, id(value))
 
 
 def capturing() -> Any:
-    """The one lock of the process under which models are traced: Dynamo's own, which ``torch.compile`` holds too."""
+    """Return the only lock of the process under which models are traced.
+
+    It is Dynamo's own, which ``torch.compile`` takes too.
+    """
     # Imported at the first capture: it costs as much time as the rest of torch.
     from torch._dynamo import convert_frame
 
@@ -110,19 +117,22 @@ def alone(name: str) -> Iterator[None]:
 
 
 def aside() -> contextlib.AbstractContextManager[object]:
-    """For a call that computes: a signal handler's may come in the middle of a trace, whose modes it must not meet."""
+    """Return a context for a call that computes.
+
+    In a signal handler such a call may interrupt a trace; the context disables the trace's modes.
+    """
     if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
         return _disable_current_modes()
     return _NOTHING
 
 
-# Each value of an attribute that a model reads as a number may need a graph of its own.
+# A model may need a graph for each value of an attribute that it reads as a number.
 _GRAPHS: Final = 64
 
 
 @contextlib.contextmanager
 def replaying(model: nn.Module) -> Iterator[None]:
-    """The settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError."""
+    """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError."""
     from torch._dynamo import config, exc
 
     with config.patch(
@@ -139,10 +149,10 @@ def replaying(model: nn.Module) -> Iterator[None]:
 
 
 def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...]]:
-    """Dynamo's graph of the call, on twins of the model's modules, and what it relies on beside state and arguments.
+    """Return Dynamo's graph of the call, and what it relies on besides state and arguments.
 
-    Raises LeftToPython where the model changes Python state, or reads tensors through an argument that is no tensor,
-    tuple, list or dict.
+    The graph uses twins of the model's modules. Raises LeftToPython if the model changes Python state, or reads tensors
+    through an argument that is no tensor, tuple, list or dict.
     """
     from torch._dynamo import config
     from torch._dynamo.convert_frame import fullgraph_capture
@@ -150,7 +160,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._export.utils import _compiling_state_context
 
-    # As dynamo_graph_capture_for_export does it; what its warning says is an error here.
+    # As in PyTorch's dynamo_graph_capture_for_export, except that what it warns of is an error here.
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling_state_context())
         stack.enter_context(config.patch(replay_side_effects=False, side_effect_replay_policy="info"))
@@ -159,7 +169,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         found = stack.enter_context(_changes())
         captured = fullgraph_capture(model, args, kwargs)
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, model, args, kwargs)
-    # Dynamo puts the graph into the globals of the model's code, where it would keep the model alive for good.
+    # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
     if captured.backend_input is not None:
         captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
     changes = [c for c in found if isinstance(c, Change)]
@@ -171,7 +181,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
 
 @contextlib.contextmanager
 def _changes() -> Iterator[list[Change | Kept]]:
-    """What Dynamo would replay after the graph that it traces inside of the block."""
+    """Collect what Dynamo would replay after the graph that it traces inside of the block."""
     from torch._dynamo.side_effects import SideEffects
 
     found: list[Change | Kept] = []
@@ -187,7 +197,10 @@ def _changes() -> Iterator[list[Change | Kept]]:
 
 
 def _lasts(variable: Any) -> bool:
-    """Whether the change is seen after the call: of something that was there before, not the call's own **kwargs."""
+    """Whether the change is visible after the call.
+
+    It is if the object existed before, and is not the **kwargs of the call.
+    """
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     existed = isinstance(getattr(variable, "mutation_type", None), AttributeMutationExisting | ValueMutationExisting)
@@ -195,9 +208,9 @@ def _lasts(variable: Any) -> bool:
 
 
 def _described(effects: Any, variable: Any) -> Iterator[Change | Kept]:
-    """The changes of one object: of each attribute, or of what it holds.
+    """Yield the changes of one object: of each attribute, or of what it holds.
 
-    Many models set a flag and reset it before they return, transformers' among them: Dynamo counts that as a change.
+    Many models, transformers' among them, set a flag and reset it before they return, which Dynamo counts as a change.
     """
     stacks = effects.mutation_user_stacks.get(variable, ())
     frames = [frame for stack in stacks for frame in stack if not frame.filename.startswith(TORCH)]
@@ -212,7 +225,7 @@ def _described(effects: Any, variable: Any) -> Iterator[Change | Kept]:
 
 
 def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:
-    """The attribute, if the last of its values is plain and the one that it holds now, before any replay."""
+    """Return the attribute, if its last value is plain and equal to the one that it has now, before any replay."""
     from torch._dynamo.variables import ConstantVariable
 
     holder = getattr(variable, "value", None)
@@ -224,7 +237,7 @@ def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:
 
 
 def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
-    """Let the graph hold the model's tensors in modules of its own, and read from the model by identity."""
+    """Let the graph hold the model's tensors in modules of its own, and look up tensors of the model by identity."""
     twins: dict[int, nn.Module] = {}
     places: dict[int, tuple[dict[str, Any], str]] = {}
 
@@ -267,7 +280,7 @@ def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> tuple[Read, ...]:
-    """The tensors among the graph's inputs that are neither parameters, nor buffers, nor arguments."""
+    """Return the tensors among the graph's inputs that are neither parameters, nor buffers, nor arguments."""
     codegen: Any = graph.graph._codegen
     inputs = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
     known = {id(t) for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs)))}
@@ -285,7 +298,7 @@ def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> t
 
 
 def _found(source: str, scope: Mapping[str, Any]) -> Any:
-    """What a source of Dynamo's names now; None where it cannot be read."""
+    """Return what a source of Dynamo's names now; None if it cannot be read."""
     try:
         return eval(source, {"__builtins__": {}}, dict(scope))
     except Exception:  # whatever the model's own attributes raise: then the tensor is not the one that was read
@@ -297,5 +310,5 @@ def _version(tensor: Tensor) -> int:
 
 
 def _spelled(source: str) -> str:
-    """As the model's author spells it: ``L['self'].cache`` is self.cache."""
+    """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source)

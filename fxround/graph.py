@@ -1,16 +1,13 @@
-"""Capture: a model and its arguments in, one ATen graph out. With tracing.py, the only user of PyTorch's private APIs.
+"""Capture: trace a model and its arguments to one ATen graph.
 
-What is true here. Dynamo captures the whole model (one graph, or a ``CaptureError`` that names the line);
-AOTAutograd turns it into functional ATen operators and splits composite ones by the formulas it is given.
-Every graph input and output says what it is (a ``Port``), every operator says where it came from (a
-``Site``). The batch dimension stays symbolic; what the trace assumed about sizes is kept (``Sizes``) and asked
-again before another call may use the graph.
-
-Why it is safe. Known traps are switched off while tracing (fused attention, oneDNN, the encoder fast path,
-skipped LSTMs), and what cannot be represented (complex or quantized numbers, ``.item()``) is refused by name.
-
-    before   self.fc(x.relu())
-    after    relu = aten.relu.default(x); mm = aten.mm.default(relu, permute); add = aten.add.Tensor(mm, bias)
+Dynamo captures the whole model as one graph, or raises a ``CaptureError`` that names the line. AOTAutograd turns that
+into functional ATen operators and splits composite ones by the formulas that it is given: ``self.fc(x.relu())`` becomes
+``aten.relu``, ``aten.mm`` and ``aten.add``. Every graph input and output has a ``Port``, which says what it is, and
+every operator a ``Site``, which says where it comes from. The batch dimension stays symbolic; ``Sizes`` keeps what the
+trace assumed about sizes, and is checked before another call uses the graph. Features that hide arithmetic (fused
+attention, oneDNN, the encoder fast path, skipped LSTMs) are off while tracing, and what a graph cannot represent
+(complex or quantized numbers, ``.item()``) is refused by name. This file, tracing.py and dynamo.py hold most uses of
+PyTorch's private APIs.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 
 META: Final = "fxround"
 PORT: Final = "fxround_port"
-# What a value is, where it is known before the passes ask: an optimizer's graph says so itself.
+# The direction and role of a value, if they are known before the passes run: an optimizer's graph declares them.
 DIRECTION: Final = "fxround_direction"
 ROLE: Final = "fxround_role"
 PORTS: Final = "fxround_ports"  # of the output node: one for each output
@@ -65,7 +62,13 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a value of the graph comes from, and what was decided about it (``node.meta["fxround"]``)."""
+    """Where a value of the graph comes from, and what was decided about it (``node.meta["fxround"]``).
+
+    ``path`` and ``module_type``: the module. ``operator``: the ATen overload. ``source`` and ``code``: the line of the
+    model. ``kind``, ``role``, ``direction``: what the operator does and what the value is to the model
+    (passes.classify). ``number``: the stream of its random bits. ``assignment``: what the policy said. ``status`` and
+    ``reason``: what was done.
+    """
 
     path: str
     module_type: str
@@ -85,16 +88,19 @@ class Site:
 
 
 def placed(operator: str, path: str, source: str, code: str) -> str:
-    """An operator and where it comes from, for messages: module path, source line and its text."""
+    """Return an operator and where it comes from, for messages: module path, source line and its text."""
     where = f" at {source}: {code}" if source else ""
     return f"{operator} in {path or 'the root module'}{where}"
 
 
 @dataclass(frozen=True)
 class Port:
-    """What a graph input or output stands for: a parameter or buffer by name, an argument or result by position,
-    a mutation of the input that ``name`` or ``index`` says; a tangent is the gradient of the result ``index``, a
-    gradient that of the parameter ``name`` or the argument ``index``."""
+    """What a graph input or output stands for.
+
+    A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or position
+    of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the parameter
+    ``name`` or the argument ``index``.
+    """
 
     kind: Literal["parameter", "buffer", "argument", "result", "random", "tangent", "gradient"]
     name: str = ""
@@ -104,9 +110,9 @@ class Port:
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, ports in the same order.
+    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, with ports in the same order.
 
-    Captured with gradients it is the joint graph: results and gradients of (state, arguments, tangents).
+    Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients).
     """
 
     graph: fx.GraphModule
@@ -118,18 +124,18 @@ class Captured:
 
     @property
     def entering(self) -> tuple[Port, ...]:
-        """State and arguments: the inputs but for the tangents."""
+        """The ports of state and arguments: all inputs except the tangents."""
         return tuple(port for port in self.inputs if port.kind != "tangent")
 
     @property
     def results(self) -> tuple[Port, ...]:
-        """Results and mutations: the outputs but for the gradients."""
+        """The ports of results and mutations: all outputs except the gradients."""
         return tuple(port for port in self.outputs if port.kind != "gradient")
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """What AOTAutograd returned, and the example that it was traced with."""
+    """What AOTAutograd returned, and the example that was traced."""
 
     joint: Any
     leaves: list[Any] = field(repr=False)
@@ -137,7 +143,7 @@ class _Traced:
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
-    """PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    """Return PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
@@ -152,13 +158,13 @@ def capture(
     decompositions: Decompositions,
     marked: bool = False,
 ) -> Captured:
-    """The ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
+    """Return the ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
 
-    marked: whether a graph with gradients says which are whose (``fxround.marks``).
+    marked: whether a graph with gradients records which gradient belongs to which value (``fxround.marks``).
 
-    Tensors of size 1 in dimension 0 are duplicated for the trace when all have it, so that the batch stays
-    symbolic. One thread of the process captures at a time; the model is not touched. Raises CaptureError with
-    the line of the model and what to change, LeftToPython (a CaptureError) for what Dynamo would do after the graph.
+    If all tensors have size 1 in dimension 0, they are duplicated for the trace, so that the batch stays symbolic. One
+    thread of the process captures at a time; the model is not changed. Raises CaptureError with the line of the model
+    and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
     require_tested_torch()
     refuse_unsupported_tensors(model, args, kwargs)
@@ -187,13 +193,13 @@ def _captured(
 
 
 def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are traced: copies, a batch of one duplicated."""
+    """Return the arguments as they are traced: copies, with a batch of one duplicated."""
     example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))[0]
     return example
 
 
 def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-    """``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``.
+    """Return ``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``.
 
     The module's ``forward`` must name its parameters: torch 2.13 loses the shapes of ``**kwargs``.
     """
@@ -217,25 +223,25 @@ def inside_backward() -> bool:
 
 
 def float_value(node: fx.Node) -> torch.Tensor | None:
-    """The (fake) tensor that the node yields, if it is one of floating point."""
+    """Return the (fake) tensor that the node yields, if it is one of floating point, else None."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) and value.is_floating_point() else None
 
 
 def float_values(node: fx.Node) -> list[torch.Tensor]:
-    """The floating-point tensors that the node yields, alone or in a tuple."""
+    """Return the floating-point tensors that the node yields, alone or in a tuple."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def site(node: fx.Node) -> Site | None:
-    """The node's Site, None before classification and for nodes that yield no tensor."""
+    """Return the node's Site; None before classification and for nodes that yield no tensor."""
     found: Site | None = node.meta.get(META)
     return found
 
 
 def located(node: fx.Node) -> Site:
-    """A Site with nothing but the node's origin: module path and type, operator, line of the model.
+    """Return a Site that has only the node's origin: module path and type, operator, line of the model.
 
     ``getitem`` has the operator of the tuple that it takes from.
     """
@@ -247,14 +253,14 @@ def located(node: fx.Node) -> Site:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The name of the node's operator; of the operator that yields the tuple, for ``getitem``."""
+    """Return the name of the node's operator; for ``getitem``, of the operator that yields the tuple."""
     producer = node.args[0] if node.target is operator.getitem else node
     assert isinstance(producer, fx.Node)
     return operator_name(producer)
 
 
 def operator_name(node: fx.Node) -> str:
-    """``aten.mm.default`` for an operator, the function's own name for ``getitem`` and its like."""
+    """Return the name of an operator, such as ``aten.mm.default``, or of a function, such as ``getitem``."""
     if node.op != "call_function":
         return node.op
     target: Any = node.target
@@ -262,9 +268,9 @@ def operator_name(node: fx.Node) -> str:
 
 
 def settle(graph: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
-    """Declare every node's fake value right as it stands: ``refresh`` recomputes what is changed from here on.
+    """Declare every node's fake value right for its present arguments.
 
-    but: nodes whose fake value ``refresh`` is to recompute.
+    ``refresh`` recomputes what changes from here on. but: nodes whose fake value ``refresh`` is to recompute.
     """
     for node in graph.graph.nodes:
         node.meta[_SETTLED] = None if node in but else (node.target, node.args, node.kwargs)
@@ -273,7 +279,7 @@ def settle(graph: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
 def refresh(graph: fx.GraphModule) -> dict[str, tuple[Any, Any]]:
     """Recompute the fake value of every node that was added or changed since: name -> (value before, value now).
 
-    A node that only gained uses, or whose operands were replaced by equals, keeps its value.
+    A node that only gained uses, or whose operands were replaced by equal ones, keeps its value.
     """
     changed: dict[str, tuple[Any, Any]] = {}
     for node in graph.graph.nodes:
@@ -296,7 +302,7 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module that computes the graph. Its Python code is written when it is called or printed for the first time.
+    """Return a module that computes the graph. Its Python code is written when it is first called or printed.
 
     Most graphs are only read by the next pass, and writing their code would take as long as the passes.
     """
@@ -304,7 +310,7 @@ def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def fake_mode(graph: fx.GraphModule) -> Any:
-    """The mode that owns the graph's fake values (and its symbolic sizes)."""
+    """Return the mode that owns the graph's fake values (and its symbolic sizes)."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
 
@@ -312,7 +318,10 @@ def fake_mode(graph: fx.GraphModule) -> Any:
 def _trace(
     model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool, marked: bool
 ) -> _Traced | None:
-    """The joint graph; None if the example's batch was doubled and the model treats a batch of one apart."""
+    """Return the joint graph.
+
+    None if the example's batch was doubled and the model treats a batch of one differently.
+    """
     args, kwargs = example
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
@@ -330,7 +339,7 @@ def _trace(
             joint = joint_of(stack, graph, args, kwargs, decompositions)
         except LeftToPython:
             raise
-        except Exception as e:  # whatever a model's own code raises, told with its line
+        except Exception as e:  # whatever the model's own code raises
             made = re.match(r"Found <class '([^']+)'> in output", str(e))
             if made:
                 raise LeftToPython(model, [(made[1], RESULT, "")]) from None
@@ -340,14 +349,17 @@ def _trace(
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:
-    """Whether a condition met so far fails for a batch of one: only batches have symbols."""
+    """Whether a condition that the trace met fails for a batch of one. Only batches have symbols."""
     environment = graph.meta["tracing_context"].fake_mode.shape_env
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
     return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
 
 
 def describe(joint: Any, arguments: int) -> Captured:
-    """What AOTAutograd returned, for a model of so many (flat) arguments, every input and output by its Port."""
+    """Return what AOTAutograd returned as a ``Captured``, with a Port for every input and output.
+
+    joint: AOTAutograd's result. arguments: the number of the model's arguments, flattened.
+    """
     graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
     _drop_aliases(graph)
@@ -387,14 +399,17 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
 
 
 def _drop_aliases(graph: fx.GraphModule) -> None:
-    """``alias`` says that a value is no longer differentiated: nothing, once the graph holds its gradients."""
+    """Remove ``alias``, which marks values that are not differentiated further.
+
+    A graph that holds its gradients has no use for it.
+    """
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)
 
 
 def _describe_constants(graph: fx.GraphModule) -> None:
-    """Tensors of the program text are attributes without a fake value: give them one."""
+    """Give the tensors of the program text, which are attributes, a fake value."""
     mode = fake_mode(graph)
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target)), torch.Tensor):
@@ -402,7 +417,7 @@ def _describe_constants(graph: fx.GraphModule) -> None:
 
 
 def _renamed(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, inputs named by what they are and operators numbered without gaps."""
+    """Return the same graph with inputs named after their ports and operators numbered without gaps."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -448,9 +463,9 @@ def _tangent(result: Port) -> Port:
 
 
 def _examples(example: Any) -> Iterator[tuple[Any, bool]]:
-    """Examples to trace with, best first, and whether the batch was doubled.
+    """Yield examples to trace with, the preferred one first, and whether the batch was doubled.
 
-    At least two in the batch and its dimension symbolic; the batch as it is.
+    The first has a batch of at least two, with a symbolic dimension; the second has the batch unchanged.
     """
     leaves, spec = pytree.tree_flatten(example)
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
@@ -461,7 +476,10 @@ def _examples(example: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:
-    """A copy: marking a dimension symbolic writes on the tensor object, and tracing must not touch the caller's."""
+    """Return a copy of a tensor.
+
+    Marking a dimension symbolic writes to the tensor object, and tracing must not change the caller's.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
@@ -477,13 +495,13 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _module_path(path: str) -> str:
-    """Dynamo spells a path ``L['self'].layer1.0``; users spell it ``layer1.0``. A compiled method's is its module's."""
+    """Return ``layer1.0`` for Dynamo's ``L['self'].layer1.0``. The path of a compiled method is its module's."""
     path = re.sub(r"^function\.__self__\.?", "", re.sub(r"^L\['\w+'\]\.?", "", path))
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")
 
 
 def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
-    """Raise CaptureError for what no rounding can be put behind, with its line."""
+    """Raise CaptureError, with the line of the model, for nodes after which no rounding is possible."""
     for node in graph.graph.nodes:
         if node.target in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
             raise CaptureError(

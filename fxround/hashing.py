@@ -1,10 +1,8 @@
-"""``fxround.hash``: one short text that is equal exactly when the bits are.
+"""``fxround.hash``: a short text by which bits are compared across processes and machines.
 
-What is true here. The text is a SHA-256 over dtype, shape and the row-major bytes; strides do not count, minus zero and
-NaN payloads do. A module's is that of its state_dict, names included.
-
-    before   torch.equal(a, b)                              # both must be here, and NaN != NaN
-    after    fxround.hash(a) == "sha256:5feceb66ffc86f38..."   # written in a log last week, on another machine
+The text is a SHA-256 over dtype, shape and the row-major bytes. Strides have no effect; minus zero and NaN payloads do.
+Unlike ``torch.equal`` it needs only one of the two tensors at a time:
+``fxround.hash(a) == "sha256:5feceb66ffc86f38..."`` compares ``a`` with a log.
 """
 
 from __future__ import annotations
@@ -18,7 +16,11 @@ from torch import Tensor, nn
 
 
 def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
-    """``sha256:`` and 64 hexadecimal digits. Raises TypeError for anything but a tensor, an array or a module."""
+    """Return ``sha256:`` and 64 hexadecimal digits that depend on every bit of x.
+
+    x: a tensor or array of any shape and dtype (its dtype, shape and values count), or a module (the names and tensors
+    of its state_dict, in order, without the seed and sample of a compiled module). Raises TypeError for anything else.
+    """
     digest = hashlib.sha256()
     if isinstance(x, nn.Module):
         for name, tensor in x.state_dict().items():
@@ -28,7 +30,8 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
     elif isinstance(x, Tensor | np.ndarray):
         tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else _plain(x)
         digest.update(f"{str(tensor.dtype).removeprefix('torch.')}{list(x.shape)}:".encode())
-        # One element counts as contiguous whatever its stride, and only a stride of 1 can be read as bytes.
+        # A tensor of one element counts as contiguous whatever its stride, but only a stride of 1 can be viewed as
+        # bytes.
         flat = tensor.contiguous().reshape(-1)
         digest.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().tobytes())
     else:
@@ -37,5 +40,5 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The values in the memory of the CPU; a view may stand for what is conjugate or negative."""
+    """Return the values in the CPU's memory; a view may represent conjugate or negated values."""
     return x.detach().cpu().resolve_conj().resolve_neg()

@@ -1,8 +1,8 @@
-"""Kernels as data: a scalar body and the shape of the loops around it. The waist of fxround.
+"""Kernels as data: scalar functions of the IR and the shape of the loops around them.
 
-What is true here. Everything above (operators, policies, passes) speaks of kernels, everything below
-(LLVM, CUDA, the NumPy reference) of numbers. A kernel holds scalar functions of the IR and says how they are
-applied; equal kernels have equal digests, and the digest is the key of all compiled code.
+Operators, policies and passes describe kernels; LLVM, CUDA and the NumPy reference compute them. A kernel is frozen and
+contains nothing about a target, so that the results of targets can be compared. Equal kernels have equal digests, and
+the digest is the key of all compiled code.
 
     Map       outs[i] = body(x0[i], x1[i], ..., random words of element i)         any shapes that broadcast
     Reduce    acc = step(acc, x, random) in an Order; out = finish(acc, random)   one result per output element
@@ -11,16 +11,11 @@ applied; equal kernels have equal digests, and the digest is the key of all comp
     Scatter   acc = lift(self[i]); acc = step(acc, x, random) for each x that goes to i, ascending; out = finish(acc)
     Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
-Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; a fused chain
-draws for each operation what it would have drawn alone. Random words of the others come from one stream per
-output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
-draw advance it once each, in the order of the formula. A Contract whose steps toss one coin each (``coins``) shares a
-word between 32 of them: step k sees the coins of word k div 32 shifted left by k mod 32.
-
-Why it is safe. A kernel is frozen and knows no target: what LLVM, CUDA and NumPy make of it can be compared.
-
-    before   a loop in C++, another in CUDA, a third in the tests, each with its own idea of the arithmetic
-    after    Contract(lifts, step, finish, ...): one body, three loops around it
+Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; each operation of a
+fused chain draws what it would have drawn alone. Random words of the other kernels come from one stream per output
+element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that draw
+advance it once each, in the order of the formula. If each step of a Contract tosses one coin (``coins``), 32 steps
+share a word: step k sees the coins of word k div 32 shifted left by k mod 32.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ class Word:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """body(stored operands..., one u32 random word per draw) -> stored results."""
+    """A pointwise kernel: body(stored operands..., one u32 random word per draw) -> stored results."""
 
     body: Function
     loads: tuple[Storage, ...]
@@ -59,7 +54,7 @@ class Map:
 
     @property
     def nodes(self) -> int:
-        """How many node numbers a call gives: one more than the highest that is drawn for, at least one."""
+        """The number of node numbers that a call passes: one more than the highest that is drawn for, at least one."""
         return 1 + max((word.node for word in self.draws), default=0)
 
     @cached_property
@@ -70,10 +65,10 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """step(acc, x, random), combine(acc, acc, random), finish(acc, random); ``loads`` is one storage.
+    """A reduction: step(acc, x, random), combine(acc, acc, random), finish(acc, random). ``loads`` is one storage.
 
-    ``draws`` says whether step and combine advance the stream; ``finish_draws`` whether finish does.
-    ``first`` is the value that every chain starts from.
+    ``draws``: whether step and combine advance the stream. ``finish_draws``: whether finish does. ``first``: the value
+    that every chain starts from.
     """
 
     step: Function
@@ -96,7 +91,10 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """step(acc, x, random) and finish(acc, random) for every prefix, k ascending from ``first``."""
+    """A prefix operation: step(acc, x, random) and finish(acc, random) for every prefix, k ascending.
+
+    ``first``: the value of acc at the start.
+    """
 
     step: Function
     finish: Function
@@ -116,14 +114,14 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Contract:
-    """step(lift(a), lift(b), acc, random) from acc = +0, k ascending; finish(acc, random).
+    """A sum of products: step(lift(a), lift(b), acc, random) from acc = +0, k ascending; then finish(acc, random).
 
-    lifts: a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
-    after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random).
-    coins: of its random word, a step uses the highest bit alone.
-    direction: how the hardware must round while the kernel runs. watched: subnormal results are flushed, and the
-    results count only if nothing overflowed, was subnormal, or ended infinite or NaN.
-    quick: such a kernel, whose results, where they count, are this one's.
+    lifts: convert a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
+    after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random). coins: a
+    step uses only the highest bit of its random word. direction: the rounding direction of the hardware while the
+    kernel runs. watched: subnormal results are flushed, and the results are valid only if nothing overflowed, was
+    subnormal, or ended infinite or NaN. quick: a watched kernel whose results, where they are valid, are this one's; or
+    None.
     """
 
     lifts: tuple[Function, Function]
@@ -143,7 +141,7 @@ class Contract:
 
     @property
     def streams(self) -> bool:
-        """Whether accumulators have a random stream beside them."""
+        """Whether each accumulator has a random stream."""
         return self.draws or self.finish_draws
 
     @cached_property
@@ -156,7 +154,10 @@ class Contract:
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    """lift(self's element), step(acc, x, random), finish(acc, 0): one stream per destination element."""
+    """An accumulating scatter: lift(self's element), step(acc, x, random), finish(acc, 0).
+
+    There is one stream per destination element.
+    """
 
     lift: Function
     step: Function
@@ -174,10 +175,10 @@ class Scatter:
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """finish(total, random, random): the exact sum, as a binary64 value that rounds as it does, rounded and stored.
+    """An exact sum: finish(total, random, random), where total is a binary64 value that rounds as the sum does.
 
-    read: a stored element as its carrier's encoding. to_odd: whether ``total`` is the sum rounded to odd in
-    binary64 (else to nearest even). draws: which of the two roundings draw, sum first, then store.
+    read: a stored element as its carrier's encoding. to_odd: whether ``total`` is the sum rounded to odd in binary64
+    (else to nearest even). draws: whether the sum's rounding draws, and whether the store's does.
     """
 
     read: Function

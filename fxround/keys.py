@@ -1,4 +1,4 @@
-"""Keys: what a policy's tables may hold, what its globs select, the known word that is like an unknown one, TOML."""
+"""Helpers of policies: checks of keys, globs that select operations, suggestions for unknown words, TOML values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from fxround.errors import PolicyError, shown
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: a question if some known word is like it."""
+    """Return the end of a sentence about an unknown word.
+
+    It is a question if some known word is similar, else a full stop.
+    """
     near = get_close_matches(word[:80], list(known), n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
 
 
 def check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
-    """Raise PolicyError for a key that is not allowed, or a value of another type than the allowed one."""
+    """Raise PolicyError for a key that is not allowed, or a value that has not the allowed type."""
     for key, value in data.items():
         if key not in allowed:
             near = f"{nearest(str(key), allowed)} Allowed: {', '.join(allowed)}"
@@ -29,10 +32,10 @@ def check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) 
 
 
 def selects(match: str, operator: str | None, *, path: str, name: str, kind: str) -> bool:
-    """Whether a glob over module paths, and one over operators and kinds (None: any), speak of an operation.
+    """Whether a glob over module paths, and one over operators and kinds (None: any), match an operation.
 
-    path, name, kind: the operation's, as in "layer1.conv", "aten.mm.default", "contraction". A module's path speaks of
-    what is inside it as well.
+    path, name, kind: the operation's, as in "layer1.conv", "aten.mm.default", "contraction". A module's path also
+    matches what is inside the module.
     """
     parts = name.split(".")
     names = (kind, name, ".".join(parts[:2]), parts[1]) if len(parts) > 1 else (kind, name)
@@ -42,5 +45,5 @@ def selects(match: str, operator: str | None, *, path: str, name: str, kind: str
 
 
 def toml(value: str | bool) -> str:
-    """A TOML value: JSON's spelling, but that TOML wants DEL escaped as well."""
+    """Return a TOML value: JSON's spelling, with DEL escaped, which TOML requires and JSON does not."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,8 +1,8 @@
 """Locks of the process: reentrant, waited for by a fork, and free in the forked child.
 
-A fork copies the memory while other threads may be in the middle of a capture or of a compilation. It therefore waits
-until they have left (``waited_for``), so that a child finds complete state and free locks. The same thread may take a
-lock again: a signal handler runs in the middle of whatever its thread does.
+A fork copies the memory while other threads may be in the middle of a capture or a compilation. It therefore waits
+until they have released their locks (``waited_for``), so that the child finds complete state and free locks. A thread
+may take a lock again, because a signal handler runs in the middle of whatever its thread does.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import threading
 from typing import Any, Final
 
-# A thread that keeps a lock for this long is stuck: the child renews the lock, and the fork goes on.
+# A thread that keeps a lock for this many seconds is stuck: the fork goes on, and the child reinitializes the lock.
 _PATIENCE: Final = 60.0
 
 
 def waited_for(lock: Any = None) -> Any:
-    """A reentrant lock that a fork waits for; ``lock``: one that exists already and is taken elsewhere too.
+    """Return a reentrant lock that a fork waits for.
 
-    It is to be taken by ``with``: Ctrl-C does not come between the lock and the block.
+    lock: an existing lock that other code takes too; None makes a new one. Take the lock by ``with``: then Ctrl-C
+    cannot come between the lock and the block.
     """
     taken: Any = threading.RLock() if lock is None else lock
     waited: list[bool] = []
@@ -35,7 +36,7 @@ def waited_for(lock: Any = None) -> Any:
             taken.release()
 
     def in_child() -> None:
-        # The thread that forked is the child's only one, under the same identity: what it holds it may release.
+        # The child's only thread is the one that forked, under the same identity: it may release what it holds.
         if waited.pop():
             taken.release()
         else:

@@ -1,15 +1,10 @@
-"""Marks: which value of a backward graph is the gradient of which value of the forward one.
+"""Marks: which value of a backward graph is the gradient of which value of the forward graph.
 
-What is true here. A mark is an identity around a value that the model's code names (the result of a function or of a
-method that it calls, a parameter, an argument). Forwards it becomes ``fxround::marked(x, k)``, backwards
-``fxround::marked_gradient(g, k)`` where g, all of its uses added up, is the gradient of x. The passes read them and
-take them out: no mark is left in a lowered graph.
-
-Why it is safe. Values are marked for a policy that treats gradients of roundings, and no others. What is a view of
-another tensor, or was changed in place, is not marked: it has no memory of its own, which a mark would give it.
-
-    before   y = linear(x, w); z = y.relu()
-    after    y = linear(mark(x), mark(w)); z = mark(y).relu()
+A mark is an identity around a value that the model's code names: the result of a function or method that it calls, a
+parameter or an argument. In the forward graph it becomes ``fxround::marked(x, k)``, in the backward graph
+``fxround::marked_gradient(g, k)``, where g is the gradient of x, summed over its uses. The passes read the marks and
+remove them: a lowered graph has none. Values are marked only for a policy that treats gradients of roundings. A value
+that is a view of another tensor, or was changed in place, is not marked: the mark would give it memory of its own.
 """
 
 from __future__ import annotations

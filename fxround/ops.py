@@ -1,15 +1,10 @@
-"""The rules of operators: what each ATen overload does to numbers, one row an operator.
+"""The rules of operators: what each ATen overload does to numbers, one row per operator.
 
-What is true here. An operator either yields R(f(x, ...)) with one rounding (pointwise, elementary), accumulates
-(contraction, reduction), chooses among its operands (exact), moves them (movement), yields no floating point
-(integer), draws (random), or hides arithmetic that fxround has no kernel for (opaque). Composite operators are
-absent: ``formulas`` splits them into these while the model is captured.
-
-Why it is safe. ``rule_of`` answers None for an operator without a row, and whoever asks reports it: nothing
-is passed over because its name was not expected.
-
-    before   if "mul" in str(node.target): ...
-    after    rule_of(node).kind, rule_of(node).body        # "pointwise", "mul({0}, {1})"
+An operator yields R(f(x, ...)) with one rounding (pointwise, elementary), accumulates (contraction, reduction), selects
+among its operands (exact), moves them (movement), yields no floating point (integer), draws (random), or hides
+arithmetic that fxround has no kernel for (opaque). ``rule_of(node).body``, for example, is ``"mul({0}, {1})"``.
+Composite operators have no row: ``formulas`` splits them into these operators while the model is captured. ``rule_of``
+returns None for an operator without a row, and its callers report that operator.
 """
 
 from __future__ import annotations
@@ -30,10 +25,10 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class OpRule:
-    """One operator.
+    """The rule of one operator.
 
     kind    what it does to numbers
-    body    pointwise, elementary and some that choose: the program, ``{i}`` standing for argument i of the ATen call
+    body    pointwise, elementary and some exact operators: the program, with ``{i}`` for argument i of the ATen call
     lower   contraction and reduction: the name of the fxround operator
     reason  why its result cannot be computed with a rounding of its own ("" if it can)
     """
@@ -45,7 +40,7 @@ class OpRule:
 
 
 def rule_of(node: fx.Node) -> OpRule | None:
-    """The rule of a call_function node, None if the table lacks its operator.
+    """Return the rule of a call_function node, None if the table lacks its operator.
 
     ``getitem`` has the rule of the operator whose result it takes from.
     """
@@ -59,7 +54,7 @@ def rule_of(node: fx.Node) -> OpRule | None:
 
 
 def argument(node: fx.Node, position: int) -> Any:
-    """An argument of an ATen call, wherever it was given; its default where it was not."""
+    """Return an argument of an ATen call, given by position or by name, or its default."""
     target: Any = node.target
     declared = target._schema.arguments[position]
     if len(node.args) > position:
@@ -68,7 +63,7 @@ def argument(node: fx.Node, position: int) -> Any:
 
 
 def _rows(kind: Kind, namespace: str, names: str, reason: str = "") -> dict[str, OpRule]:
-    """One row a name; a name without an overload means ``.default``."""
+    """Return one row for each name. A name without an overload means ``.default``."""
     full = [f"{namespace}.{name if '.' in name else name + '.default'}" for name in names.split()]
     return {name: OpRule(kind, reason=reason) for name in full}
 
@@ -128,7 +123,7 @@ _CONVOLUTION_GRADIENTS: Final = {
 }
 _INDEX_PUT: Final = OpRule("reduction", lower="index_put")
 
-# What chooses among its operand and numbers: as a program, it can follow the operation that computes the operand.
+# Operators that select among their operand and numbers. As programs they can follow the operation of the operand.
 _CHOICES: Final = {
     "neg": "neg({0})",
     "abs": "abs({0})",
@@ -139,7 +134,7 @@ _CHOICES: Final = {
     "clamp_max": "clamp({0}, -inf, {1})",
 }
 
-# A result that is one of the operands (or a small integer, or a sign): no rounding happens.
+# The result is one of the operands, a small integer or a sign: no rounding happens.
 _EXACT: Final = """
     threshold clamp.Tensor clamp_min.Tensor clamp_max.Tensor
     maximum minimum fmax fmin where.self where.ScalarSelf where.ScalarOther where.Scalar amax amin aminmax
@@ -164,7 +159,7 @@ _MOVEMENT: Final = """
     upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
 """
 
-# Numbers that enter the graph from the program text. arange with a step of floats is a formula.
+# Numbers that enter the graph from the program text. arange with a floating-point step is a formula.
 _CONSTANT: Final = """
     full full_like new_full zeros zeros_like new_zeros ones ones_like new_ones scalar_tensor arange arange.start
     arange.start_step eye eye.m
@@ -240,12 +235,12 @@ def _scatter_reduce(node: fx.Node) -> OpRule:
 
 
 def _integer_or_random(node: fx.Node) -> OpRule:
-    """Drawn integers, which may be stored as floating point."""
+    """Return the rule of drawn integers, which may be stored as floating point."""
     return RULES["aten.rand.default"] if _yields_floats(node) else INTEGER
 
 
 def _bincount(node: fx.Node) -> OpRule:
-    """A count, or a sum of weights in the order of a stock kernel."""
+    """Return the rule of a count, or of a sum of weights in the order of a stock kernel."""
     unordered = "its accumulation order is not defined by a formula yet"
     return OpRule("opaque", reason=unordered) if _yields_floats(node) else INTEGER
 
@@ -256,25 +251,25 @@ def _yields_floats(node: fx.Node) -> bool:
 
 
 def _integer_or_opaque(node: fx.Node) -> OpRule:
-    """Operators that are exact on integers and hide several roundings on floating point."""
+    """Return the rule of operators that are exact on integers and hide several roundings on floating point."""
     several = OpRule("opaque", reason="several roundings in one operator, without a formula yet")
     return several if _yields_floats(node) else INTEGER
 
 
 def _product(node: fx.Node) -> OpRule:
-    """Exact on integers, a chain of rounded products on floating point."""
+    """Return the rule of products: exact on integers, a chain of rounded products on floating point."""
     name = "cumprod" if "cumprod" in str(node.target) else "prod"
     return OpRule("reduction", lower=name) if _yields_floats(node) else INTEGER
 
 
 def _convolution_backward(node: fx.Node) -> OpRule:
-    """One of its three results: the formula asks for one at a time."""
+    """Return the rule of one of the three results: the formula asks for one at a time."""
     wanted = tuple(argument(node, 10))
     return _CONVOLUTION_GRADIENTS.get(wanted, RULES["aten.convolution_backward.default"])
 
 
 def _cast(node: fx.Node) -> OpRule:
-    """A conversion rounds where the source has values that the result lacks."""
+    """Return the rule of a conversion, which rounds if the source has values that the result lacks."""
     source, value = node.args[0], node.meta.get("val")
     assert isinstance(source, fx.Node)
     old, new = source.meta["val"].dtype, value.dtype if isinstance(value, torch.Tensor) else None

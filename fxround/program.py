@@ -1,13 +1,8 @@
 """The program of a pointwise kernel as text: one statement per rounded operation.
 
-What is true here. A program is what a graph node carries: ``t0 = add(x0, x1) @ binary32/stochastic/inf``. x0, x1,
-... are the tensor operands, a number is a scalar of the result's dtype, and the last statement is the result, unless
-``return t0, t2`` names others.
-
-Why it is safe. ``Program.parse(str(p)) == p``: the text carries the arithmetic, whole.
-
-    before   torch.add(a, b); quantize(...)                     # two kernels, two roundings
-    after    Program.parse("t0 = add(x0, x1) @ binary32/stochastic/inf")
+A graph node carries a program such as ``t0 = add(x0, x1) @ binary32/stochastic/inf``. x0, x1, ... are the tensor
+operands, and a number is a scalar of the result's dtype. The last statement is the result, unless ``return t0, t2``
+names others. ``Program.parse(str(p)) == p``: the text contains the whole arithmetic.
 """
 
 from __future__ import annotations
@@ -20,16 +15,16 @@ from fxround.numerics.formats import number
 from fxround.numerics.modes import Rounding
 
 EXACT = "exact"
-# Of a statement: no operator has operands enough for more.
+# The longest statement, in characters: no operator has enough operands for more.
 _LONGEST = 2000
 _STATEMENT = re.compile(r"\s*(t[0-9]+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*")
 
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """``target = operator(operands) @ rounding``: one operation, rounded once (or exact: None).
+    """One operation, ``target = operator(operands) @ rounding``, rounded once (or exact: rounding None).
 
-    Two are equal if their texts are: 0.0 == -0.0 as numbers, and kernels are kept by their programs.
+    Statements are equal if their texts are: 0.0 == -0.0 as numbers, and kernels are cached by their programs.
     """
 
     target: str
@@ -49,7 +44,7 @@ class Statement:
 
     @staticmethod
     def parse(text: str) -> Statement:
-        """Raises ValueError showing the statement and the form that was expected."""
+        """Parse one statement; ValueError shows the statement and the expected form."""
         found = _STATEMENT.fullmatch(text) if len(text) <= _LONGEST else None
         if not found:
             expected = "t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf"
@@ -70,7 +65,7 @@ def _operand(text: str) -> str | float:
 
 @dataclass(frozen=True)
 class Program:
-    """Statements in order, and the names of the results (none: the last statement's). x0, x1, ...: the operands."""
+    """Statements in order, and the names of the results (empty: the last statement's). The operands are x0, x1, ..."""
 
     statements: tuple[Statement, ...]
     returned: tuple[str, ...] = ()
@@ -86,7 +81,7 @@ class Program:
 
     @staticmethod
     def parse(text: str) -> Program:
-        """Raises ValueError for a malformed statement, or a name used before it is defined."""
+        """Parse a program; ValueError for a malformed statement, or a name that is used before it is defined."""
         if not isinstance(text, str):
             raise TypeError(f"a program is a text like 't0 = add(x0, x1) @ binary32', got {type(text).__name__}")
         parts = [part.strip() for part in text.split(";") if part.strip()]

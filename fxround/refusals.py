@@ -1,13 +1,13 @@
-"""Refusals: what fxround does not capture, told so that the reader knows what to change.
+"""Errors for what fxround does not capture, worded so that the reader knows what to change.
 
-What is true here. A message says what came (a dtype, a version, a line of the model), what was expected, what to do.
+A message says what came (a dtype, a version, a line of the model), what was expected and what to do, for example
+
+    Net cannot be captured as one graph.
+      at      net.py:12: if x.sum() > 0:
+      reason  Data-dependent branching
+      change  choose with torch.where, or pass the decision as a Python argument
+
 PyTorch's own explanation is kept as the cause of the exception.
-
-    before   Unsupported: Data-dependent branching (and forty lines)
-    after    Net cannot be captured as one graph.
-               at      net.py:12: if x.sum() > 0:
-               reason  Data-dependent branching
-               change  choose with torch.where, or pass the decision as a Python argument
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(s
 
 
 def refused_kind(tensor: torch.Tensor) -> str:
-    """complex, quantized, unknown, or nothing for a tensor that fxround knows how to treat."""
+    """Return complex, quantized or unknown for a tensor that fxround cannot treat, and "" for any other."""
     if tensor.is_complex() or tensor.is_quantized:
         return "complex" if tensor.is_complex() else "quantized"
     return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
 
 
 def require_tested_torch(version: str = torch.__version__) -> None:
-    """Raise CaptureError outside the tested range: the private APIs of this file have no promise of stability."""
+    """Raise CaptureError outside the tested range.
+
+    Capture uses private APIs of PyTorch, which may change with every minor version.
+    """
     if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
         raise CaptureError(
             f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
@@ -74,14 +77,14 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
 
 
-# The kind of an object that a model makes and returns, and that is no tensor, tuple, list or dict.
+# The kind of an object that a model makes and returns and that is no tensor, tuple, list or dict.
 RESULT: Final = "result"
 
 
 class LeftToPython(CaptureError):
-    """What a graph cannot hold: a change of Python state, or a tensor that is found through a Python object.
+    """Raised for what a graph cannot hold: a change of Python state, or a tensor that is found through a Python object.
 
-    A call of a compiled module does it all the same, in the way of ``torch.compile``; everything else raises this.
+    A call of a compiled module handles it by way of ``torch.compile``; every other use of the module raises this error.
     """
 
     def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
@@ -107,13 +110,13 @@ class LeftToPython(CaptureError):
 
 
 def source_line(stack_trace: str) -> tuple[str, str]:
-    """("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
+    """Return ("file.py:12", "x = self.fc(x)") of the innermost frame of a stack trace, or two empty texts."""
     frame = innermost(stack_trace)
     return (f"{PurePath(frame[0]).name}:{frame[1]}", frame[2]) if frame else ("", "")
 
 
 def innermost(stack_trace: str) -> tuple[str, int, str] | None:
-    """(path of the file, line, code) of the innermost frame of a stack trace, if it has one."""
+    """Return (path of the file, line, code) of the innermost frame of a stack trace, or None if it has no frame."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
     return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else None
 
@@ -131,7 +134,7 @@ _ADVICE: Final = (
 
 
 def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
-    """What PyTorch said, shortened to its first line, with the line of the model and what to change."""
+    """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change."""
     text = str(error)
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")

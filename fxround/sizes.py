@@ -1,12 +1,8 @@
-"""Sizes: for which arguments a captured graph is right.
+"""Sizes: the argument shapes for which a captured graph is right.
 
-What is true here. Tracing names the sizes that may change by symbols, and notes every condition on them that it met.
-What it assumed is kept, and asked again before another call may use the graph.
-
-Why it is safe. A call whose sizes do not satisfy every expression and condition is captured anew.
-
-    before   a graph traced with a batch of 4 runs with 5, and a branch on the batch is silently wrong
-    after    sizes.admit([(5, 3)])        # False where the trace assumed an even batch
+Tracing names the sizes that may change by symbols and records every condition on them that it met. ``Sizes`` keeps
+these assumptions. A call whose sizes do not satisfy every expression and condition is captured again: for example,
+``sizes.admit([(5, 3)])`` is False if the trace assumed an even batch.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes for which a graph is right: one expression a dimension, and the conditions met while tracing."""
+    """The sizes for which a graph is right: one expression per dimension, and the conditions met while tracing."""
 
     dimensions: tuple[tuple[Any, ...] | None, ...]
     conditions: tuple[Any, ...] = ()
@@ -45,7 +41,7 @@ class Sizes:
 
 
 def sizes_of(values: Sequence[Any]) -> Sizes:
-    """Dimensions as expressions in the symbols that are left, and the guards in the same symbols."""
+    """Return the dimensions as expressions in the remaining symbols, and the guards in the same symbols."""
     dimensions: list[tuple[Any, ...] | None] = []
     environment: Any = None
     for value in values:
@@ -62,7 +58,10 @@ def sizes_of(values: Sequence[Any]) -> Sizes:
 
 
 def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
-    """A size that the trace took from a tangent is taken from an argument that has it: results need no tangents."""
+    """Take sizes from another input where the trace took them from a tangent.
+
+    Computing results must not need tangents.
+    """
     aten = torch.ops.aten
     known: dict[str, tuple[fx.Node, int]] = {}
     for node in list(graph.graph.nodes):
@@ -80,7 +79,7 @@ def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
 def _ask_elsewhere(
     graph: fx.GraphModule, node: fx.Node, sizes: list[Any], known: dict[str, tuple[fx.Node, int]]
 ) -> None:
-    """Replace a product of sizes by one of sizes of known nodes, where all of them are known."""
+    """Replace a product of sizes by one of sizes of known nodes, if all of them are known."""
     if any(not isinstance(size, int) and str(size) not in known for size in sizes):
         return
     total: Any = 1

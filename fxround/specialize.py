@@ -1,13 +1,9 @@
-"""Kernels from roundings: the scalar bodies that a program, an order or an accumulation stands for.
+"""Kernels from roundings: the scalar functions that compute a program, a reduction or an accumulation.
 
-What is true here. Each function takes roundings and storages and gives the kernel whose bodies are specialised for
-them: nothing is interpreted when it runs. Equal arguments give the same object.
-
-Why it is safe. What cannot be had (a format that the carrier lacks, a result that the dtype cannot store) is a
-ValueError here, before any code is compiled.
-
-    before   quantize(acc + a * b, exponent_bits, mantissa_bits, mode)     # decided at every step
-    after    contract_kernel(Accumulation.parse("bfloat16"), rounding, ("f32", "f32"), "f32")
+Each function takes roundings and storages and returns a kernel that is specialised for them, so nothing is interpreted
+at run time: ``contract_kernel(Accumulation.parse("bfloat16"), rounding, ("f32", "f32"), "f32")``. What is not possible
+(a format that the carrier lacks, a result that the dtype cannot store) raises ValueError here, before any code is
+compiled.
 """
 
 from __future__ import annotations
@@ -38,17 +34,17 @@ def _fits(rounding: Rounding, result: Storage) -> None:
 
 @lru_cache(maxsize=4096)
 def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
-    """The kernel of a program with one result; statement s draws number s of the call's one node.
+    """Return the kernel of a program with one result. Statement s draws number s of the call's only node.
 
-    Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding
-    that the result's dtype cannot store or the operands' carrier cannot be rounded to.
+    Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding that the result's
+    dtype cannot store or the operands' carrier cannot be rounded to.
     """
     return _map_kernel(program, loads, (result,), tuple(Word(0, n) for n in range(len(program.statements))))
 
 
 @lru_cache(maxsize=4096)
 def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Map:
-    """The kernel of a fused program; each statement that draws has a node number of its own, in order.
+    """Return the kernel of a fused program. Each statement that draws has a node number of its own, in order.
 
     Raises what ``map_kernel`` raises.
     """
@@ -63,7 +59,10 @@ def draws(statement: Statement) -> bool:
 
 
 def check_program(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
-    """The carrier of a program's kernel; ValueError where operands and results do not fit ``loads`` and ``results``."""
+    """Return the carrier of a program's kernel.
+
+    Raises ValueError if operands and results do not fit ``loads`` and ``results``.
+    """
     said = shown(str(program))
     if program.arity > len(loads):
         raise ValueError(f"{said} uses {program.arity} operands, got {len(loads)}")
@@ -103,7 +102,10 @@ def _map_kernel(
 
 
 def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[str, Format]:
-    """A format that holds every value of a name: what it is rounded to, or what exact operands hold."""
+    """Return for each name a format that holds all of its values.
+
+    This is the format that it is rounded to, or one that the operands of an exact statement have.
+    """
     widest = FORMAT_OF["f32" if carrier == "f32" else "f64"]
     grids = {f"x{i}": FORMAT_OF[s] for i, s in enumerate(loads)}
     for s in program.statements:
@@ -116,13 +118,17 @@ def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[
 
 
 def _holds(candidate: Format, formats: Sequence[Format], numbers: Sequence[float]) -> bool:
-    """Whether every value of some formats, and some numbers, are values of a format."""
+    """Whether a format has every value of the given formats, and the given numbers."""
     nearest = Rounding.parse(candidate.name)
     return all(other.within(candidate) for other in formats) and all(round_float(n, nearest) == n for n in numbers)
 
 
 def _accumulator(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
-    """binary32 accumulates natively in its own type; every other format in binary64, where it is exact."""
+    """Return the accumulator's type.
+
+    binary32 with the hardware's rounding accumulates in f32; every other rounding in f64, which holds its values
+    exactly.
+    """
     return "f32" if _is_hardware(accumulate) and set(carriers) == {"f32"} else "f64"
 
 
@@ -131,12 +137,11 @@ def _is_hardware(rounding: Rounding) -> bool:
 
 
 def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
-    """The rounding of a step inside a chain.
+    """Return the rounding of a step inside a chain.
 
-    Over binary32 operands, a format with binary32's exponents has binary64's inside a chain: no partial sum
-    overflows or becomes subnormal there, and the store brings the result into range. binary32/nearest_even, the
-    hardware's own, keeps its range, whatever else the chain rounds, and so do formats with fewer exponents
-    (binary16, e5m2, ...).
+    Over binary32 operands, a format with binary32's exponents gets binary64's inside a chain: no partial sum overflows
+    or becomes subnormal there, and the store brings the result into range. binary32/nearest_even, the hardware's own,
+    keeps its range, whatever else the chain rounds, and so do formats with fewer exponents (binary16, e5m2, ...).
     """
     fmt = accumulate.format
     binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
@@ -154,7 +159,7 @@ def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
 
 
 def _finish(accumulate: Rounding, rounding: Rounding, accumulator: Type, result: Storage) -> Function:
-    """The store's rounding of an accumulator; none where it is proved to be the identity."""
+    """Return the store's rounding of an accumulator; no rounding where it is proved to be the identity."""
     _fits(rounding, result)
     acc, random = param("acc", accumulator), param("random", "u32")
     carrier = CARRIER_OF[result]
@@ -171,14 +176,14 @@ def _finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
 
 
 def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool) -> Function:
-    """(acc, x, random): R_acc(acc + x); x is a stored element, or another accumulator.
+    """Return (acc, x, random) to R_acc(acc + x). x is a stored element, or another accumulator.
 
-    inside: the operands of the chain have at most 32 bits, whose sums overflow nowhere in binary64.
+    inside: the operands of the chain have at most 32 bits, whose sums do not overflow in binary64.
     """
     acc, random = param("acc", accumulator), param("random", "u32")
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = load(x, loaded) if loaded else x
-    # A NaN of a binary32 operand has zeros below binary32's bits; one of binary64 may have anything there.
+    # A NaN of a binary32 operand has zeros below binary32's bits; one of a binary64 operand may have any bits there.
     operator = "add_inside" if inside else "add_step"
     total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
     return Function(name, (acc, x, random), (total,))
@@ -187,7 +192,7 @@ def _add_step(name: str, accumulate: Rounding, accumulator: Type, loaded: Storag
 def sum_kernel(
     order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage
 ) -> Reduce | Exact:
-    """The sum of a length under an order, stored through ``rounding``.
+    """Return the sum of a length under an order, stored through ``rounding``.
 
     ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once.
     """
@@ -198,7 +203,7 @@ def sum_kernel(
 
 @lru_cache(maxsize=1024)
 def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Exact:
-    """The correctly rounded sum: one rounding of the exact sum by ``accumulate``, then the store's."""
+    """Return the correctly rounded sum: one rounding of the exact sum by ``accumulate``, then the store's."""
     element, total = param("element", ELEMENT_OF[load_as]), param("total", "f64")
     first, second = param("random", "u32"), param("store_random", "u32")
     # To odd, binary64 needs two bits more than the format; without them the format must be binary64 itself.
@@ -227,7 +232,7 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
 
 @lru_cache(maxsize=1024)
 def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
-    """The sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
+    """Return the sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Reduce(
@@ -245,7 +250,7 @@ def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as
 
 @lru_cache(maxsize=1024)
 def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
-    """Every prefix sum, k ascending."""
+    """Return the kernel of all prefix sums, k ascending."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
     return Scan(
@@ -260,10 +265,10 @@ def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, re
 
 
 def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
-    """(acc, x, random): R_acc(acc * x); the product of a short significand and a binary32 value is exact."""
+    """Return (acc, x, random) to R_acc(acc * x). The product of a short significand and a binary32 value is exact."""
     acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
     fmt = accumulate.format
-    # Neither may the product leave binary64's range: binary32 spans 2^-149 to 2^128.
+    # The product may not leave binary64's range either: binary32 spans 2^-149 to 2^128.
     short = fmt.precision <= 29 and fmt.quantum_exponent >= -1074 + 149 and fmt.emax < 1023 - 128
     short = short and CARRIER_OF[loaded] == "f32"
     product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
@@ -272,7 +277,7 @@ def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> 
 
 @lru_cache(maxsize=1024)
 def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
-    """The product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
+    """Return the product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
     accumulator = _accumulator(accumulate, (CARRIER_OF[load_as],))
     return Reduce(
         step=_multiply_step(accumulate, accumulator, load_as),
@@ -290,7 +295,10 @@ def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, resu
 
 @lru_cache(maxsize=64)
 def largest_kernel(storage: Storage) -> Reduce:
-    """The largest element, the NaN if there is one, and of two zeros either: no order shows but in a zero's sign."""
+    """Return the kernel of the largest element: the one NaN if there is any, either of two zeros.
+
+    The order of evaluation changes nothing but the sign of a zero.
+    """
     carrier = CARRIER_OF[storage]
     acc, random = param("acc", carrier), param("random", "u32")
     x, other = param("x", ELEMENT_OF[storage]), param("x", carrier)
@@ -314,7 +322,7 @@ def largest_kernel(storage: Storage) -> Reduce:
 
 @lru_cache(maxsize=1024)
 def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
-    """Every prefix product, k ascending."""
+    """Return the kernel of all prefix products, k ascending."""
     whole = prod_kernel(accumulate, rounding, load_as, result)
     return Scan(
         step=whole.step,
@@ -330,16 +338,16 @@ def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, r
 
 @lru_cache(maxsize=1024)
 def scatter_format(accumulate: Rounding, storage: Storage) -> Format:
-    """What holds every sum of a scatter into zeros, as it is stored."""
+    """Return a format that holds every sum of a scatter into zeros, as it is stored."""
     carriers = (CARRIER_OF[storage],)
     inside = chain_rounding(accumulate, _accumulator(accumulate, carriers), carriers).format
     return inside if inside.within(FORMAT_OF[storage]) else FORMAT_OF[storage]
 
 
 def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
-    """Contributions added to a destination one after the other, each addition rounded by ``accumulate``.
+    """Return the kernel that adds contributions to a destination in order, each addition rounded by ``accumulate``.
 
-    The result is stored in the destination's own dtype, rounded to nearest even where that is needed.
+    The result is stored in the destination's own dtype, rounded to nearest even if the dtype does not hold it.
     """
     accumulator = _accumulator(accumulate, (CARRIER_OF[storage],))
     accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
@@ -363,7 +371,7 @@ def _lift(stored: Storage, accumulator: Type) -> Function:
 def contract_kernel(
     accumulate: Accumulation | Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
 ) -> Contract:
-    """Sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
+    """Return the kernel of sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
     how = Accumulation.parse(accumulate)
     carriers = tuple(CARRIER_OF[s] for s in loads)
     native = all(_accumulator(r, carriers) == "f32" for r in (how.step, how.combine) if r is not None)
@@ -389,16 +397,16 @@ def contract_kernel(
 
 
 def _tosses_coins(how: Accumulation) -> bool:
-    """Whether a step's one rounding needs one random bit, and nothing else draws between two steps."""
+    """Whether a step has one rounding that needs one random bit, and nothing else draws between two steps."""
     return how.product is None and how.chunk is None and how.step.mode.random_bits == 1
 
 
 def _quick_contract(
     how: Accumulation, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
 ) -> Contract | None:
-    """The contraction by binary32 steps under a hardware rounding direction, where there is one.
+    """Return the contraction by binary32 steps under a hardware rounding direction; None if there is none.
 
-    Its store is made of integer operators, which no rounding direction reaches.
+    Its store consists of operators that the rounding direction does not change.
     """
     simple = how.product is None and how.chunk is None and {CARRIER_OF[s] for s in (*loads, result)} == {"f32"}
     if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
@@ -411,7 +419,7 @@ def _quick_contract(
     finish = _finish(how.step, rounding, "f32", result)
     if any(node.op in HARDWARE_ROUNDED for node in finish.schedule):
         return None
-    # Towards -infinity an exact zero is -0; the chain's own is +0.
+    # Towards -infinity an exact zero is -0, whereas the chain's is +0.
     zero = from_bits(select(bits(acc).equals(1 << 31), 0, bits(acc)))
     stored = substitute(finish.results, {finish.params[0]: zero}) if direction == "down" else finish.results
     return Contract(
@@ -436,7 +444,7 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     random = param("random", "u32")
     narrow_factors = "f64" not in carriers
     if how.product is not None:
-        # Two roundings a step share its 32 bits: the product draws the low half, the sum the high one.
+        # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.
         operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
         product = apply(operator, (a, b), how.product, accumulator, random << 16)
         adds = "add_inside" if narrow_factors else "add_step"

@@ -1,10 +1,7 @@
-"""A table: data first, text and HTML second.
+"""Tables of plain values, from which text, HTML, JSON and data frames are made.
 
-What is true here. A table holds plain values (text, numbers, None) and nothing that was formatted for
-reading, so that what a person reads and what a program reads are the same rows.
-
-    before   print(f"{name:20} {bits:5.1f}")
-    after    Table(("layer", "bits"), (("conv1", 21.3),)).to_json()     # or print(table), or a notebook's cell
+A table holds text, numbers and None, and nothing that was formatted for reading, so that people and programs read the
+same rows: ``Table(("layer", "bits"), (("conv1", 21.3),)).to_json()``, or ``print(table)``, or a notebook's cell.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _CSS = (
 
 @dataclass(frozen=True)
 class Table:
-    """Column names, rows of values in the same order, and a title and a note around them."""
+    """Column names, rows of values in the same order, a title and a note. ValueError for a row of another length."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Value, ...], ...]
@@ -47,20 +44,23 @@ class Table:
         return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"title", "columns", "rows", "note"}``; the rows are dicts, which ``pandas.DataFrame`` reads."""
+        """Return ``{"title", "columns", "rows", "note"}``. The rows are dicts, which ``pandas.DataFrame`` reads."""
         return {"title": self.title, "columns": list(self.columns), "rows": list(self), "note": self.note}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON; NaN and infinities, which JSON lacks, become null."""
+        """Return ``to_dict`` as JSON. NaN and infinities, which JSON lacks, become null."""
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
 
     def to_pandas(self) -> Any:
-        """The rows as a ``pandas.DataFrame``. Raises ImportError naming the extra where pandas is missing."""
+        """Return the rows as a ``pandas.DataFrame``.
+
+        Raises ImportError, which names the extra to install, without pandas.
+        """
         return data_frame(list(self), list(self.columns))
 
     @property
     def _numeric(self) -> list[bool]:
-        """Which columns hold no text: they are set flush right."""
+        """For each column, whether it holds no text and is therefore aligned to the right."""
         return [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
 
     def __str__(self) -> str:
@@ -81,22 +81,25 @@ class Table:
 
 
 class Tabled(ABC):
-    """A report that is data (``to_dict``) and reads as a table: JSON, data frame, text and HTML of it."""
+    """A report: plain data (``to_dict``) that is shown as a table.
+
+    It is available as JSON, data frame, text and HTML.
+    """
 
     @abstractmethod
     def table(self) -> Table:
-        """The rows that are shown."""
+        """Return the rows that are shown."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain."""
+        """Return all fields as plain values."""
 
     def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
+        """Return ``to_dict`` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_pandas(self) -> Any:
-        """The table's rows as a pandas.DataFrame. Raises ImportError without pandas."""
+        """Return the table's rows as a ``pandas.DataFrame``. Raises ImportError without pandas."""
         return self.table().to_pandas()
 
     def __str__(self) -> str:
@@ -107,7 +110,10 @@ class Tabled(ABC):
 
 
 def data_frame(rows: list[dict[str, Any]], columns: list[str]) -> Any:
-    """The rows as a ``pandas.DataFrame``. Raises ImportError naming the extra where pandas is missing."""
+    """Return the rows as a ``pandas.DataFrame``.
+
+    Raises ImportError, which names the extra to install, without pandas.
+    """
     try:
         pandas = importlib.import_module("pandas")
     except ImportError as error:

@@ -1,15 +1,10 @@
-"""Tracing: the state of PyTorch in which a model is captured, and what happens to Dynamo's graph before its gradients.
+"""The state of PyTorch in which a model is captured, and the changes to Dynamo's graph before it is differentiated.
 
-Beside graph.py the only user of PyTorch's private APIs.
-
-What is true here. ``tracing_switches`` turns off what would hide arithmetic from the graph. ``quickened`` spares what
-tracing does again and again with symbolic sizes: without it the graph has the same operators on the same sizes.
-
-Why it is safe. Every switch is set back, whatever the model raises. What is remembered is a pure function of its key:
-the two expressions, all that a symbolic number carries beside them, and the version of what is known of the symbols.
-
-    before   with sdpa_kernel(MATH), mkldnn.flags(enabled=False), ...: trace(model)
-    after    with tracing_switches(), quickened(): trace(model)
+``tracing_switches`` turns off what would hide arithmetic from the graph, and restores every switch whatever the model
+raises. ``quickened`` remembers results that tracing computes again and again with symbolic sizes; without it the graph
+has the same operators on the same sizes. Each remembered result is a pure function of its key: the two expressions,
+everything that a symbolic number carries besides them, and the version of what is known of the symbols. This file uses
+PyTorch's private APIs.
 """
 
 from __future__ import annotations
@@ -33,18 +28,18 @@ from torch.nn.utils import stateless
 
 @contextlib.contextmanager
 def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
-    """The state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped.
+    """Set the state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped.
 
-    by_dynamo: ``torch.compile`` has traced the model already, by its own assumptions on sizes. Under others, a size
-    of 1 would get a symbol that Dynamo's guards know no source of.
+    by_dynamo: whether ``torch.compile`` has already traced the model, under its own assumptions on sizes. Under
+    different ones, a size of 1 would get a symbol for which Dynamo's guards have no source.
     """
     mha = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # said of every set_flags
+        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # every set_flags gives this warning
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        stack.enter_context(mock.patch.object(fake_tensor.log, "disabled", True))  # what it logs is raised as well
+        stack.enter_context(mock.patch.object(fake_tensor.log, "disabled", True))  # what it logs is raised too
         stack.enter_context(
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
@@ -52,7 +47,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         if not by_dynamo:
             stack.enter_context(asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
-        # A module of two names is swapped twice: put back first what was taken last, else it keeps the trace's tensors.
+        # A module with two names is swapped twice. Undo the swaps in reverse order, else it keeps the trace's tensors.
         swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
         stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
@@ -61,7 +56,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
 
 
 def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """Let Dynamo's graph call what is defined above differentiation: functions and methods by their definitions."""
+    """Replace functions and methods in Dynamo's graph by their definitions, which apply before differentiation."""
     functions = {key: f for key, f in definitions.items() if not isinstance(key, torch._ops.OperatorBase)}
     for node in graph.graph.nodes:
         method = node.op == "call_method"
@@ -78,9 +73,10 @@ def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]
 
 
 def separate_results(graph: fx.GraphModule) -> None:
-    """Copy every result: one that is a view of an argument or of another result would be differentiated outside.
+    """Copy every result of Dynamo's graph.
 
-    So would an argument or a parameter that the model returns as it is: Dynamo puts it among the results afterwards.
+    A result that is a view of an argument or of another result would be differentiated outside of the graph. So would
+    an argument or a parameter that the model returns unchanged, which Dynamo adds to the results after the graph.
     """
     copy_results(graph)
     codegen: Any = graph.graph._codegen
@@ -101,7 +97,7 @@ def separate_results(graph: fx.GraphModule) -> None:
 
 
 def copy_results(graph: fx.GraphModule) -> None:
-    """Make every result of a graph of Dynamo's a tensor of its own."""
+    """Make every result of Dynamo's graph a tensor of its own."""
     output = graph.graph.output_node()
     with graph.graph.inserting_before(output):
         args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
@@ -118,20 +114,23 @@ def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def asked_sizes() -> contextlib.AbstractContextManager[None]:
-    """Sizes of 0 and 1 become conditions where a model asks for them, not assumptions."""
+    """Make sizes of 0 and 1 conditions where a model asks for them, not assumptions."""
     config: Any = importlib.import_module("torch.fx.experimental._config")
     patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
     return patched
 
 
 def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """What the caller said: PyTorch would compare the mask's values, and apply it in either case."""
+    """Return what the caller declared. PyTorch would compare the mask's values, and apply the mask in either case."""
     return bool(is_causal)
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection: tracing makes millions of objects that live on, and each full collection visits them."""
+    """Disable garbage collection.
+
+    Tracing makes millions of objects that stay alive, and each full collection visits them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +141,7 @@ def uncollected() -> Iterator[None]:
 
 
 def joint_of(stack: contextlib.ExitStack, graph: Any, args: Any, kwargs: Any, decompositions: Any) -> Any:
-    """AOTAutograd's graph of a graph of Dynamo's: results and gradients. Its contexts end with ``stack``."""
+    """Return AOTAutograd's graph of results and gradients for Dynamo's graph. Its contexts end with ``stack``."""
     # Imported at the first capture, as in graph.py.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -151,7 +150,7 @@ def joint_of(stack: contextlib.ExitStack, graph: Any, args: Any, kwargs: Any, de
 
 
 def traced_frame() -> tuple[str, torch.nn.Module | None]:
-    """Inside of a backend: the name of the function that Dynamo traces, and the module among its arguments."""
+    """Return, inside of a backend, the name of the function that Dynamo traces, and the module among its arguments."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer = InstructionTranslator.current_tx()
@@ -159,13 +158,13 @@ def traced_frame() -> tuple[str, torch.nn.Module | None]:
     return tracer.f_code.co_name, next(modules, None)
 
 
-# The arithmetic that strides, numbers of elements and tests of contiguity are made of.
+# The arithmetic that computes strides, numbers of elements and tests of contiguity.
 _ARITHMETIC: Final = ("add", "sub", "mul", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge")
 
 
 @contextlib.contextmanager
 def quickened() -> Iterator[None]:
-    """Remember results of arithmetic on symbolic sizes, and leave out of the graph what nobody asked for."""
+    """Remember results of arithmetic on symbolic sizes, and leave out of the graph what nothing uses."""
     # Imported at the first capture, as in graph.py.
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.sym_node import SymNode
@@ -189,7 +188,10 @@ def quickened() -> Iterator[None]:
 
 
 def _remembering(symbolic: Any, name: str, known: dict[Any, Any]) -> Callable[[Any, Any], Any]:
-    """The method, computed once for operands that are equal in everything; as it is while it is recorded."""
+    """Return the method, computing once for operands that are equal in everything.
+
+    It computes every time while operations are recorded.
+    """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     compute: Callable[[Any, Any], Any] = getattr(symbolic, name)
@@ -216,7 +218,7 @@ def _all_of(number: Any) -> tuple[Any, ...]:
 
 
 def _unasked(functional: Any) -> Callable[..., Any]:
-    """The constructor; arithmetic on sizes inside it enters the graph only if its result is used."""
+    """Return the constructor. Arithmetic on sizes inside it enters the graph only if its result is used."""
     from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
     construct = functional.__new__

@@ -1,13 +1,9 @@
-"""Units: nodes of a graph that become one, chosen so that the merged graph has no circle.
+"""Units: sets of nodes that become one node, chosen so that the merged graph has no cycle.
 
-What is true here. A unit is a set of nodes; every node is in one. Two units are merged where a producer and its user
-may be one, if no path leaves one of them and enters the other through a third.
-
-Why it is safe. ``in_order`` visits every unit after all that it reads, which it could not if there were a circle; what
-draws from PyTorch's own generator keeps its order.
-
-    before   a -> b -> c and a -> c: {a, c} would wait for b, and b for {a, c}
-    after    {a, b, c}, or {a}, {b}, {c}
+Every node is in exactly one unit. A producer's unit and its user's are merged if ``joins`` allows it and no path leaves
+one of them and enters the other through a third. With edges a -> b -> c and a -> c, for example, {a, c} is not allowed:
+it would need b, and b would need it. ``in_order`` visits every unit after all units that it reads, which is impossible
+with a cycle; operations that draw from PyTorch's own generator keep their order.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from fxround.graph import site
 class Unit:
     """Nodes in graph order, and the positions of the first and the last.
 
-    horizon: the last position in the unit and all that it waits for.
+    horizon: the last position among the unit's nodes and all units that it depends on.
     """
 
     nodes: list[fx.Node]
@@ -35,18 +31,18 @@ class Unit:
     horizon: int
 
     def inputs(self) -> set[fx.Node]:
-        """The nodes outside of the unit that it reads."""
+        """Return the nodes outside of the unit that it reads."""
         own = set(self.nodes)
         return {used for node in self.nodes for used in node.all_input_nodes if used not in own}
 
     def results(self) -> list[fx.Node]:
-        """The nodes of the unit that are read outside of it."""
+        """Return the nodes of the unit that are read outside of it."""
         own = set(self.nodes)
         return [node for node in self.nodes if any(user not in own for user in node.users)]
 
 
 def merged(graph: fx.Graph, joins: Callable[[Unit, Unit], bool]) -> dict[fx.Node, Unit]:
-    """The unit of every node. joins(a, b): whether a producer's unit and its user's may become one."""
+    """Return the unit of every node. joins(a, b): whether a producer's unit a and its user's unit b may be merged."""
     units: dict[fx.Node, Unit] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node, index in position.items():
@@ -64,7 +60,7 @@ def merged(graph: fx.Graph, joins: Callable[[Unit, Unit], bool]) -> dict[fx.Node
 
 
 def _delay_users(unit: Unit, units: dict[fx.Node, Unit]) -> None:
-    """What waits for a unit waits for all that has joined it, too."""
+    """Raise the horizon of all units that depend on a merged unit to its horizon."""
     stack = [unit]
     while stack:
         users = {units[user] for node in stack.pop().nodes for user in node.users if user in units}
@@ -77,7 +73,7 @@ def _delay_users(unit: Unit, units: dict[fx.Node, Unit]) -> None:
 def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
     """Whether a path leads from ``a`` to ``b`` through a third unit.
 
-    A unit that waits for nothing behind the first node of ``a`` cannot depend on it: the search stays between the two.
+    A unit whose horizon lies before the first node of ``a`` cannot depend on ``a``, so the search does not enter it.
     """
     seen = {a, b}
     stack = [units[node] for node in b.inputs()]
@@ -94,9 +90,9 @@ def _leads_around(a: Unit, b: Unit, units: dict[fx.Node, Unit]) -> bool:
 
 
 def in_order(units: dict[fx.Node, Unit]) -> Iterator[Unit]:
-    """The units, each after what it reads, and otherwise in the order of their last nodes.
+    """Yield the units, each after what it reads, and otherwise in the order of their last nodes.
 
-    Raises VerificationError where units wait for one another.
+    Raises VerificationError if units depend on one another.
     """
     waiting: dict[Unit, int] = {}
     users: dict[Unit, list[Unit]] = {}

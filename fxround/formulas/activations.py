@@ -45,8 +45,7 @@ def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 @formula(aten.addcdiv.default)
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
     """addcdiv(x, a, b, value) = x + (a / b) * value, a factor of 1 left out"""
-    # Dynamo writes some spellings of addcmul and addcdiv this way before a formula can: all spellings have one
-    # definition.
+    # Dynamo writes some spellings of addcmul and addcdiv this way before a formula can: this is the definition of all.
     return x + scaled(a / b, value)
 
 

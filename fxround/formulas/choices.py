@@ -94,8 +94,9 @@ def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
 
 
 def one_nan(found: Tensor) -> Tensor:
-    """Return ``found`` with the one quiet NaN in place of any NaN: where PyTorch's kernels use vectors they return
-    0xffffffff.
+    """Return ``found`` with the one quiet NaN in place of any NaN.
+
+    Where PyTorch's kernels use vectors they return the NaN 0xffffffff.
     """
     return found.masked_fill(found.isnan(), math.nan)
 

@@ -64,8 +64,9 @@ def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> 
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    """Return (1 + t) * 0.5 + ((x * 0.5) * (1 - t * t)) * (c * (1 + 0.134145 * (x * x))), t the tanh of gelu's
-    formula.
+    """Return (1 + t) * 0.5 + ((x * 0.5) * (1 - t * t)) * (c * (1 + 0.134145 * (x * x))).
+
+    t is the tanh of gelu's formula, c = sqrt(2 / pi).
     """
     scale = math.sqrt(2.0 / math.pi)
     square = x * x

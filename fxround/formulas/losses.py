@@ -108,9 +108,7 @@ def binary_cross_entropy_with_logits(
 
 
 def _chosen(x: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor, Any, int]:
-    """Return the classes with ignored ones as 0, whether each is kept, its weight or 0, and the dimension of the
-    classes.
-    """
+    """Return the classes with ignored ones as 0, whether each is kept, its weight or 0, and the classes' dimension."""
     kept, dim = target != ignored, min(x.dim() - 1, 1)
     classes = torch.where(kept, target, torch.zeros_like(target))
     if weight is None:

@@ -107,9 +107,7 @@ def batch_norm(
 
 
 def _normalized_backward(g: Tensor, h: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return (g - sum(g) / n) - h * (sum(g * h) / n): the gradient g of the normalised values h, without its mean and h
-    parts.
-    """
+    """Return (g - sum(g) / n) - h * (sum(g * h) / n), for a gradient g of the normalised values h."""
     n = count(h, dims)
     return (g - total(g, dims, True) / n) - h * (total(g * h, dims, True) / n)
 

@@ -69,8 +69,9 @@ def avg_pool(
 
 
 def _pooled(size: int, kernel: int, stride: int, pad: int, ceil_mode: bool) -> int:
-    """Return the number of windows; with ceil_mode including a last one that starts inside the input or the left
-    padding.
+    """Return the number of windows.
+
+    With ceil_mode it includes a last one that starts inside the input or the left padding.
     """
     span = size + 2 * pad - kernel
     out = (-(-span // stride) if ceil_mode else span // stride) + 1

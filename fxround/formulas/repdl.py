@@ -209,8 +209,9 @@ def convolution_backward(
 
 
 def _both(others: Any, gradient: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the gradients of weight and bias. The formula of products leaves a lone gradient of a weight to its
-    operator.
+    """Return the gradients of weight and bias.
+
+    The formula in products returns NotImplemented for the gradient of a weight alone.
     """
     if others is NotImplemented:
         others = aten.convolution_backward(gradient, x, weight, None, *geometry, [False, True, False])
@@ -220,8 +221,7 @@ def _both(others: Any, gradient: Tensor, x: Tensor, weight: Tensor, geometry: Se
 def _convolution_input_gradient(
     g: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """Return gx[h] = sum of g[(h + padding - k * dilation) / stride] * w[k], k ascending from the kernel's first
-    element.
+    """Return gx[h], the sum of g[(h + padding - k * dilation) / stride] * w[k], k ascending.
 
     g is reversed, with stride - 1 zeros between its elements, and convolved with the kernel as stored: then k ascends.
     A transposed convolution reverses the kernel instead, so that k would descend.

@@ -41,7 +41,7 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
         "toward_positive": lambda t: select(t.negative, t.odd ^ t.odd, t.unit - 1),
         "toward_negative": lambda t: select(t.negative, t.unit - 1, t.odd ^ t.odd),
         "away_from_zero": lambda t: t.unit - 1,
-        # The general rule steps where floor(low 2^32 / 2^d) + r >= 2^32. That is low + floor(r 2^d / 2^32) >= 2^d.
+        # The general rule steps where floor(low 2^32 / 2^d) + r >= 2^32, which is low + floor(r 2^d / 2^32) >= 2^d.
         "stochastic": lambda t: t.drawn,
         "stochastic_equal": lambda t: select(t.coin, t.unit - 1, t.odd ^ t.odd),
         "up_down": lambda t: t.odd + (t.half - 1),
@@ -50,7 +50,9 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
 
 
 def is_one_addition(rounding: Rounding, carrier: Carrier) -> bool:
-    """Whether the format has its carrier's exponents and a carry out of its maximum gives infinity, as its overflow
+    """Whether ``round_by_addition`` applies.
+
+    The format must have its carrier's exponents, and a carry out of its maximum must give infinity, as its overflow
     asks.
     """
     fmt = rounding.format

@@ -112,8 +112,9 @@ class Format:
 
     @property
     def default_overflow(self) -> Overflow:
-        """The overflow of a rounding that names none, as in ml_dtypes: inf if the format has one, else nan, else
-        saturate.
+        """The overflow of a rounding that names none, as in ml_dtypes.
+
+        It is inf if the format has one, else nan, else saturate.
         """
         return "inf" if self.inf else "nan" if self.nan else "saturate"
 
@@ -211,11 +212,11 @@ class Format:
 
     @staticmethod
     def parse(text: Any) -> Format:
-        """Parse a format's name: a row of FORMATS, one of ALIASES, ``ieee(exponent_bits,precision)`` or
-        ``custom(...)``, each optionally with ``-flush``; or a floating-point dtype of PyTorch or NumPy.
+        """Parse a format's name, or a floating-point dtype of PyTorch or NumPy.
 
-        Raises ValueError for an unknown name, with the nearest known ones, and for a dtype of integers or complex
-        numbers; TypeError for anything else.
+        A name is a row of FORMATS, one of ALIASES, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each
+        optionally with ``-flush``. Raises ValueError for an unknown name, with the nearest known ones, and for a dtype
+        of integers or complex numbers; TypeError for anything else.
         """
         text = spelt(text)
         if not isinstance(text, str):

@@ -28,8 +28,9 @@ ZEROED: Final = "zero_clamped"
 
 @dataclass(frozen=True)
 class Gradient:
-    """The treatment of a gradient. ``zero_clamped``: it is 0 where the rounding clamped. ``rounding``: of the gradient,
-    or None.
+    """The treatment of a gradient that passes a rounding.
+
+    ``zero_clamped``: the gradient is 0 where the rounding clamped. ``rounding``: the rounding of the gradient, or None.
     """
 
     zero_clamped: bool = False
@@ -41,8 +42,9 @@ class Gradient:
 
     @staticmethod
     def parse(text: Any) -> Gradient:
-        """Parse ``straight_through``, ``zero_clamped``, a rounding, or the last two; ValueError names the part that is
-        wrong.
+        """Parse ``straight_through``, ``zero_clamped``, a rounding, or the last two.
+
+        Raises ValueError, which names the part that is wrong.
         """
         if isinstance(text, Gradient):
             return text

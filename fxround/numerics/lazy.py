@@ -9,8 +9,9 @@ _T = TypeVar("_T")
 
 
 class cached_property(Generic[_T]):  # noqa: N801 (as functools.cached_property, which holds a lock in Python 3.11)
-    """A value that is computed at its first use and kept in the instance. Threads that meet each compute it; none
-    waits.
+    """A value that is computed at its first use and kept in the instance.
+
+    Threads that use it at the same time each compute it; none waits.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

@@ -43,8 +43,10 @@ class Lost(Generic[B]):
 
 @dataclass(frozen=True)
 class Mode:
-    """A rounding mode: its rule, the number of random bits that it draws (0: deterministic), and whether it then moves
-    the result by one ulp up or down (``jitter``).
+    """A rounding mode: a rule and the random bits that it draws.
+
+    ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws (0: deterministic). ``jitter``:
+    whether the result is then moved by one ulp up or down.
     """
 
     name: str

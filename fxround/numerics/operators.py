@@ -92,8 +92,9 @@ class Operator:
 
 
 def _clamped(x: Expr, low: Expr, high: Expr) -> Wide:
-    """Keep x within [low, high]. A zero keeps its sign next to a bound of zero, a NaN stays; ``high`` wins over
-    ``low``.
+    """Keep x within [low, high]; ``high`` wins over ``low``.
+
+    A zero keeps its sign next to a bound of zero, and a NaN stays.
     """
     risen = select(x < low, low, x)
     return Wide(select(high < risen, high, risen))
@@ -226,8 +227,7 @@ def apply(
     if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
         return _convert(_beyond(operator, tuple(map(widen_exactly, args)), rounding, random), out)
     if rounding.format == _BINARY64:
-        # Only nearest_even and up_down (nearest_even, then a step) remain: rounding the nearest value again changes
-        # nothing.
+        # For nearest_even and up_down (nearest_even, then a step), rounding the nearest value again changes nothing.
         nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
         return _convert(round_expr(_finite(operator, nearest, args, rounding), rounding, random), out)
     operands = tuple(map(widen_exactly, args))
@@ -258,11 +258,11 @@ def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, 
 
 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
-    """Return the binary64 value that R starts from: the nearest one for the modes that draw, else the one rounded to
-    odd.
+    """Return the binary64 value that R starts from.
 
-    R distinguishes the two only where the nearest value lies on a boundary of R, a value or a midpoint of its format:
-    that is, where all bits below half a quantum are zero. Elsewhere the nearest value is cheaper.
+    This is the nearest one for the modes that draw, else the one rounded to odd. R distinguishes the two only where the
+    nearest value lies on a boundary of R, a value or a midpoint of its format: that is, where all bits below half a
+    quantum are zero. Elsewhere the nearest value is cheaper.
     """
     if operator.sticky:
         return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
@@ -278,10 +278,10 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
 
 
 def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
-    """Return ``nearest``; for up_down with saturation, the largest binary64 number where a finite exact value
-    overflowed.
+    """Return ``nearest``, made finite for up_down with saturation where a finite exact value overflowed.
 
-    That number then saturates and steps down from the format's maximum, whereas an infinity is the maximum itself.
+    The largest binary64 number then saturates and steps down from the format's maximum, whereas an infinity is the
+    maximum itself.
     """
     operands = tuple(map(widen_exactly, operands))
     known = operator.sticky is not None or not rounding.mode.jitter or are_binary32(*operands)

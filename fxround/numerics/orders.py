@@ -23,8 +23,10 @@ from fxround.errors import shown
 
 @dataclass(frozen=True)
 class Order:
-    """An order of summation: ``sequential`` (one chain), ``lanes`` with n chains (a power of two, 2 to 64), or
-    ``exact``.
+    """An order of summation: ``sequential``, ``lanes`` or ``exact``.
+
+    ``sequential`` has one chain, ``lanes`` has ``chains`` of them, a power of two from 2 to 64. Raises ValueError for
+    another number.
     """
 
     kind: Literal["sequential", "lanes", "exact"]
@@ -41,8 +43,9 @@ class Order:
 
     @staticmethod
     def parse(text: str | Order) -> Order:
-        """Parse ``sequential``, ``lanes`` (16 chains), ``lanes:n`` or ``exact``. Raises ValueError, or TypeError for no
-        text.
+        """Parse ``sequential``, ``lanes`` (16 chains), ``lanes:n`` or ``exact``.
+
+        Raises ValueError for another text, TypeError for anything that is no text.
         """
         if isinstance(text, Order):
             return text

@@ -103,8 +103,9 @@ def stream_seed(key: Key) -> Expr:
 
 
 def start_stream(element: Expr, seed: Expr) -> Expr:
-    """Return the first state of an element's stream (u64, of which the 52 lowest bits count): SplitMix64's output
-    ``element``.
+    """Return the first state of an element's stream: SplitMix64's output number ``element``.
+
+    The state is a u64, of which the 52 lowest bits count.
     """
     x = (element + 1) * _GAMMA + seed
     for shift, factor in _MIXING:

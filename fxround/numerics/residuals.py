@@ -57,8 +57,9 @@ def are_binary32(*args: Expr) -> bool:
 
 
 def two_sum(a: Expr, b: Expr) -> Wide:
-    """Return a + b = value + error, unless it overflows (Knuth, The Art of Computer Programming 2, 4.2.2,
-    theorem B).
+    """Return a + b = value + error, unless it overflows.
+
+    Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
     """
     total = a + b
     part = total - a
@@ -156,10 +157,10 @@ def _fused(a: Expr, b: Expr, c: Expr) -> Wide:
 
 
 class _Parts(NamedTuple):
-    """A number as value * 2^(field - 1023 - 64), 1 <= |value| < 2. For zeros and non-finite numbers the parts mean
-    nothing.
+    """A number as value * 2^(field - 1023 - 64), 1 <= |value| < 2.
 
-    field: the encoding's exponent field plus 64 (u64), so that it is positive for subnormal numbers too.
+    field: the encoding's exponent field plus 64 (u64), so that it is positive for subnormal numbers too. The parts of
+    zeros and non-finite numbers mean nothing.
     """
 
     value: Expr
@@ -174,8 +175,9 @@ def _significand(x: Expr) -> _Parts:
 
 
 def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
-    """Return a * b + c rounded to odd in binary64; a value below 2^-1022 is not rounded, but keeps its sign and is not
-    zero.
+    """Return a * b + c rounded to odd in binary64.
+
+    A value below 2^-1022 is not rounded, but keeps its sign and is not zero.
 
     With a and b scaled to [1, 2), their product is in [1, 4) and a multiple of 2^-104. c is scaled along, but to at
     most 2^200 times smaller or larger: beyond that the smaller addend is far below the last bit of the larger one, and
@@ -197,7 +199,7 @@ def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
     largest = (_FIELDS << 52) - 1
     large = (code & _SIGN) | largest
     scaled = select(moved <= _OFFSET, (code & _SIGN) | 1, select(moved >= _OFFSET + _FIELDS, large, inside))
-    # Where the product is zero, the sum is exactly zero, or an operand is not finite, the hardware's result is exact.
+    # Where the product is zero, the sum is exactly zero, or an operand is not finite, the hardware's result is right.
     plain = a.equals(0.0) | b.equals(0.0) | sum_.equals(0.0) | ~(_finite(a) & _finite(b) & _finite(c))
     return select(plain, nearest, from_bits(scaled))
 

@@ -167,10 +167,10 @@ def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
 
 
 def _round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
-    """Return R(x) away from the ends of the range, where the format's precision with the carrier's exponents has the
-    same values.
+    """Return R(x) away from the ends of the range.
 
-    A NaN is near the ends, so the result for it is not used.
+    There the format has the same values as its precision with the carrier's exponents. A NaN is near the ends, so the
+    result for it is not used.
     """
     carrier = CARRIERS[x.type]
     inside = Rounding(rounding.format.with_range_of(carrier.format), rounding.mode, "inf")

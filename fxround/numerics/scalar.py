@@ -276,8 +276,10 @@ class Op:
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """Compute fma in binary32. The product of two 24-bit significands fits 53 bits; the sum is rounded to odd in
-    binary64, and 53 >= 24 + 2 makes the second rounding innocuous (Boldo and Melquiond 2008).
+    """Compute fma in binary32, rounded once.
+
+    The product of two 24-bit significands fits 53 bits. The sum is rounded to odd in binary64, and 53 >= 24 + 2 makes
+    the second rounding innocuous (Boldo and Melquiond 2008).
     """
     p, d = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
     total = p + d
@@ -452,7 +454,7 @@ class Function:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the listing: the key under which compiled code is cached."""
+        """SHA-256 of the listing, which identifies the function's code."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def evaluate(self, *args: npt.ArrayLike) -> tuple[Array, ...]:

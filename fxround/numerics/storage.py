@@ -39,8 +39,9 @@ def load(element: Expr, storage: Storage) -> Expr:
 
 
 def store(value: Expr, storage: Storage) -> Expr:
-    """Return the stored element of a carrier's value that is already a value of the storage's format; ValueError for a
-    mask.
+    """Return the stored element of a carrier's value, which must be a value of the storage's format already.
+
+    Raises ValueError for a mask.
     """
     if storage == "mask":
         raise ValueError("a result cannot be stored as a mask: masks are read, never written")

@@ -35,10 +35,10 @@ HARDWARE_ROUNDED: Final = frozenset(
 
 
 def directed_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr) -> tuple[Direction, Expr] | None:
-    """Return R(a * b + acc) of binary32 values and the direction that the hardware must round in, or None if there is
-    none.
+    """Return R(a * b + acc) of binary32 values, and the direction in which the hardware must round.
 
-    rounding: of a format with binary32's exponents and subnormals that overflows to infinity.
+    None if there is no such direction. rounding: of a format with binary32's exponents and subnormals that overflows to
+    infinity.
     """
     carrier = CARRIERS["f32"]
     drop = carrier.format.precision - rounding.format.precision

@@ -67,12 +67,12 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """Return the stream of each value. Values that the results need come first, then inputs and constants, then
-    gradients, then the rest.
+    """Return the stream of each value.
 
-    A value therefore has the same number with and without gradients, and the number does not depend on how data is
-    moved, which differs if the batch is symbolic. Each node has two streams: the second is for a rounding after an
-    operator that draws itself.
+    Values that the results need come first, then inputs and constants, then gradients, then the rest. A value therefore
+    has the same number with and without gradients, and the number does not depend on how data is moved, which differs
+    if the batch is symbolic. Each node has two streams: the second is for a rounding after an operator that draws
+    itself.
     """
     output = graph.graph.output_node()
     results: Any = output.args[0]
@@ -89,8 +89,9 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _turn(node: fx.Node, first: bool) -> int:
-    """Return the group of a node in the numbering: 0 computes results, 1 enters, 2 computes gradients, 3 is everything
-    else.
+    """Return the group of a node in the numbering.
+
+    0: it computes results. 1: it enters. 2: it computes gradients. 3: everything else.
     """
     if node.op != "call_function" or str(node.target) in CONSTANTS:
         return 1 if first else 3
@@ -100,9 +101,7 @@ def _turn(node: fx.Node, first: bool) -> int:
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the backward values that are the gradient of a parameter, or are used by nothing but its sum and its
-    layout.
-    """
+    """Return the backward values that are the gradient of a parameter, or are used only by its sum and its layout."""
     output = graph.graph.output_node()
     results: Any = output.args[0]
     ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
@@ -134,10 +133,10 @@ def _is_moved(node: fx.Node) -> bool:
 
 
 def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the floating-point values that depend on no data and become an index: the source pixels of an
-    interpolation.
+    """Return the floating-point values that depend on no data and become an index.
 
-    Rounding one to a few bits would read another element, or none. The weights of the interpolation are not among them.
+    An example are the source pixels of an interpolation. Rounding one to a few bits would read another element, or
+    none. The weights of the interpolation are not among them.
     """
     data: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -154,9 +153,7 @@ def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
 
 
 def _indices_as_numbers(graph: fx.GraphModule, found: set[fx.Node]) -> set[fx.Node]:
-    """Return the indices made of ``found`` that are converted back to floating point, as in weight = coordinate -
-    index.
-    """
+    """Return the indices made of ``found`` that are converted to floating point, as in weight = coordinate - index."""
     indices: set[fx.Node] = set()
     numbers: set[fx.Node] = set()
     for node in graph.graph.nodes:

@@ -87,8 +87,9 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the floating-point operands, in order. A convolution's bias is not one: its addition is an operation of
-    its own.
+    """Return the floating-point operands, in order.
+
+    A convolution's bias is not one: its addition is an operation of its own.
     """
     given: Sequence[Any] = node.all_input_nodes
     if node.target is _BACKWARD:
@@ -116,8 +117,9 @@ def _moved(node: fx.Node) -> fx.Node | None:
 
 
 def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, stream: int) -> fx.Node:
-    """Return the operand with its source rounded as ``place`` is assigned, computed before ``near`` and for
-    it alone.
+    """Return the operand with its source rounded as ``place`` is assigned.
+
+    It is computed before ``near`` and for ``near`` alone.
     """
     before, wanted = _moved(operand), decided(place)
     assert wanted is not None

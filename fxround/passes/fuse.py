@@ -44,8 +44,9 @@ BUDGET: Final = 200
 
 @dataclass(frozen=True)
 class Step:
-    """A node that can be part of a program: its one statement over ``operands``, and whether it is an exact
-    operation.
+    """A node that can be part of a program, as one statement over ``operands``.
+
+    ``numbers``: the node's number, if it draws. ``exact``: whether it rounds nothing.
     """
 
     node: fx.Node
@@ -68,8 +69,9 @@ class Step:
 
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a new graph, which shares the attributes of ``graph``, in which each group of pointwise operations is one
-    node.
+    """Return a new graph in which each group of pointwise operations is one node.
+
+    It shares the attributes of ``graph``.
     """
     found = {node: _step(node) for node in graph.graph.nodes}
     steps = {node: step for node, step in found.items() if step is not None}

@@ -6,7 +6,7 @@ nothing else reads is replaced by the result.
 
 Elements keep their row-major numbers, so every element has the same operands, rounding and random words as it had; a
 broadcast operand extends along the last dimension only, which does not change. Results of fxround's operators are new
-row-major tensors, so the removed copy would have had their layout, and no other reader can tell the two apart.
+row-major tensors, so the removed copy would have had their layout, and nothing else reads their memory.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _hoist(graph: fx.Graph, view: fx.Node) -> None:
-    """Reshape the operands instead of the result, if a user of the result can then be fused and no operand's fusion is
-    lost.
+    """Reshape the operands instead of the result.
+
+    This is done if a user of the result can then be fused and no operand's fusion is lost.
     """
     operation, pointwise = view.all_input_nodes[0], torch.ops.fxround.pointwise.default
     if operation.target is not pointwise or len(operation.users) != 1 or not any(map(_fuses, view.users)):

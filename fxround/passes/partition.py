@@ -98,8 +98,9 @@ def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_early_size(node: fx.Node, forward: set[fx.Node], late: set[fx.Node]) -> bool:
-    """Whether the forward graph can compute a number that the backward needs, so that no tensor is kept for its shape
-    alone.
+    """Whether the forward graph can compute a number that the backward needs.
+
+    Then no tensor is kept for its shape alone.
     """
     leaves = pytree.tree_leaves(node.meta.get("val"))
     if node in late or not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves):

@@ -140,8 +140,9 @@ def keeps(rounding: Rounding, grid: Format) -> bool:
 
 @contextmanager
 def locating(place: Site) -> Iterator[None]:
-    """Turn the ValueError of a kernel that cannot be built into an UnsupportedRounding that names the
-    operator's place.
+    """Turn the ValueError of a kernel that cannot be built into an UnsupportedRounding.
+
+    It names the operator's place.
     """
     try:
         yield

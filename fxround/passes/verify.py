@@ -32,8 +32,9 @@ def verify(graph: fx.GraphModule, name: str) -> None:
 
 
 def _described(value: Any) -> str:
-    """Describe the tensors of a value. Every recomputation renames sizes that depend on data, so their numbers are left
-    out.
+    """Describe the tensors of a value.
+
+    Every recomputation renames sizes that depend on data, so their numbers are left out.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return ", ".join(re.sub(r"\bu\d+\b", "u", f"{leaf.dtype} {tuple(leaf.shape)}") for leaf in leaves)

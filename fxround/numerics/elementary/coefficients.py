@@ -18,8 +18,9 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Fit:
-    """A polynomial in (x - centre) of a given degree for ``function(mpmath, x)`` on [low, high], its coefficients to
-    ``bits`` bits.
+    """A polynomial in (x - centre) of a given degree for ``function(mpmath, x)`` on [low, high].
+
+    Its coefficients have ``bits`` bits.
     """
 
     function: Callable[[Any, Any], Any]
@@ -114,8 +115,9 @@ def _short_log(m: Any, j: int) -> Any:
 
 
 def _piece(power: int, rest: bool = False) -> Table:
-    """Return the table of one power's coefficients over the 32 pieces of erf(a) / a, or of what binary32 leaves of
-    them.
+    """Return the table of one power's coefficients over the 32 pieces of erf(a) / a.
+
+    rest: of what the binary32 coefficients lack instead.
     """
 
     def value(m: Any, j: int) -> Any:
@@ -207,8 +209,9 @@ def tabulate(table: Table) -> tuple[float, ...]:
 
 
 def _rounded(m: Any, value: Any, bits: int) -> float:
-    """Round to the nearest number of ``bits`` bits. A value below 2^-100 is a zero with an elimination error, and
-    becomes 0.
+    """Round to the nearest number of ``bits`` bits.
+
+    A value below 2^-100 is a zero with an error of elimination, and becomes 0.
     """
     with m.workprec(bits):
         return float(+m.mpf(value)) if abs(value) > 2.0**-100 else 0.0

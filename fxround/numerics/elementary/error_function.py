@@ -104,8 +104,9 @@ def _tiny_inverse(size: Expr) -> Pair:
 
 
 def _corrected(size: Expr, y: Expr) -> Pair:
-    """Return erfinv(size) by a step of Newton's method from y, which is good to 2^-44, using erf, or 1 - size beyond
-    3/4.
+    """Return erfinv(size) by a step of Newton's method from y, which is good to 2^-44.
+
+    The step uses erf, or 1 - size beyond 3/4.
     """
     near, far = _near_zero(y), select(y < NEAR, 1.0, y)
     tail, k = _far(far)

@@ -26,8 +26,9 @@ _BIAS: Final = 1100
 
 
 class Split(NamedTuple):
-    """The parts of a positive number 2^k * (1 + f), f exact, sqrt(1/2) <= 1 + f < sqrt(2); ``unit`` =
-    2^-min(k, 900).
+    """The parts of a positive number 2^k * (1 + f), f exact, sqrt(1/2) <= 1 + f < sqrt(2).
+
+    ``unit`` is 2^-min(k, 900).
     """
 
     k: Expr

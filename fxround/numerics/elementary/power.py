@@ -53,8 +53,9 @@ THIRD: Final = (0.3333333333333333, 1.850371707708594e-17)
 
 
 def exact_powers() -> Iterator[tuple[int, int, int, int]]:
-    """Yield (m, e modulus, n, F) of part 2 above, b = 1 left out: a = m 2^e for e a multiple of the modulus, b = n
-    2^-F.
+    """Yield (m, e modulus, n, F) of part 2 above, b = 1 left out.
+
+    They stand for a = m 2^e with e a multiple of the modulus, and b = n 2^-F.
     """
     for f in range(4):
         for n in range(1, 16, 2) if f else range(2, 16):
@@ -96,7 +97,7 @@ def power(a: Expr, b: Expr) -> Approximation:
     odd = integer & ~_is_integer(exponent * 0.5)
     sign = select(odd, a, absolute(a))
     hi, lo = with_sign_of(sign, value)
-    # Next to 1 the noise of an exact result and a true remainder look alike. There only a = 1 is exact, and it is a
+    # Next to 1 the noise of an exact result and a true remainder look alike; but there only a = 1 is exact, which is a
     # case.
     near_one = absolute(product.hi) < 2.0**-54
     remainder = with_sign_of(sign, with_sign_of(product.hi, Pair(f64(2.0**-55), f64(0.0)))).hi

@@ -98,8 +98,9 @@ def _multiply(significand: Expr, words: list[Expr], long: bool) -> list[Expr]:
 
 
 def _row(factor: Expr, digits: list[Expr], addend: list[Expr]) -> list[Expr]:
-    """Return factor * digits + addend, lowest digit first and without a further digit; factor below 2^32 (2^21 with an
-    addend).
+    """Return factor * digits + addend, lowest digit first, with as many digits as there are.
+
+    factor: below 2^32, or below 2^21 with an addend.
     """
     out: list[Expr] = []
     carry: Expr | None = None

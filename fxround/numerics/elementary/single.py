@@ -80,10 +80,10 @@ _SMALL: Final = (127 - 90) << 23
 
 @dataclass(frozen=True)
 class Single:
-    """An interval [head + low, head + high] (f32) that holds the exact value where ``trusted`` (bool; None:
-    everywhere).
+    """An interval [head + low, head + high] (f32) that holds the exact value where ``trusted`` holds.
 
-    If ``sign`` (u32) is given, the interval holds |value|, and ``sign`` is the sign bit.
+    ``trusted`` is a bool; None means everywhere. If ``sign`` (u32) is given, the interval holds |value|, and ``sign``
+    is the sign bit.
     """
 
     head: Expr
@@ -128,12 +128,12 @@ class _Powers(NamedTuple):
 
 
 def _powers(x: Expr, excess: list[int]) -> _Powers:
-    """Reduce x = k log(2)/32 + r, |x| < 87. r is exact; its low part, below 2^-22, holds what the head of log(2)/32
-    lacks.
+    """Reduce x = k log(2)/32 + r, |x| < 87.
 
-    The table holds binary32 numbers near 2^(j/32), and how much j log(2)/32 exceeds their logarithms, so that ``power``
-    is exact too (after Gal 1986). exp(r) - 1 - r loses 2^-37.5 where its argument is rounded, and less than 2^-36.1 in
-    the roundings of a square below 2^-13, half of which counts: 2.0e-11 of the value in all.
+    r is exact; its low part, below 2^-22, holds what the head of log(2)/32 lacks. The table holds binary32 numbers near
+    2^(j/32), and how much j log(2)/32 exceeds their logarithms, so that ``power`` is exact too (after Gal 1986). exp(r)
+    - 1 - r loses 2^-37.5 where its argument is rounded, and less than 2^-36.1 in the roundings of a square below 2^-13,
+    half of which counts: 2.0e-11 of the value in all.
     """
     shifted = fma(x, STEPS, SHIFTER)
     k = shifted - SHIFTER
@@ -213,12 +213,11 @@ def log(x: Expr) -> Single:
 
 
 def erf(x: Expr) -> Single:
-    """a P(a - c), a = |x|, c the nearest multiple of 1/8, |a - c| <= 1/16. a beyond 3.93 counts as 3.93, whose result
-    is 1 too.
+    """a P(a - c), a = |x|, c the nearest multiple of 1/8, |a - c| <= 1/16.
 
-    P's first two coefficients have two parts. The rest, ``rest``, is below 2^-9 of P. It loses at most seven roundings
-    of 2^-24 of itself, including that of its largest coefficient. That 5.5 units bound their sum is established by the
-    comparison over all inputs.
+    a beyond 3.93 counts as 3.93, whose result is 1 too. P's first two coefficients have two parts. The rest, ``rest``,
+    is below 2^-9 of P. It loses at most seven roundings of 2^-24 of itself, including that of its largest coefficient.
+    That 5.5 units bound their sum is established by the comparison over all inputs.
     """
     size = absolute(x)
     # Zero, or large enough that no part is subnormal.
