@@ -1,11 +1,13 @@
-"""fxround, a rounding compiler for PyTorch: every rounding of a model explicit, chosen by a policy.
+"""fxround, a rounding compiler for PyTorch: it makes every rounding of a model explicit, chosen by a policy.
+
+Example::
 
     compiled = fxround.compile(model, "stochastic")     # or "bfloat16", "reproducible", a Policy, a TOML file
-    compiled(x)                                          # the same bits for the same (seed, sample), anywhere
-    compiled.coverage()                                  # what is rounded, and what is not, with the reason
+    compiled(x)                                         # the same bits for the same (seed, sample), on any machine
+    compiled.coverage()                                 # what is rounded, and what is not, with the reason
 
-Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need. A star import
-leaves Python's builtins alone: ``fxround.compile``, ``fxround.round`` and ``fxround.hash`` go by their full names.
+Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need. ``compile``,
+``round`` and ``hash`` are not in ``__all__``, so that a star import does not replace Python's builtins.
 """
 
 from fxround.analysis.culprits import LocalizeReport
@@ -37,7 +39,7 @@ from fxround.training import RoundedOptimizer, compile_optimizer
 
 formats, modes, policies = FORMATS, MODES, PRESETS
 
-# Neither compile, round nor hash: a star import would put them in the place of the builtins.
+# compile, round and hash are left out: a star import would replace the builtins of these names.
 __all__ = [
     "CaptureError",
     "Coverage",

@@ -1,4 +1,4 @@
-"""``python -m fxround``: the command line."""
+"""``python -m fxround``: run the command line."""
 
 from __future__ import annotations
 

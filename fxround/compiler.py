@@ -1,9 +1,9 @@
-"""Compile: a model and a policy in, a module with explicit roundings out. The only file that sees passes and runtime.
+"""Compile: turn a model and a policy into a module with explicit roundings.
 
 A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It captures lazily, once
-for each combination of training flags, grad mode, dtypes and sizes (the batch left free), lowers the graph by the
-policy, and runs it for arguments that it admits. A call is a function of arguments, state and (seed, sample) alone; one
-that trains (training mode, gradients wanted) leaves the next sample behind, and every one does with ``advance``.
+for each combination of training flags, grad mode, dtypes and sizes (the batch is free), lowers the graph by the policy,
+and runs it for arguments that the graph admits. A call is a function of arguments, state and (seed, sample) alone. A
+call that trains (training mode, gradients wanted) advances the sample by one; with ``advance``, every call does.
 """
 
 from __future__ import annotations
@@ -73,21 +73,38 @@ def compile(
     fuse: bool = True,
     advance: bool = False,
 ) -> Any:
-    """A module that computes ``model`` with the roundings of ``policy``; without a model, a decorator that makes one.
+    """Return a module that computes ``model`` with the roundings of ``policy``; without a model, return a decorator.
 
-    model: any ``nn.Module`` that can be captured whole; it is shared, not copied; or a function of tensors, a loss for
-    instance; or a method of a module, with all that it computes. As a decorator, ``@fxround.compile(policy=...)``
-    stands before a function, or before a method (``forward``) in a class of modules, each of which then compiles its
-    own. policy: a preset's name, a format or a rounding as text, a floating-point dtype, a path to a TOML file, a
-    dict or a Policy. example_inputs: captures at once (a
-    tensor, a tuple of arguments, a dict of keyword arguments, or a tuple and a dict); otherwise the first call does.
-    strict: whether a floating-point operator that cannot be rounded is an error (None: as the policy says). seed: of
-    all random bits. fuse: whether chains of pointwise operations run in one pass over memory, which changes no bit;
-    False runs ``compiled.graph`` node by node. advance: whether every call leaves the next sample behind, and not only
-    those that train: for what is iterated (a time step, a sampler) and would draw the same bits at every call.
+    Args:
+        model: a ``torch.nn.Module`` that can be captured as one graph, which is shared and not copied; a function of
+            tensors; or a method of a module, which is compiled with everything that it calls. The decorator form
+            ``@fxround.compile(policy=...)`` takes a function, or a method (``forward``) in a class of modules, each of
+            which then compiles its own.
+        policy: a preset's name, a format or rounding as text, a floating-point dtype, a path to a TOML file, a dict or
+            a ``Policy``.
+        example_inputs: arguments for which the graph is captured at once: a tensor, a tuple of positional arguments, a
+            dict of keyword arguments, or a tuple and a dict. None: the first call captures.
+        strict: whether a floating-point operator that cannot be rounded is an error; None takes the policy's setting.
+        seed: 0 to 2^63 - 1, the seed of all random bits.
+        fuse: whether chains of pointwise operations run in one pass over memory. The bits do not change. False runs
+            ``compiled.graph`` node by node.
+        advance: whether every call advances the sample, and not only calls that train. Use it for a module that is
+            iterated (a time step, a sampler), which otherwise draws the same bits at every call.
 
-    Raises TypeError and ValueError for wrong arguments, CaptureError, PolicyError, UnsupportedOperator and
-    UnsupportedRounding when the model is captured.
+    Returns:
+        A ``RoundedModule``. It takes float32, float64, float16 and bfloat16 tensors on the CPU, and returns results of
+        the model's shapes and dtypes.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        PolicyError: for an invalid policy, and at capture for a rule that matches nothing.
+        CaptureError: at capture, if the model is not one graph.
+        UnsupportedOperator, UnsupportedRounding: at capture, for an operation that cannot be rounded as requested.
+
+    Example::
+
+        compiled = fxround.compile(model, "stochastic", seed=1)
+        samples = torch.stack([compiled.reseed(1, sample=i)(x) for i in range(10)])
     """
     if policy is None:
         raise TypeError("no policy is given: fxround.compile(model, 'stochastic'), or @fxround.compile(policy=...)")
@@ -117,14 +134,16 @@ def compile(
 
 
 class RoundedModule(Shown):
-    """A model with every rounding explicit. Made by ``fxround.compile``; called like the model itself.
+    """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
-    Calling raises what capturing raises. Gradients flow to the shared parameters and to the arguments, by a backward
-    graph that is rounded as the forward one is.
+    Calling captures if no graph admits the arguments, and raises what capturing raises. Gradients flow to the shared
+    parameters and to the arguments through a backward graph that is rounded by the same policy. ``policy``, ``source``
+    (the model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are its own
+    attributes; other names are the model's.
     """
 
     def __new__(cls, model: nn.Module, *rest: Any, **named: Any) -> RoundedModule:
-        """An instance of a class whose ``forward`` has the model's signature."""
+        """Make an instance of a class whose ``forward`` has the model's signature."""
         made: RoundedModule = super().__new__(class_of(model, cls) if cls is RoundedModule else cls)
         return made
 
@@ -152,13 +171,13 @@ class RoundedModule(Shown):
     _differentiated: set[int]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A compiled function is a method where it is found through an instance; a compiled model is itself."""
+        """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
         if instance is None or not is_plain(self.source):
             return self
         return bound(self, instance, self._like)
 
     def _like(self, model: nn.Module) -> RoundedModule:
-        """Another model under the same policy and settings, with the first sample of the same seed."""
+        """Compile another model with the same policy, settings and seed, from sample 0."""
         made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
         made.advance = self.advance
         return made
@@ -168,7 +187,10 @@ class RoundedModule(Shown):
         return self.policy.strict if self.strict is None else self.strict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model computes, rounded as the policy says."""
+        """Compute the model's result, rounded as the policy says.
+
+        Raises FxroundError for a training call inside a backward (``torch.utils.checkpoint`` around the module).
+        """
         leaves = pytree.tree_leaves((args, kwargs))
         wanted = self._wants_gradients(leaves)
         if wanted and self.training and inside_backward():
@@ -197,7 +219,7 @@ class RoundedModule(Shown):
             return self.run(entry, leaves)
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
-        """The results of a captured graph for flat arguments; one that trains leaves the next sample behind."""
+        """Return the results of a captured graph for flat arguments; a training call advances the sample."""
         if not entry.step or not self.training:
             return entry.run(leaves, self.rng)
         seed, sample = self.rng.tolist()
@@ -206,7 +228,7 @@ class RoundedModule(Shown):
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
-        """The lowered graph of a graph that Dynamo hands over."""
+        """Lower a graph that Dynamo hands over."""
         formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
         captured, owners, _ = received(graph, inputs, formulas, marked)
         self._latest = self._lowered(captured, owners)
@@ -219,7 +241,7 @@ class RoundedModule(Shown):
         return self._replay
 
     def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        """Results alone, until their gradients are asked for; from then on what the backward needs is kept."""
+        """Return results that save nothing for a backward until a gradient is first requested."""
         leaves = pytree.tree_leaves((args, kwargs))
         if id(entry) in self._differentiated or any(port.mutation for port in entry.captured.outputs):
             with torch.enable_grad():
@@ -245,7 +267,7 @@ class RoundedModule(Shown):
         return pytree.tree_unflatten(later, spec)
 
     def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
-        """State by name and arguments by position, as ports speak of them."""
+        """Return state by name and arguments by position, as ports name them."""
         named = (self.source.named_parameters, self.source.named_buffers)
         state = {(name, -1): t for group in named for name, t in group(remove_duplicate=False)}
         return state | {("", i): leaf for i, leaf in enumerate(leaves)}
@@ -253,7 +275,8 @@ class RoundedModule(Shown):
     def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
         """Capture and lower for arguments like these, without running; returns the module itself.
 
-        In training mode the graph has gradients, unless they are off (``torch.no_grad``).
+        In training mode the graph includes gradients, unless they are disabled (``torch.no_grad``). Raises what
+        ``compile`` raises at capture.
         """
         with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
             try:
@@ -264,35 +287,36 @@ class RoundedModule(Shown):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call returns, without gradients; buffers and arguments that the model changes stay as they are."""
+        """Return the result of a call without gradients; buffers and arguments are not written."""
         return self._entry(args, kwargs).evaluate(pytree.tree_leaves((args, kwargs)), self.rng)
 
     @torch.no_grad()
     def observe(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Run one operation at a time: the name and value of each, as in ``summary()``, then ``("output", result)``.
+        """Run one operation at a time, and yield the name and value of each, then ``("output", result)``.
 
-        The values are those of a call with the same seed and sample, bit for bit. Each is dropped after its last use:
-        a caller who keeps none needs no more memory than a call. Buffers and arguments that the model changes
-        stay as they are.
+        Names are those of ``summary()``. The values are those of a call with the same seed and sample, bit for bit.
+        Each is dropped after its last use, so that a caller who keeps none needs no more memory than a call. Buffers
+        and arguments that the model changes are not written.
         """
         yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
 
     @torch.no_grad()
     def observe_step(self, tangents: Mapping[int, Tensor], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """As ``observe``, of a training step: the operations forward and backward, named as in ``summary()``.
+        """Yield the operations of a training step, forward and backward, as ``observe`` does.
 
-        tangents: the gradient of each result, by its position among the leaves of the result. Nothing is
-        accumulated, and the sample stays.
+        tangents: the gradient of each result, by its position among the leaves of the result. No gradient is
+        accumulated, and the sample does not change.
         """
         with torch.enable_grad():
             entry = self._entry(args, kwargs)
         yield from entry.steps(pytree.tree_leaves((args, kwargs)), self.rng, tangents)
 
     def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
-        """The same model under another policy, with the same seed and sample, and node for node the same graphs.
+        """Return the same model under another policy, with the same seed and sample, and the same numbering of nodes.
 
-        What is captured is lowered anew, not captured anew, unless the policy has other definitions of composite
-        operators, or one of the two treats gradients of roundings. Raises PolicyError and what lowering raises.
+        Captured graphs are lowered again, not captured again, unless the policy has other definitions of composite
+        operators, or one of the two policies treats gradients of roundings. Raises PolicyError and what lowering
+        raises.
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
@@ -308,17 +332,26 @@ class RoundedModule(Shown):
         return other
 
     def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
-        """Set what the random bits are a function of; no graph is captured anew. Returns the module itself."""
+        """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1) without capturing again; returns the module itself.
+
+        Raises TypeError and ValueError for other values.
+        """
         self.rng = random_state(seed, sample)
         return self
 
     def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
-        """Train as one of several processes, each of which draws random bits of its own.
+        """Train as one of several processes, each of which draws its own random bits; returns the module itself.
 
-        rank, world_size: as ``torch.distributed`` counts them; processes: an older name of world_size. A call that
-        trains draws with the sample + rank and leaves the sample + world_size behind. So (seed, sample) stays the same
-        in every process, and one process that makes the calls of all, in the order of their ranks, draws the same
-        bits. Other calls draw with the sample. Returns the module itself. ValueError for a rank outside.
+        A call that trains draws with sample + rank and advances the sample by world_size. So (seed, sample) is the same
+        in every process, and one process that makes the calls of all, in the order of their ranks, draws the same bits.
+        Other calls draw with the sample.
+
+        Args:
+            rank, world_size: as ``torch.distributed`` counts them.
+            processes: an older name of world_size.
+
+        Raises:
+            ValueError: for a rank outside 0 to world_size - 1.
         """
         world_size = world_size or processes
         if not 0 <= rank < world_size:
@@ -327,9 +360,10 @@ class RoundedModule(Shown):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, and under ``"fxround_rng"`` the (seed, sample) of the next call, int64 of shape [2].
+        """Return the model's state, and under ``"fxround_rng"`` the (seed, sample) of the next call, int64 of shape
+        [2].
 
-        ``load_state_dict`` takes it up again, and leaves seed and sample alone where the key is missing.
+        ``load_state_dict`` restores both, and leaves seed and sample unchanged if the key is missing.
         """
         state = super().state_dict(*args, **kwargs)
         state[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{RNG_BUFFER}"] = self.rng.clone()
@@ -343,16 +377,23 @@ class RoundedModule(Shown):
 
     @property
     def _graphs(self) -> int:
-        """How many graphs are captured: by training flags, grad mode, dtypes and sizes."""
+        """The number of captured graphs: by training flags, grad mode, dtypes and sizes."""
         replayed = len(self._replay.entries) if self._replay else 0
         return sum(map(len, self._entries.values())) + replayed
 
     def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
-        """Write a .pt2 that ``fxround.load`` (and ``torch.export.load`` after ``import fxround``) runs: the same bits.
+        """Write a .pt2 file that gives the same bits; returns the path.
 
-        example_inputs: as in ``compile``; the batch stays free. The seed and sample are a buffer of the program.
-        keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does. The file is
-        replaced when it is complete; OSError leaves the one that was there.
+        ``fxround.load`` reads it, and so does ``torch.export.load`` after ``import fxround``. Seed and sample are a
+        buffer of the program.
+
+        Args:
+            path: the file, which is replaced when the new one is complete.
+            example_inputs: as for ``compile``; the batch size stays free.
+            keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
+
+        Raises:
+            OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
         """
         args, kwargs = arguments(example_inputs)
         with torch.no_grad():
@@ -374,9 +415,9 @@ class RoundedModule(Shown):
         return spec, tuple(kind(leaf) for leaf in leaves), self._state_key()
 
     def _entry(self, args: Any, kwargs: Any, replays: bool = False) -> Entry:
-        """The graph for these arguments: with gradients if they are enabled.
+        """Return the graph for these arguments, with gradients if they are enabled.
 
-        replays: whether the caller replays what a graph cannot hold; LeftToPython says so.
+        replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it.
         """
         require_ieee_arithmetic()
         leaves = pytree.tree_leaves((args, kwargs))
@@ -399,7 +440,7 @@ class RoundedModule(Shown):
         return entry
 
     def _admitting(self, key: Any, shapes: Sequence[Any], replays: bool) -> Entry | None:
-        """A captured graph that may be used for these arguments."""
+        """Return a captured graph that may be used for these arguments."""
         left = self._left.get(key)
         if left is not None and (replays or not left.reads):
             raise left.with_traceback(None)
@@ -441,10 +482,12 @@ class RoundedModule(Shown):
         return Entry(captured, lowered, fused, fused if step else schedule(fused, self.fuse), owners, step)
 
     def _state_key(self) -> Any:
-        """What a graph depends on beside its arguments: modules with their plain attributes and hooks, the
-        state's dtypes and shapes, and autocast. What a model reads from elsewhere (a global, a nested object) is not
-        seen."""
-        # The modules themselves, not their ids: the key keeps them, so that no other can take their place in memory.
+        """Return what a graph depends on beside its arguments.
+
+        That is: modules with their plain attributes and hooks, dtypes and shapes of the state, and autocast. What a
+        model reads from elsewhere (a global, a nested object) is not part of it.
+        """
+        # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
         modules = tuple((m, baked(m)) for m in self.source.modules())
         tensors = (*self.source.parameters(), *self.source.buffers())
         state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
@@ -457,7 +500,7 @@ class RoundedModule(Shown):
 
 
 class _Exportable(nn.Module):
-    """The lowered graph beside the model's own state, and (seed, sample) as one more buffer."""
+    """The lowered graph with the model's own state, and (seed, sample) as one more buffer."""
 
     def __init__(self, compiled: RoundedModule, entry: Entry) -> None:
         super().__init__()

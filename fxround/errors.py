@@ -1,14 +1,14 @@
-"""What can go wrong beside a caller's mistake (which is a ``ValueError`` or a ``TypeError``).
+"""The errors of fxround; wrong arguments raise ``ValueError`` or ``TypeError``.
 
-Every message says what came, what was expected and what to do; where a node of a model is at fault it
-names the node, its module path and its source line.
+Every message says what was found, what was expected and what to do. If a node of a model is the cause, it names the
+node, its module path and its source line.
 """
 
 from __future__ import annotations
 
 
 def shown(value: object, most: int = 120) -> str:
-    """``repr(value)`` for a message, its middle left out where it is long."""
+    """Return ``repr(value)`` for a message; the middle of a long text is left out."""
     text = repr(value)
     if len(text) <= most:
         return text
@@ -16,24 +16,27 @@ def shown(value: object, most: int = 120) -> str:
 
 
 class FxroundError(Exception):
-    """The root of fxround's own errors."""
+    """The base class of fxround's errors."""
 
 
 class CaptureError(FxroundError):
-    """A model cannot be captured as one graph."""
+    """Raised if a model cannot be captured as one graph; the message names the line and the reason."""
 
 
 class UnsupportedOperator(FxroundError):
-    """An operator has no rounding rule, and the policy is strict."""
+    """Raised in strict mode for a floating-point operator without a rounding rule; the message names its line."""
 
 
 class UnsupportedRounding(FxroundError):
-    """A target or carrier lacks a rounding that was asked of it."""
+    """Raised if a kernel or a carrier cannot compute a rounding that the policy requests."""
 
 
 class PolicyError(FxroundError, ValueError):
-    """A policy is not what it should be: an unknown key, or a rule that matches no node."""
+    """Raised for an invalid policy: an unknown name or key, a text that does not parse, or a rule that matches nothing.
+
+    It is a ``ValueError`` as well.
+    """
 
 
 class VerificationError(FxroundError):
-    """A pass broke an invariant of the graph: a defect of fxround, not of the model."""
+    """Raised if a pass breaks an invariant of the graph: a defect of fxround, not of the model."""

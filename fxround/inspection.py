@@ -1,12 +1,8 @@
 """Views of a graph whose nodes carry a ``Site``: text, table, coverage, drawing, networkx.
 
-What is true here. Every view reads the graph and changes nothing. A float value without a Site is shown
-as native with the reason "not classified": what the passes forgot is never hidden.
-
-Why it is safe. Tables are data (``to_dict``, ``to_json``), and text and HTML are made from the same rows.
-
-    before   gm.print_readable()                 # t = torch.ops.aten.mm.default(...), which rounds somehow
-    after    summary(gm)                         # mm  aten.mm.default  fc  net.py:12  binary32/stochastic/inf
+Every view reads the graph and changes nothing. Tables are data (``to_dict``, ``to_json``); text and HTML are made from
+the same rows. A floating-point value without a Site is shown as native with the reason "not classified", so that an
+omission of the passes is visible.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _UNCLASSIFIED: Final = "not classified"
 
 
 def described(node: fx.Node) -> Site | None:
-    """The node's Site; for a float value without one, a Site that says so; None for what holds no float."""
+    """Return the node's Site; one with "not classified" if a float value has none; None for other values."""
     found = site(node)
     if found is None and node.op == "call_function" and _floats(node):
         return replace(located(node), status="native", reason=_UNCLASSIFIED)
@@ -47,7 +43,7 @@ def described(node: fx.Node) -> Site | None:
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """The graph as text, one line a node, under the module and source line that each comes from."""
+    """Return the graph as text, one line per node, with headings for module and source line."""
     lines, heading = [], ""
     for node in gm.graph.nodes:
         entry = described(node)
@@ -59,26 +55,26 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 
 def summary(gm: fx.GraphModule, *, movement: bool = False, backward: bool | None = None) -> Summary:
-    """One row an operation: node, operator, module path, source line, rounding, accumulator.
+    """Return a table with one row per operation: node, operator, module path, source line, rounding, accumulator.
 
-    movement: adds data movement and integer operations. backward: True for the operations of the backward pass alone,
-    False for the others alone.
+    movement: whether to include data movement and integer operations. backward: True for the backward pass alone, False
+    for the other operations, None for all.
     """
     found = _listed(gm, backward)
     return summary_of((o for o in found if movement or o.status not in SILENT), note=counted(found))
 
 
 def coverage(gm: fx.GraphModule, *, backward: bool | None = None) -> Coverage:
-    """How many nodes and operations are rounded, exact, native or data movement, with the reasons.
+    """Return how many nodes and operations are rounded, exact, native or data movement, with the reasons.
 
-    Operations are counted at the sizes of the example that the graph was captured with; a multiply-add is two.
+    Operations are counted at the sizes of the example for which the graph was captured; a multiply-add counts as two.
     backward: as in ``summary``.
     """
     return coverage_of(_listed(gm, backward))
 
 
 def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
-    """The operations of a graph, data movement included."""
+    """Return the operations of a graph, data movement included."""
     return [
         Operation(
             node=node.name,
@@ -100,7 +96,7 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
 
 
 def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
-    """The whole graph, one node a node, with texts and numbers as attributes (so that GraphML can hold it)."""
+    """Return the whole graph, with texts and numbers as attributes of its nodes, which GraphML can store."""
     graph = nx.DiGraph()
     for node in gm.graph.nodes:
         entry = described(node) or replace(located(node), status="integer")
@@ -131,7 +127,7 @@ def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
 def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
     """Write an SVG of the operations, coloured by status, each with a tooltip; returns the path.
 
-    Data movement is drawn as plain edges, parameters not at all.
+    Data movement is drawn as plain edges, parameters not at all. Raises ValueError unless the path ends in .svg.
     """
     target = Path(path)
     if target.suffix != ".svg":
@@ -141,7 +137,7 @@ def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
 
 
 def drawing(gm: fx.GraphModule, *, title: str = "") -> str:
-    """The SVG text that ``draw`` writes."""
+    """Return the SVG text that ``draw`` writes."""
     graph = drawn(to_networkx(gm))
     said = Counter(data["rounding"] for _, data in graph.nodes(data=True) if data["status"] == "rounded")
     stripes = {text: _STRIPES[min(i, len(_STRIPES) - 1)] for i, (text, _) in enumerate(said.most_common())}
@@ -154,14 +150,14 @@ def drawing(gm: fx.GraphModule, *, title: str = "") -> str:
 
 
 def html(gm: fx.GraphModule, *, title: str = "") -> str:
-    """Coverage, drawing and summary as one HTML fragment that refers to nothing outside itself."""
+    """Return coverage, drawing and summary as one self-contained HTML fragment."""
     box = "max-height:32em;overflow:auto;border:1px solid #dee2e6;border-radius:6px;padding:6px;margin:8px 0"
     views = (coverage(gm)._repr_html_(), drawing(gm, title=title), summary(gm)._repr_html_())
     return "".join(f'<div style="{box}">{view}</div>' for view in views)
 
 
 def operations(node: fx.Node, entry: Site) -> int:
-    """Arithmetic operations of a node at its example's sizes: an elementary function is one, a multiply-add two."""
+    """Return a node's operations at its example's sizes; an elementary function is one, a multiply-add two."""
     if entry.status in SILENT or node.op != "call_function":
         return 0
     tensors = [_value(used) for used in node.all_input_nodes]
@@ -189,7 +185,7 @@ def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Site]]:
 
 
 def _decision(entry: Site) -> tuple[str, str]:
-    """What stands in the columns rounding and accumulate."""
+    """Return the texts of the columns rounding and accumulate."""
     if entry.status != "rounded" or entry.assignment is None:
         return (f"{entry.status}: {entry.reason}" if entry.reason else entry.status), ""
     steps = entry.kind in ("contraction", "reduction", "scan", "scatter")
@@ -202,7 +198,7 @@ def _heading(entry: Site) -> str:
 
 
 def _statement(node: fx.Node) -> str:
-    """``name: type = operator(arguments)``, the run-time random key left out."""
+    """Return ``name: type = operator(arguments)`` without the run-time random key."""
     if node.op == "placeholder":
         return f"{node.name}: {_type(node)} = {_port_name(node)}"
     if node.op == "output":
@@ -220,14 +216,14 @@ def _shown(value: Any) -> str:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, as the operator's schema spells them."""
+    """Return the arguments of a call by their names in the operator's schema."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else map(str, range(len(node.args)))
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _port_name(node: fx.Node) -> str:
-    """What an input is to the model: a parameter's name, or its position among the arguments."""
+    """Return the name of an input: a parameter's name, or its position among the arguments."""
     port: Port | None = node.meta.get(PORT)
     if port is None:
         return str(node.target)
@@ -244,9 +240,9 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of the captured example (asking a symbolic size for its int would fix it).
+    """Return the sizes of the captured example; converting a symbolic size to int would specialize the graph.
 
-    A size that depends on the data (x[x > 0]) has no example: it counts as 1.
+    A size that depends on the data (x[x > 0]) has no example and counts as 1.
     """
     return tuple(_example(size) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
 
@@ -264,7 +260,7 @@ def _type(node: fx.Node) -> str:
 
 
 def drawn(graph: nx.DiGraph) -> nx.DiGraph:
-    """Arithmetic, arguments and results; data movement becomes edges, sizes and parameters vanish."""
+    """Return arithmetic, arguments and results; data movement becomes edges, sizes and parameters are left out."""
     shown = graph.copy()
     for name, data in graph.nodes(data=True):
         argument = data["name"].startswith("argument")

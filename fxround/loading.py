@@ -1,9 +1,8 @@
-"""Exported programs: written whole or not at all, and checked when they are loaded as a module.
+"""Exported programs: files that are written completely or not at all, and verified when they are loaded.
 
-A file that ``RoundedModule.export`` wrote holds the graph with every rounding in it, (seed, sample) as a buffer of a
-known name, the version of fxround that wrote it, and a digest of all the rest. A file that is truncated, changed or of
-another version is refused. The digest tells accidents, not attacks: loading unpickles, so that a file of a stranger can
-run any code.
+A file that ``RoundedModule.export`` wrote holds the graph with every rounding, (seed, sample) as a named buffer, the
+version of fxround, and a digest of everything else. A file that is truncated, changed or of another version is refused.
+The digest detects accidents, not attacks: loading unpickles, so that a file from an untrusted source can run any code.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ RNG_BUFFER: Final = "fxround_rng"
 
 
 def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
-    """Write an exported program with its record; an error leaves the file that was there before.
+    """Write an exported program with its record; if writing fails, an existing file is kept.
 
-    keep_inputs: whether the example inputs are in the file too. Raises OSError where the file cannot be written.
+    keep_inputs: whether the example inputs are stored too. Raises OSError if the file cannot be written.
     """
     if not keep_inputs:
         program._example_inputs = None
@@ -44,7 +43,7 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
         root = archive.namelist()[0].partition("/")[0]
         record = {"version": VERSION, "digest": _digest(archive)}
         archive.writestr(f"{root}{_RECORD}", json.dumps(record))
-    # Through a symbolic link, the file that it leads to is replaced.
+    # For a symbolic link, its target is replaced and the link stays.
     target = Path(path).resolve()
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
@@ -60,18 +59,33 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
 
 
 def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
-    """The module that ``RoundedModule.export`` wrote: the same bits, without the model's source.
+    """Load a program that ``RoundedModule.export`` wrote; it gives the same bits without the model's source.
 
-    any_version: whether a file of another version of fxround is loaded too, which may give other bits. Raises OSError
-    where there is no such file, ValueError for one that is truncated, changed or no program of fxround, FxroundError
-    for another version. PyTorch unpickles what is in the file: never load a file from strangers.
+    PyTorch unpickles the contents of the file: never load a file from an untrusted source.
+
+    Args:
+        path: the file.
+        any_version: whether to load a file of another version of fxround, which may give other bits.
+
+    Returns:
+        A ``LoadedModule``.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: for a file that is truncated, changed or not a program of fxround.
+        FxroundError: for a file of another version, unless ``any_version``.
+
+    Example::
+
+        compiled.export("model.pt2", x)
+        y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
     _check(Path(path), any_version)
     return LoadedModule(torch.export.load(path).module())
 
 
 def _check(path: Path, any_version: bool) -> None:
-    """Raises unless the file is what ``save`` wrote."""
+    """Raise unless the file is one that ``save`` wrote."""
     name, record = shown(str(path)), None
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
@@ -95,7 +109,7 @@ def _check(path: Path, any_version: bool) -> None:
 
 
 def _digest(archive: zipfile.ZipFile) -> str:
-    """SHA-256 over the names and contents of an archive's members, in order of the names; fxround's record left out."""
+    """Return the SHA-256 of names and contents of an archive's members, sorted by name, without fxround's record."""
     whole = hashlib.sha256()
     for name in sorted(archive.namelist()):
         if name.endswith(_RECORD):
@@ -108,7 +122,7 @@ def _digest(archive: zipfile.ZipFile) -> str:
 
 
 def state_of(saved: Any, what: str) -> tuple[int, int]:
-    """(seed, sample) of a saved random state, a tensor or a list; ValueError for what is none."""
+    """Return (seed, sample) of a saved random state, a tensor or a list. Raises ValueError for anything else."""
     if isinstance(saved, Tensor):
         try:
             require_state(saved)
@@ -125,18 +139,21 @@ def state_of(saved: Any, what: str) -> tuple[int, int]:
 
 
 def random_state(seed: int, sample: int) -> Tensor:
-    """The run-time tensor (seed, sample) that every lowered graph takes, int64 of shape [2]."""
+    """Return the run-time tensor (seed, sample) that every lowered graph takes, int64 of shape [2]."""
     drawn = Draw(seed, sample)
     return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
 
 
 def following(seed: int, sample: int, world_size: int = 1) -> tuple[int, int]:
-    """What (seed, sample) become after a training call of each process: 2^32 samples are a seed's."""
+    """Return (seed, sample) after a training call of every process; a seed has 2^32 samples."""
     return (seed, sample + world_size) if sample + 2 * world_size <= 1 << 32 else (seed + 1, 0)
 
 
 class LoadedModule(nn.Module):
-    """An exported program: callable, reseedable, without the model's source."""
+    """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
+
+    It computes without gradients. Raises ValueError for a program that has no (seed, sample).
+    """
 
     def __init__(self, program: nn.Module) -> None:
         super().__init__()
@@ -146,12 +163,12 @@ class LoadedModule(nn.Module):
         self.program = program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the exported module computed, bit for bit."""
+        """Compute what the exported module computes, bit for bit, for the same (seed, sample)."""
         require_ieee_arithmetic()
         with aside(), torch.no_grad():
             return self.program(*args, **kwargs)
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
-        """Set what the random bits are a function of; returns the module itself."""
+        """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1); returns the module itself."""
         self.program.get_buffer(RNG_BUFFER).copy_(random_state(seed, sample))
         return self

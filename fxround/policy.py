@@ -1,10 +1,10 @@
 """Policies: which rounding each operation of a model gets.
 
-A policy is an ordered list of rules. A rule selects operations by module path, operator and role, and says what is
-rounded and how: the result, every step of an accumulator, the operands; the order of a reduction; what a gradient
-meets. The last rule that matches and says a thing wins, one thing at a time; an operation about which no rule says
-anything is left alone. A policy is checked when it is made, and text is the only form that is stored, so dict and TOML
-lose nothing. A rule that matches no operation of a model is an error.
+A policy is an ordered list of rules. A rule selects operations by module path, operator and role, and sets roundings:
+of the result, of every step of an accumulator, of the operands, of gradients; and the order of a reduction. For each of
+these, the last matching rule that sets it wins; an operation without a matching rule is left unchanged. A policy is
+checked when it is made, and stores text only, so that dict and TOML lose nothing. A rule that matches no operation of a
+model is an error.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fxround.numerics.orders import LANES, Order
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"
 DTYPE: Final = "dtype"
-# An accumulator's format: binary32 for 16-bit dtypes, whose sums hardware keeps in binary32; otherwise the dtype.
+# An accumulator's format: binary32 for 16-bit dtypes, because hardware accumulates them in binary32; else the dtype.
 WIDE: Final = "wide"
 
-# What a value is to the model. Only a rule that names the role speaks of what enters a graph (the first
+# The roles of a value. Only a rule that names the role applies to values that enter a graph (the first
 # four, and a gradient that comes from outside): a weight is no operation, and up_down must not move it.
 ENTERING: Final = ("weight", "input", "buffer", "constant")
-# Results: forwards; backwards (of a weight; of anything else); in an optimizer's step.
+# Results: in the forward pass; in the backward pass (of a weight; of anything else); in an optimizer's step.
 ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
 DIRECTIONS: Final = ("forward", "backward", "update")
-# Whose formulas composite operators have (fxround.formulas).
+# The formulas of composite operators (fxround.formulas).
 OWN: Final = "fxround"
 DEFINITIONS: Final = (OWN, "repdl")
-# What a rule can say: of results, and of operands.
+# The fields of a rule that set something: of results, and of operands.
 _OF_RESULTS: Final = ("rounding", "accumulate", "order", "gradient")
 _SAID: Final = (*_OF_RESULTS, "operands")
 _STRAIGHT: Final = Gradient()
@@ -55,11 +55,14 @@ _DIRECTIONS_OF_ROLE: Final = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a policy says of one operation. ``rounding`` None: leave it alone, accumulator included.
+    """The roundings of one operation; ``rounding`` None leaves it unchanged, accumulator included.
 
-    ``accumulate`` is how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock
-    kernel computes and its result is rounded once. ``rule`` is the text of the rule that chose ``rounding``;
-    ``gradient`` is what the rounding does to the gradient that passes it.
+    rounding    of the result
+    accumulate  how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock kernel
+                computes, and its result is rounded once
+    order       of a reduction
+    rule        the text of the rule that set ``rounding``
+    gradient    what the rounding does to the gradient that passes it
     """
 
     rounding: Rounding | None
@@ -76,21 +79,23 @@ class Assignment:
 class Rule:
     """One line of a policy.
 
-    match       glob over module paths; a module's path speaks of what is inside it as well ("layer1", "*.attention")
+    match       glob over module paths; a path matches everything inside the module too ("layer1", "*.attention")
     operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
     role        one of ROLES; None: the result of any operation
-    direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
-    rounding    "format/mode/overflow", format "dtype" for the operation's own; "identity": leave alone
-    accumulate  each step's rounding, maybe with "product=..." or "chunk=n combine=..." behind it (Accumulation), or
-                "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
+    rounding    "format/mode/overflow", where format "dtype" is the operation's own; "identity" leaves it unchanged
+    accumulate  the rounding of each step, optionally followed by "product=..." or "chunk=n combine=..." (Accumulation),
+                or "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
     order       "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing
-    gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped",
-                a rounding, or the last two
-    operands    the rounding of what enters the operation, before it is computed, or "identity"; role and direction
-                are then the operand's: a backward contraction reads forward values as the forward one reads them
+    direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
+    gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped", a
+                rounding, or the last two
+    operands    the rounding of the operands before the operation, or "identity"; role and direction are then the
+                operand's: a contraction of the backward pass reads the forward values as the forward pass does
 
-    Raises PolicyError when a text does not parse or the rule says nothing.
+    Raises PolicyError if a text does not parse, the rule sets nothing, or it can match nothing. Example::
+
+        Rule("layer1", operator="contraction", rounding="bfloat16", accumulate="binary32")
     """
 
     match: str = "*"
@@ -139,7 +144,7 @@ class Rule:
         return " ".join([self.match or '""', *where, "->", *said])
 
     def _full_gradient(self) -> str | None:
-        """The gradient's text with all its parts. Raises PolicyError for zeros where the rounding clamps nothing."""
+        """Return the gradient's text in full. Raises PolicyError for zeros if the rounding clamps nothing."""
         if self.gradient is None:
             return None
         _parsed(lambda text: Gradient.parse(_with_dtype(text, "binary32")), self.gradient, "gradient")
@@ -155,17 +160,17 @@ class Rule:
 
     @property
     def directions(self) -> frozenset[str]:
-        """The passes that the rule can speak of."""
+        """The passes in which the rule can match."""
         of_role = _DIRECTIONS_OF_ROLE.get(self.role or "", DIRECTIONS)
         return frozenset(d for d in of_role if self.direction in (None, d))
 
     @property
     def speaks_of_results(self) -> bool:
-        """Whether the rule says anything but ``operands``."""
+        """Whether the rule sets anything but ``operands``."""
         return any(getattr(self, key) is not None for key in _OF_RESULTS)
 
     def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
-        """Whether the rule speaks of an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
+        """Whether the rule matches an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
         if self.direction not in (None, direction):
             return False
         entering = kind == "placeholder" or (role in ENTERING and direction != "update")
@@ -174,7 +179,7 @@ class Rule:
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
     def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
-        """Whether the rule speaks of an operand, of this role and direction, of an operation in the module ``path``."""
+        """Whether the rule matches an operand, of this role and direction, of an operation in the module ``path``."""
         if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
             return False
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
@@ -182,8 +187,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name, ordered rules, whether what cannot be rounded is an error (``strict``), and whose formulas composite
-    operators have (``definitions``, one of DEFINITIONS)."""
+    """An ordered list of rules that says how every operation of a model is rounded.
+
+    name         for reports and messages
+    rules        of which the last matching one wins, field by field
+    strict       whether a floating-point operation that cannot be rounded is an error
+    definitions  the formulas of composite operators, "fxround" or "repdl"
+
+    Policies are immutable and hashable. Raises PolicyError for other definitions or rules. Example::
+
+        policy = Policy("narrow", (Rule(rounding="e4m3fn/nearest_even/saturate", accumulate="bfloat16"),))
+        Policy.from_toml(policy.to_toml()) == policy
+    """
 
     name: str
     rules: tuple[Rule, ...] = ()
@@ -204,7 +219,7 @@ class Policy:
 
     @property
     def treats_gradients(self) -> bool:
-        """Whether some rounding does not pass its gradient straight through."""
+        """Whether some rounding changes the gradient that passes it."""
         return any(rule.gradient not in (None, STRAIGHT) for rule in self.rules)
 
     @property
@@ -215,28 +230,28 @@ class Policy:
         return any(word in MODES and MODES[word].random_bits > 0 for word in words)
 
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
-        """This policy with more rules after its own, so that they win."""
+        """Return this policy with more rules after its own, so that they win."""
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
 
     def matching(
         self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
     ) -> tuple[int, ...]:
-        """The positions of the rules that speak of an operation's result."""
+        """Return the positions of the rules that match an operation's result."""
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         return tuple(i for i, rule in enumerate(self.rules) if rule.speaks_of_results and rule.matches(**place))
 
     def matching_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> tuple[int, ...]:
-        """The positions of the rules that speak of an operand of this role and direction."""
+        """Return the positions of the rules that match an operand of this role and direction."""
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         return tuple(i for i, rule in enumerate(self.rules) if rule.matches_operand(**place))
 
     def assign_operand(
         self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str
     ) -> Assignment | None:
-        """The rounding of one operand, of the format ``dtype``, before the operation; None where it is left alone.
+        """Return the rounding of one operand, of the format ``dtype``, before the operation; None leaves it unchanged.
 
-        path, operator and kind are the operation's, role and direction the operand's. Raises PolicyError where the
-        values of the rounding would not fit ``dtype``.
+        path, operator and kind are the operation's, role and direction the operand's. Raises PolicyError if ``dtype``
+        lacks values of the rounding's format.
         """
         found = self.matching_operand(path=path, operator=operator, kind=kind, role=role, direction=direction)
         text = self.rules[found[-1]].operands if found else None
@@ -249,10 +264,10 @@ class Policy:
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
     ) -> Assignment | None:
-        """What the policy says of one operation whose result has the format ``dtype`` ("binary32"), or None.
+        """Return the roundings of one operation whose result has the format ``dtype`` ("binary32"), or None.
 
-        What the rules leave unsaid is ``dtype/nearest_even``, ``wide/nearest_even`` and ``lanes:16``. Raises
-        PolicyError where the values of the result's rounding would not fit ``dtype``.
+        The defaults of fields that no rule sets are ``dtype/nearest_even``, ``wide/nearest_even`` and ``lanes:16``.
+        Raises PolicyError if ``dtype`` lacks values of the rounding's format.
         """
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         rules = [self.rules[i] for i in self.matching(**place)]
@@ -275,10 +290,10 @@ class Policy:
     def require_matched(
         self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS
     ) -> None:
-        """Raises PolicyError if a rule that is not optional has its position outside ``matched``.
+        """Raise PolicyError if a rule that is not optional has its position outside ``matched``.
 
-        ``paths``, the module paths of the model, serve to suggest what was meant. ``directions``: the passes that the
-        graph has; a rule that speaks of none of them may match nothing.
+        paths: the module paths of the model, for suggestions. directions: the passes of the graph; a rule that applies
+        to none of them may match nothing.
         """
         known = sorted(set(paths))
         for position, rule in enumerate(self.rules):
@@ -291,9 +306,11 @@ class Policy:
 
     @staticmethod
     def preset(name: str) -> Policy:
-        """One of PRESETS, or any format or rounding by its text ("e4m3fn", "e5m2/stochastic/saturate", "fp16").
+        """Return a preset by name, or the policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate",
+        "fp16").
 
-        A format's policy rounds every result, weight and input to it and accumulates in binary32.
+        A format's policy rounds every result, weight and input to it and accumulates in binary32. Raises PolicyError
+        listing the known names.
         """
         name = own_name(name)
         if name in PRESETS:
@@ -310,9 +327,10 @@ class Policy:
 
     @staticmethod
     def parse(source: Any) -> Policy:
-        """A policy from a preset's name, a rounding, a path to a .toml file, a dict, or a policy.
+        """Return a policy from a preset's name, a rounding, a path to a .toml file, a dict, or a policy.
 
-        A rounding is a text, a Rounding, a Format, or a floating-point dtype of PyTorch or NumPy.
+        A rounding is a text, a Rounding, a Format, or a floating-point dtype of PyTorch or NumPy. Raises TypeError for
+        anything else, PolicyError for an invalid policy.
         """
         source = spelt(source)
         if isinstance(source, Policy):
@@ -330,14 +348,14 @@ class Policy:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; ``Policy.from_dict(p.to_dict()) == p``. What a rule leaves unsaid is left out."""
+        """Return plain data; ``Policy.from_dict(p.to_dict()) == p``. Default fields of rules are left out."""
         rules = [{f.name: getattr(r, f.name) for f in fields(r) if getattr(r, f.name) != f.default} for r in self.rules]
         other = {} if self.definitions == OWN else {"definitions": self.definitions}
         return {"name": self.name, "strict": self.strict, **other, "rules": rules}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Policy:
-        """The policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
+        """Return the policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
         check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
         rows = []
         for row in data.get("rules", []):
@@ -350,7 +368,7 @@ class Policy:
         return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
 
     def to_toml(self) -> str:
-        """The policy as a TOML document; ``Policy.from_toml(p.to_toml()) == p``."""
+        """Return the policy as a TOML document; ``Policy.from_toml(p.to_toml()) == p``."""
         data = self.to_dict()
         rules = data.pop("rules")
         tables = [data, *rules]
@@ -359,7 +377,7 @@ class Policy:
 
     @staticmethod
     def from_toml(text: str) -> Policy:
-        """The policy of a TOML document. Raises PolicyError."""
+        """Return the policy of a TOML document. Raises PolicyError."""
         try:
             return Policy.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
@@ -369,7 +387,7 @@ class Policy:
 
 
 def _in_format(name: str, rounding: Rounding) -> Policy:
-    """Results, weights and inputs rounded to a format, accumulators in binary32."""
+    """Round results, weights and inputs to a format, and accumulate in binary32."""
     entering = tuple(
         Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error", "gradient")
     )
@@ -379,15 +397,16 @@ def _in_format(name: str, rounding: Rounding) -> Policy:
 def _everywhere(
     name: str, mode: str, *, order: str = "lanes:16", strict: bool = False, definitions: str = OWN
 ) -> Policy:
-    """Every operation rounded in its own format, and every step of an accumulator, in binary32 for 16-bit dtypes."""
+    """Round every operation in its own format, and every step of an accumulator, in binary32 for 16-bit dtypes."""
     rule = Rule(rounding=f"{DTYPE}/{mode}", accumulate=f"{WIDE}/{mode}", order=order, optional=True)
     return Policy(name, (rule,), strict, definitions)
 
 
 def _operand_level(name: str, *, forward: str, backward: str) -> Policy:
-    """What enters a contraction in one format forwards and in another backwards; contractions are the stock's.
+    """Round the operands of contractions, to one format in the forward pass and to another in the backward pass.
 
-    Every result stays in the operation's own format: norms, softmax, residuals, the contractions themselves.
+    Contractions are stock kernels. Every result keeps the operation's own format: norms, softmax, residuals,
+    contractions.
     """
     rules = (
         Rule(rounding=DTYPE, accumulate=WIDE),
@@ -399,7 +418,7 @@ def _operand_level(name: str, *, forward: str, backward: str) -> Policy:
 
 
 def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: str) -> None:
-    """Raise PolicyError where a tensor of the format ``dtype`` lacks values of the rounding."""
+    """Raise PolicyError if a tensor of the format ``dtype`` lacks values of the rounding."""
     if not rounding.format.within(Format.parse(dtype)):
         raise PolicyError(
             f"rule {rule!r} rounds {what} at {path or 'the root module'} to {rounding.format}, but the"
@@ -408,23 +427,23 @@ def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: 
 
 
 def _resolve(text: str, dtype: str) -> Rounding:
-    """The rounding of a text whose format may be ``dtype``."""
+    """Return the rounding of a text whose format may be ``dtype``."""
     head, slash, rest = text.partition("/")
     return Rounding.parse(f"{dtype}{slash}{rest}" if head == DTYPE else text)
 
 
 def _with_dtype(text: str, dtype: str) -> str:
-    """The text of an accumulation, with the format ``dtype`` named."""
+    """Return the text of an accumulation with the word ``dtype`` replaced by the format."""
     return re.sub(rf"\b{DTYPE}\b", dtype, text)
 
 
 def _with_wide(text: str, dtype: str) -> str:
-    """The text of an accumulation, with the format ``wide`` named."""
+    """Return the text of an accumulation with the word ``wide`` replaced by its format."""
     return re.sub(rf"\b{WIDE}\b", dtype if dtype == "binary64" else "binary32", text)
 
 
 def _canonical(text: object, field: str, kept: str) -> str | None:
-    """A rounding's text with all its parts, so that equal rules are equal; ``kept`` stays as it is."""
+    """Return a rounding's text with all its parts, so that equal rules are equal; ``kept`` is returned as it is."""
     text = spelt(text)
     if text is None or text == kept:
         return text if text is None else kept
@@ -451,7 +470,7 @@ def _full_rounding(text: str) -> str:
 
 
 def _parsed(parse: Any, text: str, field: str) -> Any:
-    """``parse(text)``, its ValueError told as the rule's."""
+    """Return ``parse(text)``, or raise its error as a PolicyError that names the field."""
     try:
         return parse(text)
     except (ValueError, TypeError, AttributeError) as error:

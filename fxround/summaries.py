@@ -1,7 +1,7 @@
-"""What ``summary()`` and ``coverage()`` return: tables whose rows are typed, to be sorted, filtered and counted.
+"""The tables that ``summary()`` and ``coverage()`` return, with typed rows that can be sorted, filtered and counted.
 
-A ``Summary`` has one ``Operation`` a row. A ``Coverage`` groups operations by what was done with them. Both are tables
-(``fxround.table``): printed, as JSON, as HTML, and as data frames.
+A ``Summary`` has one ``Operation`` per row. A ``Coverage`` groups operations by status. Both are tables
+(``fxround.table``): they print, and convert to JSON, HTML and data frames.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxround.graph import Direction, Status, placed
 from fxround.keys import nearest, selects
 from fxround.table import Table, data_frame
 
-# What carries no arithmetic: left out of the summary and the drawing.
+# Statuses without arithmetic, which the summary and the drawing leave out.
 SILENT: Final = ("movement", "integer")
 _ORDER: Final = ("rounded", "exact", "native", *SILENT)
 _SHOWN: Final = ("node", "operator", "module", "source", "rounding", "accumulate")
@@ -24,20 +24,20 @@ _COVERED: Final = ("status", "operator", "nodes", "operations", "%", "reason")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a graph, and what was done with it.
+    """One operation of a graph, with its rounding.
 
     node        the node's name in the graph
-    operator    like "aten.mm.default"
-    module      the path of the module that it comes from; "" is the root
-    source      the model's line, "file:number"; "" where it is unknown
+    operator    for example "aten.mm.default"
+    module      the path of its module; "" is the root
+    source      the model's line, "file:number"; "" if unknown
     rounding    of the result, "format/mode/overflow"; else the status and the reason
-    accumulate  of each step of an accumulator, "" where there is none
+    accumulate  of each step of an accumulator; "" if there is none
     status      "rounded", "exact", "native" (a stock kernel's), "movement" or "integer"
-    reason      why it is native, or exact; "" where nothing is to be said
+    reason      why it is native or exact; "" otherwise
     direction   "forward", "backward" or "update"
-    kind        a kind of operator, as in a policy's rules
-    role        what the value is to the model, as in a policy's rules
-    operations  arithmetic operations at the sizes of the captured example; a multiply-add is two
+    kind        the kind of the operator, as in a policy's rules
+    role        the role of the value, as in a policy's rules
+    operations  arithmetic operations at the sizes of the captured example; a multiply-add counts as two
     code        the text of the model's line
     """
 
@@ -61,8 +61,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Group:
-    """Operations of one status, and if native of one operator and reason: nodes, operations, share of all operations in
-    percent."""
+    """Operations of one status, and for native ones of one operator and reason.
+
+    nodes and operations are counts, percent is the share of all operations.
+    """
 
     status: Status
     operator: str
@@ -74,7 +76,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Summary(Table):
-    """A table of operations, in the order of the graph; ``operations`` are its rows as data with more fields."""
+    """A table of operations in the order of the graph, as ``RoundedModule.summary`` returns it.
+
+    ``operations`` holds the rows as data with more fields; ``summary[i]`` is one ``Operation``. Example::
+
+        compiled.summary().filter("layer1", operator="contraction").sort("operations", reverse=True)
+    """
 
     operations: tuple[Operation, ...] = ()
 
@@ -82,7 +89,7 @@ class Summary(Table):
         return self.operations[index]
 
     def sort(self, *by: str, reverse: bool = False) -> Summary:
-        """The same rows by one or more fields of ``Operation``, those that are equal as before.
+        """Return the rows sorted by one or more fields of ``Operation``; equal rows keep their order.
 
         Raises ValueError for another field.
         """
@@ -95,22 +102,29 @@ class Summary(Table):
         status: str | None = None,
         direction: str | None = None,
     ) -> Summary:
-        """The rows of a module and what is inside it, of an operator or kind, of a status and of a direction.
+        """Return the rows of a module and everything inside it, of an operator or kind, of a status and of a direction.
 
         module, operator: globs, as in a policy's rules: ``"layer1"``, ``"*.attention"``; ``"mm"``, ``"contraction"``.
+        Raises ValueError for an unknown status.
         """
         return summary_of(_filtered(self.operations, module, operator, status, direction))
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a column for each field of ``Operation``. ImportError without pandas."""
+        """Return a ``pandas.DataFrame`` with a column per field of ``Operation``. Raises ImportError without pandas."""
         return data_frame([asdict(o) for o in self.operations], [f.name for f in fields(Operation)])
 
 
 @dataclass(frozen=True)
 class Coverage(Table):
-    """Node and operation counts by what was done; ``unrounded`` names each float operation left to a stock kernel.
+    """Counts of nodes and operations by status, as ``RoundedModule.coverage`` returns them.
 
-    groups: the rows, typed. operations: what was counted, data movement included.
+    unrounded   one text for each floating-point operation that a stock kernel computes
+    groups      the rows as data; ``coverage[i]`` is one ``Group``
+    operations  every counted operation, data movement included
+
+    Example::
+
+        assert not compiled.coverage().unrounded
     """
 
     unrounded: tuple[str, ...] = ()
@@ -122,13 +136,13 @@ class Coverage(Table):
 
     @property
     def line(self) -> str:
-        """The nodes of each status, and the share of operations that are rounded or exact, in one line."""
+        """One line: the number of nodes of each status, and the share of operations that are rounded or exact."""
         counts = ", ".join(f"{n:,} {s}" for s in _ORDER if (n := sum(g.nodes for g in self.groups if g.status == s)))
         native = sum(g.percent for g in self.groups if g.status == "native")
         return f"{counts or 'no operations'}; {100 - native:.4g} % of the arithmetic is rounded or exact"
 
     def sort(self, *by: str, reverse: bool = False) -> Coverage:
-        """The same rows by one or more fields of ``Group``. Raises ValueError for another field."""
+        """Return the rows sorted by one or more fields of ``Group``. Raises ValueError for another field."""
         return _coverage(_sorted(self.groups, by, reverse), self.operations)
 
     def filter(
@@ -138,23 +152,23 @@ class Coverage(Table):
         status: str | None = None,
         direction: str | None = None,
     ) -> Coverage:
-        """The coverage of some operations alone, chosen as by ``Summary.filter``; percent are of what is left."""
+        """Return the coverage of selected operations, as in ``Summary.filter``; percentages are of the selection."""
         return coverage_of(_filtered(self.operations, module, operator, status, direction))
 
     def to_dict(self) -> dict[str, Any]:
-        """As a table's, and ``unrounded``."""
+        """Return the table as plain data, with ``unrounded``."""
         return super().to_dict() | {"unrounded": list(self.unrounded)}
 
 
 def summary_of(operations: Iterable[Operation], note: str | None = None) -> Summary:
-    """A table of these operations; note: under it, None for the number of each status."""
+    """Return a table of these operations; note: the text below it, None for the number of each status."""
     kept = tuple(operations)
     rows = tuple(tuple(getattr(o, name) for name in _SHOWN) for o in kept)
     return Summary(_SHOWN, rows, note=counted(kept) if note is None else note, operations=kept)
 
 
 def coverage_of(operations: Iterable[Operation]) -> Coverage:
-    """The coverage of these operations, data movement included."""
+    """Return the coverage of these operations, data movement included."""
     kept = tuple(operations)
     found: defaultdict[tuple[Status, str, str], list[int]] = defaultdict(list)
     for o in kept:
@@ -168,7 +182,7 @@ def coverage_of(operations: Iterable[Operation]) -> Coverage:
 
 
 def counted(operations: Iterable[Operation]) -> str:
-    """How many operations have which status."""
+    """Return the number of operations of each status, as text."""
     counts = Counter(o.status for o in operations)
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 

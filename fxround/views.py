@@ -1,6 +1,6 @@
-"""What a compiled module shows of itself: graphs, summary, coverage, drawing, and what it prints as.
+"""The views of a compiled module: graphs, summary, coverage, drawing and printed form.
 
-Everything here is read from what the latest call captured, and captures nothing.
+All of them read the graph that the latest call captured, and capture nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxround.summaries import Coverage, Summary
 
 
 class Shown(Reaching):
-    """A compiled module as far as it is looked at: ``_latest`` is what the latest call captured."""
+    """The part of a compiled module that shows its graphs; ``_latest`` is the entry of the latest call."""
 
     policy: Policy
     rng: Tensor
@@ -28,40 +28,46 @@ class Shown(Reaching):
 
     @property
     def _graphs(self) -> int:
-        """How many graphs are captured."""
+        """The number of captured graphs."""
         raise NotImplementedError
 
     def graph_text(self, backward: bool = False) -> str:
-        """The latest graph as text, one line a node: the forward graph, or the backward one.
+        """Return the latest forward graph, or the backward graph, as text with one line per node.
 
-        Raises ValueError for a backward graph where the latest call wanted no gradients.
+        Raises ValueError before the first call, and for a backward graph if the latest call wanted no gradients.
         """
         return inspection.graph_text(self.backward_graph if backward else self.graph)
 
     def summary(self, backward: bool | None = None) -> Summary:
-        """A table of the latest call's operations: node, operator, module, source, rounding; ``Operation`` has more.
+        """Return a table of the latest call's operations: node, operator, module, source, rounding.
 
         backward: True for the backward pass alone, False for the forward pass alone, None for both. Raises ValueError
-        before the first call, and for a backward pass where the latest call wanted no gradients.
+        before the first call, and for a backward pass if the latest call wanted no gradients.
         """
         self._require_backward(backward)
         return inspection.summary(self._called.lowered, backward=backward)
 
     def coverage(self, backward: bool | None = None) -> Coverage:
-        """What is rounded, native (with the reason) and data movement in the latest call; backward: as in summary."""
+        """Return what is rounded, native (with the reason) and data movement in the latest call.
+
+        backward and errors: as in ``summary``.
+        """
         self._require_backward(backward)
         return inspection.coverage(self._called.lowered, backward=backward)
 
     def draw(self, path: str | Path) -> Path:
-        """Write the latest graph to an SVG file."""
+        """Write the latest graph to an SVG file; returns the path.
+
+        Raises ValueError before the first call, and for a path that does not end in .svg.
+        """
         return inspection.draw(self.graph, path, title=type(self.source).__name__)
 
     def to_networkx(self) -> nx.DiGraph:
-        """The latest graph for networkx."""
+        """Return the latest graph as a ``networkx.DiGraph``. Raises ValueError before the first call."""
         return inspection.to_networkx(self.graph)
 
     def extra_repr(self) -> str:
-        """The policy and, of what is captured, the coverage and the cost of the latest call; nothing is captured."""
+        """Return the policy, and the coverage and cost of the latest call if there was one; nothing is captured."""
         seed, sample = self.rng.tolist()
         lines = [f"policy={self.policy.name!r}, seed={seed}, sample={sample}"]
         if self._latest is None:
@@ -72,7 +78,7 @@ class Shown(Reaching):
         return "\n".join([*lines, f"coverage: {found.line}", f"cost: {operations:,} operations, {graphs}"])
 
     def __repr__(self) -> str:
-        """The lines of ``extra_repr``, then the model."""
+        """Return the lines of ``extra_repr``, then the model."""
         shown = "\n".join([*self.extra_repr().splitlines(), f"(source): {self.source!r}"])
         return f"{type(self).__name__}(\n{textwrap.indent(shown, '  ')}\n)"
 
@@ -93,12 +99,12 @@ class Shown(Reaching):
 
     @property
     def lowered(self) -> fx.GraphModule:
-        """The whole lowered graph of the latest call, forward and backward: what ``observe_step`` walks along."""
+        """The whole lowered graph of the latest call, forward and backward; ``observe_step`` runs its nodes."""
         return self._called.lowered
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The backward graph of the latest call. Raises ValueError where it wanted no gradients."""
+        """The backward graph of the latest call. Raises ValueError if it wanted no gradients."""
         self._require_backward(True)
         assert self._called.step is not None
         return self._called.step.shown.backward
@@ -112,5 +118,5 @@ class Shown(Reaching):
 
     @property
     def captured(self) -> Captured:
-        """The graph before any pass, of the same call as ``graph`` (the joint graph, where gradients were wanted)."""
+        """The graph before any pass, of the same call as ``graph``; the joint graph if gradients were wanted."""
         return self._called.captured

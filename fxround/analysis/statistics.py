@@ -121,6 +121,6 @@ class Moments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state per element: 24 for values of up to 32 bits, 32 for float64, 8 more once one is not finite."""
+        """Bytes of the state: per element 24 (32 for float64), and 8 more after the first non-finite value."""
         arrays = (self.mean, self.squares, self.low, self.high, self.nans, self.broken)
         return sum(a.nbytes for a in arrays if a is not None)
