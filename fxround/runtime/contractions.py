@@ -90,6 +90,7 @@ class Right:
     def matrices(shape: Sequence[int], strides: Sequence[int]) -> Right:
         """A batch of matrices of shape (batch, length, columns) with any strides."""
         step, k, n = strides
+        # A single column is adjacent to itself whatever its stride.
         adjacent = n == 1 or shape[2] == 1
         return Right(shape[0], step, offsets(shape[1], k), offsets(shape[2], n), None, k if adjacent else None)
 
@@ -120,6 +121,7 @@ class Code:
             ctypes.addressof(flags),
         )
         last = len(arguments) - 1
+        # Each thread has scratch of its own, and each piece a flag of its own: no two write to the same memory.
         spread(self.function, items, pieces, arguments, {last - 2: step}, {last: ctypes.sizeof(ctypes.c_int32)})
         return [piece_of(items, pieces, i) for i in range(pieces) if flags[i]]
 
@@ -243,6 +245,7 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
 
     def code(variant: DirectVariant) -> Code:
         run = native(variant.digest, build_direct, variant, "direct", _DIRECT)
+        # ``width // variant.width`` panels make an item of the same columns for either variant.
         layout = (rows, columns, length, kernel.chunk or length, groups, batches, width // variant.width, *steps)
         return Code(run, array(layout), 0)
 
@@ -372,6 +375,7 @@ def _cut(
         work = rows * columns + _PACKED * (rows * wides + columns * chunks)
         return work * _ceiling(items, threads) * threads / items
 
+    # The cut may depend on the number of threads: it decides who computes a result, and no result depends on it.
     fewest = _ceiling(rows, chunk)
     chunk, wide = min(map(sizes, range(fewest, fewest + _ceiling(2 * threads, batch * fewest))), key=cost)
     return chunk, wide * unit

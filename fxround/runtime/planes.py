@@ -134,6 +134,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
 
     items = shape.images * shape.groups * cuts
     enough = max(1, enough_for(kernel) // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))
+    # Both variants read these tables: ``part`` is the same for both, whatever their lanes.
     taps, places = _taps(shape, cut, general), _places(shape, cut)
     size, plane = prod(shape.results), prod(shape.results[1:])
     # With several output channels, an item writes to as many places: elements are final only when all cuts of a group

@@ -4,8 +4,8 @@ A softmax or a normalization reads and writes whole tensors several times. Here 
 range of rows, then for the next one, and a value between two kernels is a small buffer that every range uses again. The
 kernels, the numbers of the elements and the order of every sum are those of the whole tensor, so the bits are the same.
 
-A kernel is passed the range of rows and the address of element 0 of each tensor. For a buffer that holds rows r ... r +
-n this address is that of the buffer less r rows, so a kernel of a chain must touch no row outside of its range. A range
+A kernel is passed the range of rows and the address of element 0 of each tensor. For a buffer whose first row is row r,
+this address is that of the buffer less r rows, so a kernel of a chain must touch no row outside of its range. A range
 begins at a multiple of 64 rows, so that no block of random bits is cut. A result may take the memory of an input that
 nothing else reaches, if no later kernel reads that input: a map reads an element before it writes it. Where ranges gain
 nothing (few rows, very long rows, a reduced operand that is not row-major) the chain runs as the graph says.
@@ -44,8 +44,8 @@ _SUM: Final = torch.ops.fxround.sum.default
 _LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 _UNKNOWN: Final = "not planned yet"
-# The bytes of a range's buffers: what they should have, to fit the second-level cache beside operands and results, and
-# # the most that a range of 64 rows may have.
+# The bytes that a range's buffers should have, to fit the second-level cache beside operands and results, and the most
+# that a range of 64 rows may have.
 _CACHE: Final = 1 << 18
 _MOST: Final = 1 << 21
 # Values of fewer bytes stay in the cache anyway.
@@ -199,6 +199,7 @@ class Rows(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """Run as the graph says, or a few rows at a time: the same bits."""
+        # Everything that the plan's code and tables depend on; addresses are passed with each call.
         key = (current_set(), *((x.shape, x.stride(), x.dtype) for x in inputs))
         plan = self.plans.get(key, _UNKNOWN)
         if isinstance(plan, str):
@@ -255,6 +256,8 @@ class Rows(nn.Module):
         widths, dtypes = tuple(x.shape[-1] if x.dim() else 1 for x in table), tuple(x.dtype for x in table)
         sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
         addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
+        # Scratch: the addresses that ``llvm.chain`` keeps there, then a buffer of one range of rows for each value
+        # between two stages, each on cache lines of its own.
         ends = list(accumulate((_aligned(few * sizes[i]) for i in inner), initial=_aligned(8 * addresses)))
         offsets = dict(zip(inner, ends, strict=False))
         words = _table(self.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
@@ -289,6 +292,8 @@ class Rows(nn.Module):
         }
         places = (*range(len(inputs)), *results)
         outside = dict(zip(places, addresses((*inputs, *results.values())), strict=True))
+        # A value outside of the chain has the address of its element 0, a buffer its offset in scratch. ``llvm.chain``
+        # takes a value for a buffer if the table gives it bytes of a row.
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
         rng = inputs[self.rng]
         keys = [key_of(stage.node, rng, draws) for stage, draws in zip(self.stages, plan.draws, strict=True)]

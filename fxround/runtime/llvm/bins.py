@@ -104,6 +104,7 @@ class Tables:
         """Add all tables to the first one, and join their flags."""
         b, vector = self.b, ir.VectorType(I64, LANES)
         with count(b, I64(0), I64(self.bins.number), LANES) as i:
+            # The bound on a bin counts elements of all tables together, so the sum of tables does not overflow.
             places = [at(b, self.table(I64(t)), i, I64) for t in range(self.number)]
             whole = b.load(places[0], typ=vector, align=64)
             for place in places[1:]:
@@ -145,6 +146,7 @@ class Tables:
         low, high = [b.sext(v, wide) if code.width < 64 else v for v in (magnitude, sign)]
         pieces = [low]
         if len(self.parts) == 2:
+            # m = low + 2^26 high: the halves of 26 and 27 bits go to bins e and e + 26.
             pieces = [b.and_(low, each((1 << _HALF) - 1)), b.lshr(low, each(_HALF))]
         b.store(b.zext(field, wide) if code.width < 64 else field, self.places, align=64)
         for piece, part in zip(pieces, self.parts, strict=True):
@@ -182,6 +184,7 @@ def total_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:
     function = ir.Function(module, ir.FunctionType(SCALARS["f64"], [PTR, I64]), "total")
     function.linkage = "internal"
     b = ir.IRBuilder(function.append_basic_block("entry"))
+    # A table is read once: moving bin 0 changes it.
     table, flags = function.args
     groups = bins.number // 32
     size = groups + 4
@@ -239,6 +242,7 @@ def _negate_if(b: ir.IRBuilder, words: Any, size: int, negative: Any) -> None:
         carried = Carried(b, [I64(1)])
         with count(b, I64(2), I64(size + 2)) as i:
             place = at(b, words, i, I64)
+            # -n is the complement of n plus 1, with carries from word to word.
             word = b.add(b.xor(b.load(place, typ=I64), I64(0xFFFFFFFF)), carried.load()[0])
             b.store(b.and_(word, I64(0xFFFFFFFF)), place)
             carried.store([b.lshr(word, I64(32))])
@@ -255,6 +259,7 @@ def _leading(b: ir.IRBuilder, words: Any, size: int) -> Any:
 
 def _window(b: ir.IRBuilder, words: Any, leading: Any) -> tuple[Any, Any]:
     """(the leading 64 bits, the lowest set if any bit below is; the bin number of the leading bit)."""
+    # Three words have the 64 leading bits wherever the first of them begins; ``rest`` is what is below these words.
     parts = [b.load(at(b, words, b.sub(leading, I64(i)), I64), typ=I64) for i in range(3)]
     rest = Carried(b, [I64(0)])
     with count(b, I64(2), b.sub(leading, I64(2))) as i:
@@ -276,6 +281,7 @@ def encode(b: ir.IRBuilder, significand: Any, exponent: Any, to_odd: bool) -> An
     kept = b.lshr(significand, places)
     lost = b.and_(significand, b.sub(b.shl(I64(1), places), I64(1)))
     if to_odd:
+        # Beyond the range, rounding to odd gives the largest finite number, whose significand is odd.
         kept = b.or_(kept, b.zext(b.icmp_unsigned("!=", lost, I64(0)), I64))
         beyond = I64((0x7FF << 52) - 1)
     else:

@@ -99,6 +99,7 @@ def build_direct(variant: DirectVariant) -> str:
         with count(b, first, b.add(first, a["wide"])) as panel:
             work.enter(batch, b.mul(panel, I64(variant.width)))
             row: Any = I64(0)
+            # The tallest tiles first; heights differ in speed alone, since no lane reads another.
             for rows in variant.rows:
                 end = b.add(row, b.mul(b.sdiv(b.sub(a["rows"], row), I64(rows)), I64(rows)))
                 with count(b, row, end, rows) as r:
@@ -121,6 +122,7 @@ class _Direct:
     def enter(self, batch: Any, column: Any) -> None:
         """Find the operands of a panel of columns, and the lanes that have a column."""
         b, a, lanes = self.b, self.a, self.lanes
+        # The select keeps the remainder away from a division by zero.
         grouped = b.icmp_signed(">", a["groups"], I64(0))
         group = b.srem(batch, b.select(grouped, a["groups"], I64(1)))
         self.a_base = at(b, a["a"], b.mul(b.select(grouped, group, batch), a["a_batch"]), self.left)
@@ -185,6 +187,7 @@ class _Direct:
     def _read(self, address: Any, exist: Any) -> Any:
         """Load and lift a vector of the second operand; lanes without a column are zero."""
         b, lanes = self.b, self.lanes
+        # Without the mask the last vector would read beyond the row, perhaps beyond the tensor.
         value = masked_load(b, address, self.right, exist, lanes)
         if ELEMENT_OF[self.kernel.loads[1]] == "u32":
             value = b.zext(value, llvm_type("u32", lanes))

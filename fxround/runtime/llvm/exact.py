@@ -69,6 +69,7 @@ class _Lines:
         self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
         self.bins = Bins(CARRIER_OF[kernel.loads[0]])
         self.memory, self.seed = MEMORY[kernel.loads[0]], load_seed(b, a["key"])
+        # A line alone spreads its elements over ``_TABLES`` tables; lines side by side have one table each.
         self.tables = Tables(b, kernel, self.bins, max(lines, _TABLES))
         self.totals = blocks.Totals(b, self.tables, lines)
 
@@ -112,6 +113,7 @@ class _Along(_Lines):
             # ``_bin`` spreads a line over several tables; ``Totals.value`` reads the first one.
             with b.if_then(b.icmp_unsigned("!=", b.load(self.totals.used, typ=I64), I64(0)), likely=False):
                 self.tables.fold()
+            # The number of the line, not the order of the visit, gives its stream.
             self.finish(I64(0), out, number, total)
 
     def _blocks(self, base: Any, number: Any) -> None:
@@ -180,6 +182,7 @@ class _Along(_Lines):
             tables.add(at(b, base, k, self.memory))
         rest = b.sub(number, whole)
         with b.if_then(b.icmp_signed(">", rest, I64(0))):
+            # Zeros of the padding add 0 to bin 0.
             tables.add(tables.padded(at(b, base, whole, self.memory), rest))
 
 
@@ -218,6 +221,7 @@ class _Across(_Lines):
                     b.add(first, b.mul(lane, step))
                     for first, step in zip(lines.base[1:], (lines.out_step, lines.line_step), strict=True)
                 )
+                # A line that two groups have in common gets the same sum and the same stream from both.
                 self.finish(lane, place, number, total)
 
     def _row(self, base: Any, r: Any) -> Any:
@@ -228,6 +232,7 @@ class _Across(_Lines):
         """Add up ``rows`` rows of the group, from row ``first`` on."""
         b, lanes, description = self.b, self.lanes, self.lines.description
         with count(b, I64(0), rows) as r:
+            # The offsets of the rows are found once, and read by every pass over the block.
             (offset,) = description.place(b.add(first, r), description.k_dims, "k_size", ("k_x",))
             b.store(offset, at(b, self.offsets, r, I64))
 
@@ -235,6 +240,7 @@ class _Across(_Lines):
             with count(b, I64(0), rows) as r:
                 take(self.read(self._row(base, r)))
 
+        # Each lane is a line with units of its own.
         fields = blocks.wide(b, blocks.largest(b, self.bins, vectors, lanes), lanes)
         b.store(fields, self.fields, align=64)
         b.store(ir.Constant(llvm_type("u64", lanes), None), self.done, align=64)
@@ -254,6 +260,7 @@ class _Across(_Lines):
         lowest = blocks.lowest_unit(b, self.bins, fields, level, lanes)
         magic = blocks.units(b, self.bins, lowest, level, lanes)
         sums, left = blocks.add_up(b, magic, vectors, lanes)
+        # As for a line alone: the differences are the exact sums. Levels that are not used keep their places unread.
         for m, s, place in zip(magic, sums, self.sums, strict=False):
             b.store(b.sub(s, b.mul(m, splat(b, rows, lanes))), place, align=64)
         b.store(lowest, self.lowest, align=64)

@@ -19,8 +19,8 @@ from fxround.runtime.llvm.engine import Machine
 from fxround.runtime.llvm.loops import declared
 from fxround.runtime.llvm.render import Fusion, literal, llvm_type
 
-# Four bits for each class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. 1
-# keeps # the value.
+# Four bits for each class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. The
+# code 1 keeps the value.
 _SPECIAL: Final = 0x00110111
 # The 64-bit lanes of a 512-bit vector, and the bits of a factor that a 52-bit product reads.
 _LANES: Final = 8

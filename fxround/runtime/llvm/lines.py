@@ -76,6 +76,7 @@ class Description:
             moved = [b.add(o, b.mul(here, self.column(s, d))) for o, s in zip(offsets, steps, strict=True)]
             state.store([above, *moved])
         rest, *offsets = state.load()
+        # With no dimensions entry 0 belongs to nothing that is asked for, and must not count.
         rest = b.select(b.icmp_signed(">", dims, I64(0)), rest, I64(0))
         return [b.add(o, b.mul(rest, self.column(s, I64(0)))) for o, s in zip(offsets, steps, strict=True)]
 
@@ -141,6 +142,7 @@ class Neighbours:
         b, memory = self.b, MEMORY[self.kernel.loads[0]]
         here = at(b, self.a["x"], b.add(self.base[0], offset), memory)
         callee = declared(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]))
+        # A vector of several registers covers several cache lines.
         per_line = CACHE_LINE // bytes_in(memory)
         for element in range(0, self.lanes, per_line):
             # The arguments: for reading, kept in all levels of the cache, data.
@@ -212,12 +214,14 @@ class Scattered:
         row: Any = ir.Constant(ir.VectorType(memory, self.lanes), ir.Undefined)
         for lane in range(self.lanes):
             row = b.insert_element(row, b.load(self.x(lane, offset), typ=memory), ir.IntType(32)(lane))
+        # Through memory, so that ``load_vector`` alone knows how stored elements become the IR's.
         b.store(row, self.row, align=64)
         return load_vector(b, self.row, storage, self.lanes)
 
     def store(self, value: Any, offset: Any) -> None:
         """Store one element for each line."""
         b, memory = self.b, MEMORY[self.kernel.result]
+        # Lanes that repeat the last line store the same result to the same place again.
         store_vector(b, value, self.ends, self.kernel.result, self.lanes)
         for lane in range(self.lanes):
             b.store(b.load(at(b, self.ends, I64(lane), memory), typ=memory), self.out(lane, offset))
