@@ -1,7 +1,7 @@
-"""Admission: which arguments a compiled module takes, and what in the model and the arguments a captured graph is for.
+"""Admission: the arguments that a compiled module takes, and the Python values on which a captured graph depends.
 
-A graph holds as constants what it found in Python. What names these constants is part of the key under which the graph
-is kept, so that a changed number, flag or hook is captured anew.
+A graph holds Python values that it found as constants. These values are part of the key under which the graph is kept,
+so that a changed number, flag or hook is captured anew.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from fxround.entry import Function, Method
 from fxround.errors import CaptureError
 
-# What tells an error of the model's from one of fxround's.
+# The note that distinguishes an error of the model from one of fxround.
 REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of ``example_inputs``; TypeError for what is none of its forms."""
+    """Return the positional and keyword arguments of ``example_inputs``. Raises TypeError for another form."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple) and tuple(map(type, example)) == (tuple, dict):
@@ -52,7 +52,8 @@ def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
 def require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise what the model itself raises for arguments of another floating dtype than its state.
 
-    Tracing promotes where a kernel would refuse; so where the dtypes differ, a copy of the model is asked.
+    Tracing promotes dtypes where a kernel would refuse them; so if the dtypes differ, a copy of the model is called.
+    Raises CaptureError if the model cannot be copied.
     """
     state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
     given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
@@ -68,9 +69,9 @@ def _listed(dtypes: set[torch.dtype]) -> str:
 
 
 def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Raise what the model itself raises for these arguments, in its own words and with its own line.
+    """Call a copy of the model, and raise what it raises for these arguments; return False if it cannot be copied.
 
-    A copy is asked, as a call may change buffers and arguments. False: the model cannot be copied.
+    A copy is called because a call may change buffers and arguments.
     """
     try:
         copied = copy.deepcopy(model)
@@ -87,14 +88,14 @@ def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def baked(module: nn.Module) -> Any:
-    """What tracing turns into constants of the graph: numbers, texts and lists of them, and the module's hooks.
+    """Return the values of a module that tracing turns into constants: numbers, texts and lists of them, and its hooks.
 
-    Of anything else the type: None in the place of an object is another model.
+    Other objects are represented by their type, so that None in place of an object gives another key.
     """
     if isinstance(module, Method):
         module = module.source
     values = tuple((name, _constant(value)) for name, value in vars(module).items() if name not in _MODULE)
-    # A hook's number is given once in a process.
+    # The number of a hook is unique in a process.
     return values, module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
 
 
@@ -107,12 +108,12 @@ def _constant(value: Any) -> Any:
 
 
 _PLAIN: Final = bool | int | float | str | bytes | torch.dtype | list | tuple | set | frozenset
-# What every module holds: its parameters, hooks and the like.
+# The attributes of every module: its parameters, hooks and so on.
 _MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether an argument is an object that can change while it stays the same: a key cannot name it."""
+    """Whether an argument is an object that can change while it stays the same object, so that a key cannot hold it."""
     if isinstance(leaf, _LASTING):
         return False
     by_identity: Any = object.__hash__
@@ -142,9 +143,9 @@ _LASTING: Final = (
 
 
 def kind(leaf: Any) -> Any:
-    """What a leaf bakes into the graph: a tensor's dtype and rank, anything else itself.
+    """Return the part of a leaf that the graph depends on: a tensor's dtype and rank, anything else itself.
 
-    A number is its digits: 0.0 == -0.0, and no NaN equals itself.
+    A float is represented by its digits, because 0.0 == -0.0 and no NaN equals itself.
     """
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
@@ -156,17 +157,17 @@ def kind(leaf: Any) -> Any:
 
 
 def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
-    """A class like ``base`` whose ``forward`` has the signature of the model's, for those who ask what it takes."""
+    """Return a subclass of ``base`` whose ``forward`` has the signature of the model's, for ``inspect.signature``."""
     function = model.function if isinstance(model, Function) else model.forward
     key: Any = getattr(function, "__func__", function)
     found = _CLASSES.get(key)
     if found is None:
         try:
             signature = inspect.signature(key)
-        except (TypeError, ValueError):  # a builtin function that does not say what it takes
+        except (TypeError, ValueError):  # a builtin function without a signature
             return base
         parameters = list(signature.parameters.values())
-        if key is function:  # no method: nothing stands for the instance
+        if key is function:  # not a method, so that there is no parameter for the instance
             name = next(n for n in ("self", "compiled", "compiled_") if all(n != p.name for p in parameters))
             parameters.insert(0, inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
 
@@ -179,7 +180,7 @@ def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
         found = type(base.__name__, (base,), names)
         try:
             _CLASSES[key] = found
-        except TypeError:  # what has no weak reference is not remembered
+        except TypeError:  # an object without weak references is not cached
             return found
     return found
 

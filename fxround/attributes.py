@@ -1,10 +1,10 @@
-"""Attributes: what is not fxround's own reaches through a compiled module to the model, and methods run rounded.
+"""Attributes: names that are not fxround's are the model's, and the model's methods run with rounded calls.
 
-A name of fxround's (``policy``, ``source``, ``rng``, ``graph``, ...) is fxround's on the compiled module, and the
-model's on the model: ``compiled.source.policy``. Any other name is the model's, to be read, set and deleted. A method
-gets as ``self`` an object with the model's class and its very attributes, whose calls and ``forward`` are those of the
-compiled module. What else the method computes in floating point is PyTorch's: an error if the module is strict, else a
-warning.
+A name of fxround's (``policy``, ``source``, ``rng``, ``graph``, ...) is fxround's on the compiled module; the model's
+attribute of that name is ``compiled.source.policy``. Any other name is read, set and deleted on the model. A method
+gets as ``self`` an object of the model's class with the model's own attributes, whose calls and ``forward`` are those
+of the compiled module. Floating-point operations that the method itself computes run in PyTorch: an error if the module
+is strict, else a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from fxround.entry import Function, Sharing
 from fxround.watching import watching
 
-# What cannot be set where graphs were captured for it, and what to do instead.
+# The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {
     "policy": "with_policy(...) makes a module of another policy",
     "source": "fxround.compile(...) makes a module of another model",
@@ -29,7 +29,7 @@ _FIXED: Final = {
 
 
 class Reaching(Sharing):
-    """A compiled module whose attributes, beside fxround's own, are the model's."""
+    """A compiled module whose attributes, except fxround's own, are the model's."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -49,7 +49,7 @@ class Reaching(Sharing):
                     f"compiled.{name} is fxround's own and fixed: {_FIXED[name]}; an attribute {name!r} of the model "
                     f"is compiled.source.{name}"
                 )
-            # Never nn.Module's way: a buffer of the model may have the name of an attribute of fxround's.
+            # Not by nn.Module.__setattr__: a buffer of the model may have the name of an attribute of fxround's.
             self.__dict__[name] = value
         elif hasattr(type(self), name) or "source" not in self.__dict__:
             object.__setattr__(self, name, value)
@@ -70,7 +70,7 @@ class Reaching(Sharing):
         self.source.train(mode)
         return self
 
-    # What watched methods have been told about.
+    # The (method, operator) pairs for which a warning was given.
     _told: set[tuple[str, str]]
 
     @property
@@ -79,9 +79,9 @@ class Reaching(Sharing):
 
 
 def reached(compiled: Any, model: nn.Module, name: str) -> Any:
-    """The model's attribute; of a method, what runs it with rounded calls. Raises AttributeError."""
+    """Return the model's attribute; a method runs with rounded calls. Raises AttributeError."""
     known = inspect.getattr_static(type(model), name, None)
-    # A class method is the class's, whose name a checkpoint may be looked up by.
+    # A class method keeps the model's class, whose name may select a checkpoint.
     if isinstance(known, classmethod | staticmethod):
         return getattr(model, name)
     stand_in = _stand_in(compiled, model)
@@ -94,13 +94,13 @@ def reached(compiled: Any, model: nn.Module, name: str) -> Any:
 
 
 class _StandIn:
-    """First among the bases of a stand-in's class: its calls are those of the compiled module."""
+    """The first base of a stand-in's class; its calls are those of the compiled module."""
 
     _fxround_compiled: Any
     _fxround_model: nn.Module
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """No subclass that anybody else is to know of."""
+        """Skip the hooks of the model's class, which must not register this subclass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fxround_compiled(*args, **kwargs)
@@ -117,7 +117,7 @@ def _itself(model: nn.Module) -> nn.Module:
 
 
 def _stand_in(compiled: Any, model: nn.Module) -> Any:
-    """An object of a subclass of the model's class, with the model's attributes: one and the same dict."""
+    """Return an object of a subclass of the model's class that shares the model's ``__dict__``."""
     cls: Any = type(model)
     kept = compiled.__dict__.get("_stand_in")
     if kept is not None and type(kept).__mro__[2] is cls and kept.__dict__ is model.__dict__:
@@ -136,7 +136,7 @@ def _stand_in(compiled: Any, model: nn.Module) -> Any:
 
 
 def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, with what it computes itself in floating point refused or told."""
+    """Return the method with its own floating-point operations refused or warned of."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with watching(compiled.source, name, compiled._is_strict, compiled._told):

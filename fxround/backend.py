@@ -1,15 +1,12 @@
-"""Backend: ``torch.compile(model, backend="fxround", options={"policy": ...})``, another entrance to the pipeline.
+"""Backend: ``torch.compile(model, backend="fxround", options={"policy": ...})``, another entry to the pipeline.
 
-What is true here. Dynamo captures, in the way of ``torch.compile``, and asks for its graph to be compiled: it is
-lowered, fused and scheduled as ``fxround.compile`` does, and gives the same bits for the same (seed, sample). Graphs
-that Dynamo makes of one ``torch.compile`` (another batch, another dtype) share one (seed, sample); a call that trains
-leaves the next sample behind.
+Dynamo captures as for ``torch.compile`` and passes its graph to the backend, which lowers, fuses and schedules it as
+``fxround.compile`` does; the bits are the same for the same (seed, sample). The graphs that Dynamo makes of one
+``torch.compile`` (another batch, another dtype) share one (seed, sample), and a call that trains advances the sample.
+``strict`` is the default, because there is no ``coverage()`` to read. An error is raised when the graph is called,
+because Dynamo would wrap an error of the backend in one of its own. Example::
 
-Why it is safe. There is no ``coverage()`` to look at, so that ``strict`` is the default. A refusal is raised where
-the graph would run: Dynamo would wrap it in an error of its own.
-
-    before   torch.compile(model)                                                          # roundings as Inductor likes
-    after    torch.compile(model, backend="fxround", options={"policy": "stochastic", "seed": 0})
+    torch.compile(model, backend="fxround", options={"policy": "stochastic", "seed": 0})
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ OPTIONS: Final = ("policy", "seed", "strict", "fuse")
 
 @dataclass(frozen=True)
 class _Options:
-    """What ``options=`` says; rng is the (seed, sample) that all graphs of one ``torch.compile`` read and advance."""
+    """The parsed ``options=``; ``rng`` is the (seed, sample) that all graphs of one ``torch.compile`` share."""
 
     policy: Policy
     rng: Tensor
@@ -46,7 +43,7 @@ class _Options:
     fuse: bool
 
 
-# By identity of the options, which are kept so that no others can take their place: torch.compile passes one and the
+# Keyed by the id of the options, which are kept alive so that no others take the id: torch.compile passes one and the
 # same object for every graph.
 _STATES: dict[int, tuple[Any, Tensor]] = {}
 
@@ -54,11 +51,16 @@ _STATES: dict[int, tuple[Any, Tensor]] = {}
 def rounding_backend(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend of ``torch.compile``, known to it as ``"fxround"`` where the package is installed.
+    """Compile a graph of Dynamo's; ``torch.compile`` knows this backend as ``"fxround"`` if the package is installed.
 
-    options: ``policy``, as ``fxround.compile`` takes it; ``seed``, an int or an int64 tensor (seed, sample) of shape
-    [2] that each call reads, and advances where it trains (0); ``strict`` (True); ``fuse`` (True). Calls of the result
-    raise what ``fxround.compile`` raises, CaptureError where the model is no single graph.
+    Args:
+        graph, inputs: the graph and its example inputs, from Dynamo.
+        options: ``policy``, as for ``fxround.compile``; ``seed``, an int or an int64 tensor (seed, sample) of shape [2]
+            that every call reads, and advances if it trains (default 0); ``strict`` (True); ``fuse`` (True).
+
+    Returns:
+        A function that runs the lowered graph. It raises what ``fxround.compile`` raises, and CaptureError if the model
+        is not a single graph.
     """
     try:
         return _compiled(graph, inputs, _read(options))
@@ -87,7 +89,10 @@ def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -
 
 
 def _training(model: nn.Module | None) -> Callable[[], bool]:
-    """Whether the model is in training mode when asked; Dynamo guards the flag only where the model reads it."""
+    """Return a function that tells whether the model is in training mode.
+
+    The flag is read at every call, because Dynamo guards it only if the model reads it.
+    """
     if model is None:
         return lambda: True
     kept = weakref.ref(model)
@@ -119,7 +124,7 @@ def _read(options: Mapping[str, Any] | None) -> _Options:
 
 
 def _state(options: Any, seed: Any) -> Tensor:
-    """The caller's own tensor, or the one that belongs to these options."""
+    """Return the caller's own tensor, or the one that belongs to these options."""
     if not isinstance(seed, Tensor):
         return _STATES.setdefault(id(options), (options, random_state(seed, 0)))[1]
     if seed.dtype != torch.int64 or seed.shape != (2,):

@@ -1,8 +1,8 @@
 """The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize``, ``invariance`` and ``doctor``.
 
-What is true here. Commands parse, call the library and print; what they print is also data (``--json``). A mistake of
-the caller ends with its message on standard error and exit status 2, without a traceback; a check that fails ends with
-status 1, a command that Ctrl-C interrupts with 130.
+Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
+argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
+status 1, a command interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
@@ -32,7 +32,7 @@ FOLDER: Final = "fxround-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for a failed check, 2 for a caller's mistake, 130 for Ctrl-C."""
+    """Run a command; returns the exit status: 0, 1 for a failed check, 2 for a wrong argument, 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
@@ -209,8 +209,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def load_inputs(spec: str) -> Any:
-    """Inputs of a .pt file (weights only), a .npy file (one tensor), a .npz file (keywords), or of
-    ``MODULE:CALLABLE``."""
+    """Return the inputs of a .pt (weights only), .npy (one tensor) or .npz (keywords) file, or of a callable."""
     import numpy as np
     import torch
 
@@ -227,7 +226,7 @@ def load_inputs(spec: str) -> Any:
 
 
 def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that came with it."""
+    """Return the model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that the callable returned."""
     model, inputs = _built(arguments.model)
     inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
     if inputs is None or inputs == ():
@@ -236,7 +235,7 @@ def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _built(spec: str) -> tuple[Any, Any]:
-    """A model in eval mode, and the inputs that came with it: () where there are none."""
+    """Return a model in eval mode, and the inputs that came with it; () if there are none."""
     import torch
 
     built = _called(spec)
@@ -247,12 +246,12 @@ def _built(spec: str) -> tuple[Any, Any]:
 
 
 def _called(spec: str) -> Any:
-    """What ``MODULE:CALLABLE`` returns."""
+    """Call ``MODULE:CALLABLE`` and return its result."""
     return _named(spec)()
 
 
 def _named(spec: str) -> Callable[..., Any]:
-    """What ``MODULE:CALLABLE`` is."""
+    """Return the object that ``MODULE:CALLABLE`` names."""
     name, colon, attribute = spec.partition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")

@@ -1,7 +1,7 @@
 """``@fxround.compile(policy=...)``: functions, and methods of modules, that are compiled where they are defined.
 
-A compiled function that is found through an instance is a method: each module has its own compiled one, with its own
-(seed, sample), which shares the module's state.
+A compiled function that is found through an instance is a method: each module has its own compiled function, with its
+own (seed, sample), which shares the module's state.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class _Methods(dict[Any, Any]):
 
 
 def names_of(function: Any) -> dict[str, Any]:
-    """What functools.wraps would give to a compiled function."""
+    """Return the attributes that ``functools.wraps`` would give to a compiled function."""
     found = {name: getattr(function, name) for name in _NAMES if hasattr(function, name)}
     return found | {"__wrapped__": function} if found else {}
 
 
 def is_plain(source: nn.Module) -> bool:
-    """Whether the module is a function that becomes a method where it is found through an instance."""
+    """Whether the module is a function that becomes a method when it is found through an instance."""
     return isinstance(source, Function) and not isinstance(source, Method) and isinstance(source.function, FunctionType)
 
 
 def bound(compiled: Any, instance: Any, make: Callable[[Method], Any]) -> Any:
-    """The compiled function as a method of ``instance``; make: compiles a module's method."""
+    """Return the compiled function as a method of ``instance``; ``make`` compiles a module's method."""
     if not isinstance(instance, nn.Module):
         return MethodType(compiled, instance)
     methods = instance.__dict__.setdefault(_KEPT, _Methods())
@@ -51,7 +51,7 @@ def bound(compiled: Any, instance: Any, make: Callable[[Method], Any]) -> Any:
 
 
 def global_name(compiled: Any) -> str | None:
-    """The name under which a decorated function is found in its module: what pickle stores of a function."""
+    """Return the name under which a decorated function is found in its module, by which it is pickled."""
     function = compiled.source.function if is_plain(compiled.source) else None
     found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
     name: str = getattr(function, "__qualname__", "")
@@ -61,7 +61,7 @@ def global_name(compiled: Any) -> str | None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise CaptureError for a module that is compiled already, or whose forward is: a graph holds no other graph."""
+    """Raise CaptureError for a module that is compiled already, or whose forward is: graphs do not nest."""
     for path, module in model.named_modules():
         decorated = isinstance(inspect.getattr_static(type(module), "forward", None), Reaching)
         if decorated or isinstance(module, Reaching):

@@ -1,14 +1,10 @@
-"""The main job on real data: how many bits of a digit classifier survive the rounding of every operation?
+"""The demo: how many bits of a digit classifier survive the rounding of every operation.
 
-What is true here. A small CNN learns scikit-learn's bundled handwritten digits with stock PyTorch; the same weights
-then run ``samples`` times over the test images under a policy. What is reported is what those runs gave: accuracy,
-changed labels, significant bits of the logits and of every layer, time beside stock PyTorch in the same process.
-
-Why it is safe. A sample is a pure function of (seed, sample): the same command prints the same numbers, times
-excepted. Bits are CNH's lower bound, and an element whose samples all agree is counted as no evidence.
-
-    before   97.8 % accuracy                  # of which digits of which logits?
-    after    run(policy="stochastic").accuracy, .bits, .layers, .changed
+A small CNN is trained on scikit-learn's handwritten digits with stock PyTorch; the same weights then run ``samples``
+times over the test images under a policy. The demo reports accuracy, changed labels, significant bits of the logits and
+of every layer, and the time compared with stock PyTorch in the same process. A sample is a function of (seed, sample):
+the same command prints the same numbers, except times. Bits are CNH's lower bound, and an element whose samples are all
+equal counts as no evidence.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ TIMED: Final = 5
 
 
 class DigitsCNN(nn.Module):
-    """Two convolutions with batch norm, pooling, two linear layers: 8x8 images to 10 logits."""
+    """Two convolutions with batch norm, pooling, and two linear layers: 8x8 images to 10 logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +49,7 @@ class DigitsCNN(nn.Module):
         self.logits = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Float32 images [n, 1, 8, 8] with values in 0..1 to float32 logits [n, 10]."""
+        """Map float32 images [n, 1, 8, 8] with values in 0..1 to float32 logits [n, 10]."""
         x = nn.functional.max_pool2d(self.norm1(self.conv1(x)).relu(), 2)
         x = nn.functional.avg_pool2d(self.norm2(self.conv2(x)).relu(), 2)
         y: torch.Tensor = self.logits(self.hidden(x.flatten(1)).relu())
@@ -70,7 +66,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Bits:
-    """Significant bits over the elements of one value: mean, worst, and how many elements gave evidence at all."""
+    """Significant bits over the elements of one value: mean, worst, and the number of elements with evidence."""
 
     mean: float | None
     worst: float | None
@@ -79,7 +75,7 @@ class Bits:
 
     @staticmethod
     def of(samples: NDArray[Any]) -> Bits:
-        """From samples of shape (n, ...)."""
+        """Compute the bits of samples of shape (n, ...)."""
         bits = significant_bits(samples, PRECISION)
         seen = bits[~np.isnan(bits)]
         mean, worst = (float(seen.mean()), float(seen.min())) if seen.size else (None, None)
@@ -88,7 +84,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Demo:
-    """What one run found. ``layers``: module path and bits of its last value. Seconds are of this machine and run."""
+    """The results of one run; ``layers`` maps a module path to the bits of its last value."""
 
     policy: str
     samples: int
@@ -113,7 +109,7 @@ class Demo:
         return self.seconds["perturbed"] / self.seconds["stock"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the rows of the full table, and what follows from it."""
+        """Return everything but the rows of the full table, with slowdown and the mean and spread of accuracy."""
         data = asdict(self)
         del data["rows"]
         spread = float(np.std(self.accuracy))
@@ -124,12 +120,12 @@ class Demo:
         }
 
     def layer_table(self) -> Table:
-        """One row a layer, in the order of the model."""
+        """Return a table with one row per layer, in the order of the model."""
         rows = [(name, b.mean, b.worst, 100 * b.evidence / max(b.elements, 1)) for name, b in self.layers.items()]
         return Table(("layer", "bits", "worst", "evidence %"), tuple(rows))
 
     def write_rows(self, path: Path) -> None:
-        """The full table, one row a logit, as CSV."""
+        """Write the full table as CSV, one row per logit."""
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(("image", "label", "class", "stock", "mean", "sigma", "bits", "predicted"))
@@ -143,9 +139,10 @@ def run(
     progress: Callable[[Iterator[Any], int, str], Iterator[Any]] = lambda items, total, label: items,
     drawing: Path | None = None,
 ) -> Demo:
-    """Train, compile, sample, and tell. ``progress`` wraps iterators that take time; ``drawing``: a path for the graph.
+    """Train, compile, sample, and return the results.
 
-    Raises ValueError for fewer than two samples, ImportError naming the extra for a missing package.
+    progress: wraps iterators that take time. drawing: a path for the graph. Raises ValueError for fewer than two
+    samples, ImportError naming the extra for a missing package.
     """
     if samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more say something)")
@@ -168,13 +165,13 @@ def run(
 
 
 def build(images: int = 100) -> tuple[DigitsCNN, torch.Tensor]:
-    """The trained classifier and test images, for ``fxround variability fxround.demo:build``."""
+    """Return the trained classifier and test images, for ``fxround variability fxround.demo:build``."""
     digits = load_digits()
     return trained(digits, 0, lambda items, total, label: items)[0], digits.test[0][:images]
 
 
 def load_digits() -> Digits:
-    """scikit-learn's bundled digits (1,797 images, no download): the last 500, unseen in training, are the test."""
+    """Return scikit-learn's digits (1,797 images, no download); the last 500 are the test and are not trained on."""
     images, labels = require("sklearn.datasets", "demo").load_digits(return_X_y=True)
     x = torch.from_numpy(images.astype(np.float32) / np.float32(16)).reshape(-1, 1, 8, 8)
     y = torch.from_numpy(labels.astype(np.int64))
@@ -184,9 +181,9 @@ def load_digits() -> Digits:
 def trained(
     digits: Digits, seed: int, progress: Callable[[Iterator[Any], int, str], Iterator[Any]]
 ) -> tuple[DigitsCNN, float]:
-    """The CNN after a few epochs of stock PyTorch, in eval mode, and the seconds that it took.
+    """Return the CNN after a few epochs of stock PyTorch, in eval mode, and the seconds that it took.
 
-    One thread: it is the faster choice for batches this small, and the weights do not depend on the machine's cores.
+    One thread trains: it is faster for small batches, and the weights do not depend on the number of cores.
     """
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[]), _one_thread():
@@ -215,7 +212,7 @@ def _one_thread() -> Iterator[None]:
 def _samples(
     compiled: RoundedModule, images: torch.Tensor, seed: int, samples: int
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """The logits and each layer's last value, sample by sample."""
+    """Yield the logits and each layer's last value, sample by sample."""
     ends = layer_ends(compiled.graph)
     for sample in range(samples):
         compiled.reseed(seed, sample=sample)
@@ -223,21 +220,21 @@ def _samples(
 
 
 def layer_ends(graph: fx.GraphModule) -> dict[str, str]:
-    """The name of the last operation of every module but the root: module path to node, in the order of the graph."""
+    """Return the name of the last operation of every module but the root, by module path, in graph order."""
     return {str(row["module"]): str(row["node"]) for row in summary(graph) if row["module"]}
 
 
 def observe(
     compiled: RoundedModule, images: torch.Tensor, ends: dict[str, str]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The result of a call, and the values of the nodes that ``ends`` names, under its keys."""
+    """Return the result of a call, and the values of the nodes that ``ends`` names, under its keys."""
     wanted = {*ends.values(), "output"}
     seen = {name: value for name, value in compiled.observe(images) if name in wanted}
     return seen["output"], {key: seen[node] for key, node in ends.items()}
 
 
 def _times(model: nn.Module, compiled: RoundedModule, images: torch.Tensor) -> dict[str, float]:
-    """Seconds of a forward pass, stock and perturbed, one thread each: the least of many, as noise only adds."""
+    """Return seconds of a forward pass, stock and perturbed, on one thread: the least of many passes."""
     seconds = {"stock": math.inf, "perturbed": math.inf}
     with _one_thread():
         for name, call in (("stock", model), ("perturbed", compiled)) * TIMED:
@@ -288,7 +285,7 @@ def _accuracy(predicted: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _agreement(logits: torch.Tensor, stock: torch.Tensor) -> float | None:
-    """Leading bits that the mean of the samples shares with the stock result, mean over logits; None if it is equal."""
+    """Return the leading bits that the samples' mean shares with the stock result, averaged; None if equal."""
     mean, stock = logits.double().mean(0), stock.double()
     bits = -torch.log2(((mean - stock) / stock).abs())
     apart = bits[mean != stock].clamp(0, PRECISION)

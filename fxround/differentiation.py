@@ -1,15 +1,10 @@
-"""Differentiation: a forward and a backward graph become one function that autograd knows.
+"""Differentiation: make one autograd function of a forward and a backward graph.
 
-What is true here. The forward graph runs and saves what the backward graph reads; the backward graph runs with the
-(seed, sample) of its own forward, whatever the module's has become. A result that no loss uses has the gradient zero; a
-gradient that depends on unused results alone is None, as in PyTorch. In eval mode nothing is saved until a gradient has
-been asked for once: then the forward graph runs again, with the same bits.
-
-Why it is safe. What is saved goes through ``save_for_backward``: a tensor changed in place in between raises, memory is
-freed after the backward, and ``retain_graph=True`` keeps it. A second derivative raises: the backward graph is final.
-
-    before   results = forward(*inputs, rng)                # and no gradient
-    after    results = differentiable(parts, inputs, rng)   # loss.backward() runs parts.backward
+The forward graph saves the values that the backward graph reads; the backward graph runs with the (seed, sample) of its
+own forward, even if the module's has changed. A result that no loss uses has the gradient zero; a gradient that depends
+on unused results alone is None, as in PyTorch. In eval mode nothing is saved until a gradient is first requested; then
+the forward graph runs again, with the same bits. Values are saved by ``save_for_backward``, so that a change in place
+raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. A second derivative raises.
 """
 
 from __future__ import annotations
@@ -35,14 +30,14 @@ from fxround.watching import unwatched
 class Step:
     """A training step, as two graphs.
 
-    shown       the parts of the lowered graph, one node an operation
-    forward     what runs: (*inputs, rng) -> (*results, *saved)
-    backward    (*saved, *tangents, rng) -> gradients
+    shown       the parts of the lowered graph, one node per operation
+    forward     the running graph (*inputs, rng) -> (*results, *saved)
+    backward    the running graph (*saved, *tangents, rng) -> gradients
     results     how many of the forward graph's outputs are the model's
-    gradients   the position among the inputs that each gradient belongs to
-    reached     the tangents that each gradient depends on
-    tangents    the position among the results that each tangent belongs to
-    mutated     the positions of the inputs that results are written to after the forward
+    gradients   the position among the inputs to which each gradient belongs
+    reached     the tangents on which each gradient depends
+    tangents    the position among the results to which each tangent belongs
+    mutated     the positions of the inputs to which results are written after the forward
     """
 
     shown: Parts
@@ -57,7 +52,7 @@ class Step:
 
 @uncollected()
 def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | None:
-    """The step of a lowered joint graph, its parts fused or not; None for a graph of results alone."""
+    """Return the step of a lowered joint graph, its parts fused or not; None for a graph without gradients."""
     tangents = [port for port in captured.inputs if port.kind == "tangent"]
     if not tangents:
         return None
@@ -76,12 +71,12 @@ def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | N
 
 
 def _position(entering: Sequence[Port], port: Port) -> int:
-    """The input that a gradient or a mutation speaks of."""
+    """Return the position of the input to which a gradient or a mutation belongs."""
     return next(i for i, p in enumerate(entering) if (p.name, p.index) == (port.name, port.index))
 
 
 def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor) -> tuple[Any, ...]:
-    """The results of the forward graph, each a tensor that autograd can differentiate where a tangent leads to it."""
+    """Return the results of the forward graph, which autograd can differentiate if they have a tangent."""
     results: tuple[Any, ...] = _Step.apply(step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
     return results
 
@@ -89,9 +84,9 @@ def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor) -> tuple[Any,
 def differentiable_later(
     results: Sequence[Any], step: Callable[[], tuple[Step, Sequence[int]]], inputs: Sequence[Any], rng: Tensor
 ) -> tuple[Any, ...]:
-    """Results that are computed already, and a step that is only asked for when one of them is differentiated.
+    """Return computed results with a step that is only made when one of them is differentiated.
 
-    ``step()`` gives the step and the positions among ``inputs`` of its own inputs. Its forward graph runs again.
+    ``step()`` returns the step and the positions of its inputs among ``inputs``. Its forward graph runs again.
     """
     later: tuple[Any, ...] = _Later.apply(tuple(results), step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
     return later
@@ -144,7 +139,7 @@ class _Later(torch.autograd.Function):
 
 
 def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any, rng: Tensor) -> dict[int, Tensor]:
-    """The gradients of the step's inputs, by position; none for what only unused results depend on."""
+    """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
     tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
@@ -157,14 +152,14 @@ def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any
 
 
 def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
-    """What is saved, a copy of those inputs that the call is about to overwrite; views so that a change is noticed."""
+    """Return the values to save: copies of inputs that the call is about to overwrite, and detached views."""
     overwritten = {id(inputs[i]) for i in step.mutated}
     kept = [value.clone() if id(value) in overwritten else value for value in saved]
     return [value.detach() if isinstance(value, Tensor) and value._is_view() else value for value in kept]
 
 
 def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Tensor]:
-    """Gradients with memory of their own: autograd adds to them in place."""
+    """Return gradients that own their memory, because autograd adds to them in place."""
     taken = {value.untyped_storage().data_ptr() for value in others if isinstance(value, Tensor)}
     owned = {}
     for position, gradient in gradients.items():
@@ -175,7 +170,7 @@ def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Ten
 
 
 def _final(gradient: Tensor | None) -> Tensor | None:
-    """The gradient; under ``create_graph=True`` one that says why it cannot be differentiated again."""
+    """Return the gradient; under ``create_graph=True``, one that raises if it is differentiated again."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     anchor = torch.zeros((), requires_grad=True)

@@ -1,7 +1,7 @@
-"""``fxround doctor``: what this installation is made of, and whether it works.
+"""``fxround doctor``: show the parts of this installation, and check whether it works.
 
-It looks at versions, the processor, threads, the cache of machine code, GPUs and optional packages, and computes three
-roundings whose results are known. The core is broken where one of the checks in ``problems`` fails; a missing extra or
+It reads versions, the processor, threads, the cache of machine code, GPUs and optional packages, and computes three
+roundings whose results are known. The core is broken if one of the checks in ``problems`` fails; a missing extra or
 an unusable cache breaks nothing.
 """
 
@@ -28,9 +28,9 @@ from fxround.runtime.compiled import current_set
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.table import Table, Tabled
 
-# Without them nothing works.
+# The packages that fxround cannot work without.
 CORE: Final = ("torch", "numpy", "networkx", "llvmlite")
-# A value and what it is in a format: a tie to even, an overflow, a float below half of the least number.
+# A value, a format, and the rounded value: a tie to even, an overflow, a float below half of the least number.
 _KNOWN: Final = ((1 + 2.0**-8, "bfloat16", 1.0), (1e6, "e5m2", float("inf")), (2.0**-11, "e4m3fn", 0.0))
 
 
@@ -38,12 +38,12 @@ _KNOWN: Final = ((1 + 2.0**-8, "bfloat16", 1.0), (1e6, "e5m2", float("inf")), (2
 class Diagnosis(Tabled):
     """What ``fxround doctor`` found.
 
-    versions        of Python, fxround and the packages of the core; "" for a package that is missing
+    versions        of Python, fxround and the packages of the core; "" for a missing package
     machine         the system, the processor, its cores, PyTorch's threads, the instruction sets of kernels
-    cache           the directory ("" where it is off), its entries, their bytes, whether it can be written to, why not
+    cache           the directory ("" if it is off), its entries, their bytes, and why it cannot be written to, if so
     gpus            names; fxround computes on the CPU
-    missing         by extra, the packages that are not installed; empty where fxround itself is no installed package
-    problems        what breaks the core, each with what to do; empty where it works
+    missing         by extra, the packages that are not installed; empty if fxround itself is not an installed package
+    problems        the defects of the core, each with what to do; empty if it works
     """
 
     versions: dict[str, str]
@@ -54,11 +54,11 @@ class Diagnosis(Tabled):
     problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, plain."""
+        """Return all fields as plain data."""
         return asdict(self)
 
     def table(self) -> Table:
-        """A row a fact."""
+        """Return a table with one row per fact."""
         rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in self.versions.items()]
         rows += [(name, str(value)) for name, value in self.machine.items()]
         rows += [("cache", self._cached()), ("GPU", ", ".join(self.gpus) or "none; fxround computes on the CPU")]
@@ -76,7 +76,7 @@ class Diagnosis(Tabled):
 
 
 def diagnose() -> Diagnosis:
-    """Look at this installation. Nothing is raised and nothing is written beside the cache of machine code."""
+    """Examine this installation. Raises nothing, and writes nothing except the cache of machine code."""
     found = cache.usage()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = {
@@ -97,7 +97,7 @@ def diagnose() -> Diagnosis:
 
 
 def _problems() -> Iterator[str]:
-    """What breaks the core."""
+    """Yield the defects of the core."""
     for check in (require_tested_torch, require_ieee_arithmetic):
         try:
             check()
@@ -119,7 +119,7 @@ def _problems() -> Iterator[str]:
 
 
 def _extras() -> dict[str, tuple[str, ...]]:
-    """The packages of each extra but the developer's, nested ones resolved, as the installed package declares them."""
+    """Return the packages of each extra but the developer's, as the installed package declares them."""
     try:
         declared = metadata("fxround")
     except PackageNotFoundError:
@@ -136,7 +136,7 @@ def _extras() -> dict[str, tuple[str, ...]]:
 
 
 def _version(package: str) -> str:
-    """The version of an installed package, "" where it is missing."""
+    """Return the version of an installed package, "" if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

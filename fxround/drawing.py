@@ -1,14 +1,9 @@
-"""Layered drawings of directed acyclic graphs, as SVG and nothing else.
+"""Layered drawings of directed acyclic graphs, as SVG text.
 
-What is true here. Sugiyama's method in its plainest form: layers by the longest path; an edge that spans
-several layers passes through a dummy in each, so that it goes around boxes; crossings are lowered by
-barycentre sweeps; x is the least-squares position under the order of a layer (isotonic regression).
-
-Why it is safe. It reads a networkx graph and returns text: no graphviz, no browser, no file, and the same
-drawing for the same graph. Source of the method: Sugiyama, Tagawa, Toda, IEEE Trans. SMC 11 (1981).
-
-    before   dot -Tsvg graph.dot        # where graphviz is installed
-    after    svg(graph, legend)         # graph.nodes[n] has title, lines, fill, stroke, stripe
+The method is Sugiyama's in its simplest form: layers by the longest path; an edge over several layers passes through a
+dummy node in each, so that it avoids boxes; crossings are reduced by barycentre sweeps; x is the least-squares position
+under the order of a layer (isotonic regression). It reads a networkx graph, needs no graphviz, browser or file, and
+gives the same drawing for the same graph. Source: Sugiyama, Tagawa, Toda, IEEE Trans. SMC 11 (1981).
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ _STYLE: Final = (
 
 @dataclass(frozen=True)
 class _Dummy:
-    """Where the edges that leave ``source`` pass through a layer."""
+    """The point at which the edges that leave ``source`` pass through a layer."""
 
     source: Hashable
     layer: int
@@ -55,11 +50,11 @@ class Legend:
 
 
 def svg(graph: nx.DiGraph, legend: Legend) -> str:
-    """The SVG text of an acyclic graph.
+    """Return the SVG text of an acyclic graph.
 
     Node attributes: ``lines`` (texts, the first one bold), ``title`` (tooltip), ``fill``, ``stroke``, ``stripe``
-    (colour of the left edge, or ""), ``input`` (what depends on it is drawn as early as possible, the rest as late).
-    Raises ValueError if the graph has a cycle.
+    (colour of the left edge, or ""), ``input`` (nodes that depend on it are drawn as early as possible, the others as
+    late). Raises ValueError if the graph has a cycle.
     """
     if not nx.is_directed_acyclic_graph(graph):
         raise ValueError("the graph has a cycle; a layered drawing needs an acyclic one")
@@ -81,11 +76,11 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
 
 
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:
-    """Nodes and dummies layer by layer, and the graph of hops from one layer to the next."""
+    """Return nodes and dummies by layer, and the graph of hops from one layer to the next."""
     level = {node: i for i, nodes in enumerate(nx.topological_generations(graph)) for node in nodes}
     inputs = {node for node, data in graph.nodes(data=True) if data.get("input")}
     dependent = inputs.union(*(nx.descendants(graph, node) for node in inputs))
-    # What depends on no input (the scale of a batch norm) stands just above its first use, not at the top.
+    # A node that depends on no input (the scale of a batch norm) is drawn just above its first use, not at the top.
     for node in reversed(list(nx.topological_sort(graph))):
         if graph.out_degree(node) and (node not in dependent or graph.in_degree(node) == 0):
             level[node] = min(level[after] for after in graph.successors(node)) - 1
@@ -105,7 +100,7 @@ def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:
 
 
 def _ordered(layers: list[list[Hashable]], hops: nx.DiGraph) -> list[list[Hashable]]:
-    """Each layer sorted by the mean position of its neighbours, down and up in turn, to lower crossings."""
+    """Sort each layer by the mean position of its neighbours, down and up in turn, to reduce crossings."""
     rank = {node: float(i) for layer in layers for i, node in enumerate(layer)}
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
@@ -117,7 +112,7 @@ def _ordered(layers: list[list[Hashable]], hops: nx.DiGraph) -> list[list[Hashab
 
 
 def _positions(layers: list[list[Hashable]], hops: nx.DiGraph) -> dict[Hashable, float]:
-    """x of every node: near its neighbours, in the order of its layer, with room for its box."""
+    """Return x of every node: near its neighbours, in the order of its layer, with room for its box."""
     x: dict[Hashable, float] = {}
     for layer in layers:
         offsets = _offsets(layer)
@@ -132,14 +127,14 @@ def _positions(layers: list[list[Hashable]], hops: nx.DiGraph) -> dict[Hashable,
 
 
 def _offsets(layer: Sequence[Hashable]) -> list[float]:
-    """The least distances of a layer's nodes from its first."""
+    """Return the least distances of a layer's nodes from its first node."""
     sizes = [DUMMY if isinstance(node, _Dummy) else WIDTH for node in layer]
     steps = [(a + b) / 2 + GAP for a, b in pairwise(sizes)]
     return [sum(steps[:i]) for i in range(len(sizes))]
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence, least squares (pool adjacent violators)."""
+    """Return the nearest non-decreasing sequence, by least squares (pool adjacent violators)."""
     pools: list[list[float]] = []
     for value in values:
         pools.append([value])
@@ -149,7 +144,7 @@ def _isotonic(values: Sequence[float]) -> list[float]:
 
 
 def _pulled(x: Mapping[Hashable, float], node: Hashable, neighbours: Sequence[Hashable]) -> float:
-    """Where a node's neighbours want it; the hops of a long edge weigh more, which makes it straight (Gansner 1993)."""
+    """Return the mean x of the neighbours; hops of a long edge weigh more, which straightens it (Gansner 1993)."""
     dummy = isinstance(node, _Dummy)
     weights = [(1, 2, 8)[dummy + isinstance(other, _Dummy)] for other in neighbours]
     total = sum(weights)
@@ -162,7 +157,7 @@ def _mean(of: Mapping[Hashable, float], nodes: Iterable[Hashable], otherwise: fl
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], onward: bool) -> str:
-    """One hop; a dummy is a point in the middle of its layer, a node is entered at its top."""
+    """Draw one hop; it enters a dummy in the middle of its layer and a node at its top."""
     (x0, y0), (x1, y1) = (start[0], start[1] + HEIGHT), end
     through = f" V{y1 + HEIGHT:.1f}" if onward else ""
     middle = (y0 + y1) / 2
@@ -187,7 +182,7 @@ def _text(line: str, x: float, y: float, *, heading: bool) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    """The text, its middle left out where it is longer than ``length``."""
+    """Return the text; the middle of a text longer than ``length`` is left out."""
     return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-(length - length // 2) :]}"
 
 

@@ -1,13 +1,8 @@
-"""Entry: a captured graph beside the modules that own its state, ready to run.
+"""Entry: a captured graph with the modules that own its state, ready to run.
 
-What is true here. Parameters and buffers are looked up at every call, so that what is assigned to a module is seen.
-What the model changes in place is written after the graph has run.
-
-Why it is safe. A graph is functional: it is this file alone that writes to a tensor of the caller's, and not where
-another input would show the change.
-
-    before   lowered(weight, bias, x, rng)                  # whose weight?
-    after    entry.run([x], rng)
+Parameters and buffers are read at every call, so that an assignment to a module takes effect. Values that the model
+changes in place are written after the graph has run. A graph is functional; only this module writes to the caller's
+tensors, and it refuses to if another input would show the change.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from fxround.errors import FxroundError
 from fxround.graph import Captured, Port
 from fxround.numerics.lazy import cached_property
 
-# The module and the name that hold an input; None for what a call passes.
+# The module and the attribute name that hold an input; None for an argument of the call.
 Owner = tuple[nn.Module, str] | None
 
 
@@ -33,8 +28,9 @@ Owner = tuple[nn.Module, str] | None
 class Entry:
     """A captured graph, its lowering, and the modules that own its parameters and buffers.
 
-    fused: the lowering in fewer passes over memory, of the same bits. running: what a call runs for it.
-    Where gradients are wanted the graphs are joint ones, and the two parts of ``step`` run in their place.
+    fused       the lowering in fewer passes over memory, with the same bits
+    running     the graph that a call runs
+    step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
     """
 
     captured: Captured
@@ -45,7 +41,10 @@ class Entry:
     step: Step | None = None
 
     def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
-        """The model's result for flat arguments; buffers and arguments that the model changes are written."""
+        """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
+
+        Raises FxroundError if such a change would be visible through another input.
+        """
         inputs = self._inputs(leaves)
         outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
         with torch.no_grad():
@@ -55,15 +54,15 @@ class Entry:
         return self._result(outputs)
 
     def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
-        """The same result; nothing is written."""
+        """Return the same result without writing anything."""
         return self._result(self.running(*self._inputs(leaves), rng))
 
     def steps(
         self, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None = None
     ) -> Iterator[tuple[str, Any]]:
-        """Name and value of every operation as it runs, then ``("output", result)``; nothing is written.
+        """Yield name and value of every operation as it runs, then ``("output", result)``; nothing is written.
 
-        tangents: of a joint graph, the gradient of each result by its position.
+        tangents: for a joint graph, the gradient of each result by its position.
         """
         interpreter = fx.Interpreter(self.lowered)
         given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
@@ -95,7 +94,7 @@ class Entry:
         return frozenset(i for i, p in enumerate(self.captured.entering) if (p.name, p.index) in changed)
 
     def _refuse_shared_memory(self, inputs: Sequence[Any]) -> None:
-        """Raise FxroundError where a change in place would be seen through another input: the graph does not see it."""
+        """Raise FxroundError if another input shows a change in place: the graph treats inputs as separate."""
         if not self._changed:
             return
         memory: dict[int, list[int]] = {}
@@ -124,13 +123,13 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the ranges of two tensors on one memory meet, gaps inside of them included."""
+    """Whether the ranges of two tensors in one storage overlap, gaps between elements included."""
     (first, end), (begin, last) = _range(a), _range(b)
     return first < last and begin < end
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the one behind the last, from the beginning of the memory."""
+    """Return the first byte and the end of a tensor's range, from the beginning of its storage."""
     extent = sum((int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + (extent if tensor.numel() else 0)) * tensor.itemsize
@@ -141,12 +140,12 @@ def _described(port: Port) -> str:
 
 
 def resolved(values: Iterable[Any]) -> list[Any]:
-    """The values, tensors with their signs in memory: kernels read the memory of a view with the negative bit."""
+    """Return the values, with the signs of negative views in memory, because kernels ignore the negative bit."""
     return [value.resolve_neg() if isinstance(value, Tensor) else value for value in values]
 
 
 def owner_of(model: nn.Module, port: Port) -> Owner:
-    """The module and the name that hold a parameter or buffer; None for an argument."""
+    """Return the module and the attribute name that hold a parameter or buffer; None for an argument."""
     if port.kind == "argument":
         return None
     path, _, name = port.name.rpartition(".")
@@ -170,19 +169,20 @@ class Sharing(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
+        """The other module's own flag, so that train() and eval() on either change both."""
         if "source" in self.__dict__:
             self.source.training = mode
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The other module's submodule, whatever names this one has of its own; the other module itself for ""."""
+        """Return the other module's submodule; the other module itself for ""."""
         return self.source.get_submodule(target)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The other module's parameter."""
+        """Return the other module's parameter."""
         return self.source.get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
-        """The other module's buffer."""
+        """Return the other module's buffer."""
         return self.source.get_buffer(target)
 
 
@@ -194,12 +194,12 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         return self.function(*args, **kwargs)
 
 
 class Method(Function, Sharing):
-    """A method of a module, as a module that shares its state; what is captured for it is that method alone."""
+    """A method of a module, as a module that shares its state; only that method is captured."""
 
     def __init__(self, function: Any) -> None:
         Sharing.__init__(self, function.__self__)

@@ -1,15 +1,10 @@
-"""Handover: a graph that Dynamo hands to a backend, as the graph that fxround's own capture gives.
+"""Handover: convert a graph that Dynamo passes to a backend into the graph that fxround's own capture gives.
 
-What is true here. AOTAutograd, the formulas and the switches are those of ``graph.capture``. Dynamo passes as arguments
-the parameters and buffers that a model uses, in the order of their use; here they get their names back, their
-order in the model, and beside them those that it does not use: so the nodes' numbers, which choose their random
-bits, are those that ``fxround.compile`` gives.
-
-Why it is safe. What Dynamo leaves out of its graph is run by Python and rounded by nobody: a graph that a break cut
-off is refused. Dynamo's own guards decide which calls may use a graph.
-
-    before   graph(l_self_modules_fc_parameters_weight_, l_x_)
-    after    Captured with the ports parameter fc.weight, parameter unused, argument 1
+AOTAutograd, the formulas and the switches are those of ``graph.capture``. Dynamo passes the parameters and buffers that
+a model uses as arguments, in the order of their use. This module restores their names and the model's order, and adds
+those that the model does not use, so that the nodes' numbers, which select their random bits, are those of
+``fxround.compile``. A graph that a break cut off is refused, because Python would run the rest without rounding.
+Dynamo's guards decide which calls may use a graph.
 """
 
 from __future__ import annotations
@@ -44,10 +39,10 @@ from fxround.tracing import copy_results, joint_of, quickened, redefine, traced_
 def received(
     graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Decompositions, marked: bool = False
 ) -> tuple[Captured, tuple[Owner, ...], nn.Module | None]:
-    """The ATen graph of Dynamo's graph, who owns each of its inputs (None: a call passes it), and the model.
+    """Return the ATen graph of Dynamo's graph, the owner of each of its inputs (None for an argument), and the model.
 
-    The model is None where Dynamo traces a function. To be called inside of a backend; ``graph`` is changed.
-    Raises CaptureError for a part of a model, and for what ``graph.capture`` refuses.
+    The model is None if Dynamo traces a function. It must be called inside a backend, and changes ``graph``. Raises
+    CaptureError for a part of a model, and for what ``graph.capture`` refuses.
     """
     require_tested_torch()
     name, model = traced_frame()
@@ -85,7 +80,7 @@ def _captured(
 
 
 def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
-    """Raise CaptureError for a graph that is not the whole of what was compiled."""
+    """Raise CaptureError for a graph that is only a part of the compiled function."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     advice = (
         "What Dynamo leaves to Python would not be rounded. torch.compile(..., fullgraph=True) tells the line at once; "
@@ -102,13 +97,13 @@ def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
 
 
 def _state(model: nn.Module) -> dict[int, Port]:
-    """Parameters and buffers by identity: a model that also sets attributes reads them by other paths."""
+    """Return parameters and buffers by id: a model that sets attributes reads them under other paths."""
     buffers = {id(tensor): Port("buffer", name) for name, tensor in model.named_buffers()}
     return buffers | {id(tensor): Port("parameter", name) for name, tensor in model.named_parameters()}
 
 
 def _port_of(placeholder: fx.Node, index: int) -> Port:
-    """What Dynamo says of an input: L['self']._modules['fc']._parameters['weight'] is the parameter fc.weight."""
+    """Return the port of an input from Dynamo's source: L['self']._modules['fc']._parameters['weight'] is fc.weight."""
     source = str(getattr(placeholder, "_dynamo_source").name)  # noqa: B009 (no attribute of the class)
     kinds = {"_parameters": "parameter", "_buffers": "buffer"}
     found = re.search(r"\.(_parameters|_buffers)\['([^']+)'\]$", source)
@@ -119,7 +114,7 @@ def _port_of(placeholder: fx.Node, index: int) -> Port:
 
 
 def _named(captured: Captured, ports: Sequence[Port]) -> Captured:
-    """The same graph; its ports speak of state by name."""
+    """Return the same graph with ports that name state."""
 
     def named(port: Port) -> Port:
         known = ports[port.index] if port.kind in ("argument", "gradient") or port.mutation else port
@@ -134,7 +129,7 @@ def _named(captured: Captured, ports: Sequence[Port]) -> Captured:
 
 
 def _in_order(captured: Captured, model: nn.Module, inputs: Sequence[Any]) -> Captured:
-    """The same graph with an input for each parameter and buffer of the model, as ``graph.capture`` orders them."""
+    """Return the graph with an input for each parameter and buffer of the model, in the order of ``graph.capture``."""
     graph = captured.graph
     mode = fake_mode(graph)
     placeholders = dict(zip(captured.inputs, graph.graph.find_nodes(op="placeholder"), strict=True))

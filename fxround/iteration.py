@@ -1,7 +1,7 @@
-"""Iteration: a module applied to its own result with the same random bits is told about, once.
+"""Iteration: warn once if a module is applied to its own result with the same random bits.
 
-Without gradients a call leaves (seed, sample) as they are, so that it can be repeated. A time step or a sampler that is
-iterated like that draws the same bits at every step: its rounding errors are no noise, and add up as if they were one.
+Without gradients a call does not change (seed, sample), so that it can be repeated. A time step or a sampler that is
+iterated in this way draws the same bits at every step: its rounding errors are correlated, and add up systematically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Repeats:
-    """The results of a module's latest call, held weakly, and what they were drawn with."""
+    """The results of a module's latest call, held weakly, and the (seed, sample) of that call."""
 
     def __init__(self) -> None:
         self._drawn: Tensor | None = None
@@ -25,7 +25,7 @@ class Repeats:
         self._told = False
 
     def warn(self, module: nn.Module, leaves: Sequence[Any], result: Any, rng: Tensor) -> None:
-        """Warn once if a call with ``rng`` (seed, sample) was given what the one before it with the same returned."""
+        """Warn once if a call received a result of the previous call, made with the same ``rng`` (seed, sample)."""
         if self._told:
             return
         earlier = [found for ref in self._returned if (found := ref()) is not None] if self._drawn is rng else []
@@ -44,7 +44,7 @@ class Repeats:
 
 
 def callers() -> int:
-    """The stack level, for ``warnings.warn`` in the function that asks, of the code that called the module."""
+    """Return the stack level, for ``warnings.warn`` in the calling function, of the code that called the module."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxround", "torch"):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,8 @@
 """Replay: calls of a model that changes Python state, captured and guarded by ``torch.compile``.
 
-Dynamo asks before each call whether what its graph took for constant is as it was, and carries out after it what the
-model's code does to lists, dicts, attributes and counters, with the values of the lowered graph. A call that did not
-run a graph of fxround's raises: nothing is left to stock kernels.
+Before each call Dynamo checks that the constants of its graph still hold. After it, Dynamo applies the model's changes
+of lists, dicts, attributes and counters, with the values of the lowered graph. A call that did not run a graph of
+fxround's raises, so that stock kernels compute nothing unnoticed.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from fxround.errors import CaptureError, FxroundError
 
 
 class Host(Protocol):
-    """What a replay asks of the compiled module that it belongs to."""
+    """The interface that a replay needs of its compiled module."""
 
     source: nn.Module
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
-        """The lowered graph of Dynamo's graph."""
+        """Lower Dynamo's graph."""
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
-        """The results of a call."""
+        """Return the results of a call."""
 
 
 class _Prepared(Exception):
-    """A graph is there; the call that asked for it is not to run."""
+    """Raised in place of running a graph that was only to be prepared."""
 
 
 class _Thread(threading.local):
-    """What a thread's call under way is for, and whether a graph has run."""
+    """The state of a thread's current call: whether it only prepares, and whether a graph has run."""
 
     preparing = False
     ran = False
 
 
 class Replay:
-    """The calls of one compiled module, its host, by way of ``torch.compile``."""
+    """The calls of one compiled module, its host, by ``torch.compile``."""
 
     def __init__(self, host: Host) -> None:
-        # Dynamo keeps its backend beside the model's code, which outlives the model: it must hold neither.
+        # Dynamo stores its backend with the model's code, which outlives the model: weak references let both be freed.
         self._host = weakref.ref(host)
         self.entries: list[Entry] = []
         self._thread = _Thread()
         self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True)
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        """The model's result; what it changes in Python is changed. Raises CaptureError."""
+        """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
         model, thread = self.living.source, self._thread
         thread.ran = False
         with replaying(model):
@@ -67,7 +67,7 @@ class Replay:
         return result
 
     def prepare(self, args: Any, kwargs: Any) -> None:
-        """Capture and lower for these arguments; nothing is run and nothing is changed."""
+        """Capture and lower for these arguments, without running or changing anything."""
         self._thread.preparing = True
         try:
             self.call(args, kwargs)
@@ -78,18 +78,18 @@ class Replay:
 
     @property
     def living(self) -> Host:
-        """The compiled module; it is there while it is called."""
+        """The compiled module, which is alive while it is called."""
         host = self._host()
         assert host is not None
         return host
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
-        """The number of a new graph."""
+        """Lower a new graph and return its number."""
         self.entries.append(self.living.receive(graph, inputs))
         return len(self.entries) - 1
 
     def run(self, number: int, inputs: Sequence[Any]) -> Any:
-        """The results of a graph."""
+        """Return the results of a graph."""
         self._thread.ran = True
         if self._thread.preparing:
             raise _Prepared

@@ -1,8 +1,4 @@
-"""What a person sees of a result: the same numbers as its data, laid out with rich.
-
-before   {"bits": {"mean": 18.93, ...}, ...}
-after    a page that says so in words, with a bar a layer
-"""
+"""Print the results of the demo with rich: the same numbers as its data, with a bar per layer."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ BAR = 24
 
 
 def demo(found: Demo, folder: Path) -> None:
-    """Print a demo's findings and where its files are."""
+    """Print a demo's findings and the paths of its files. Raises ImportError without rich."""
     console = require("rich.console", "report").Console(highlight=False)
     seconds = found.seconds
     console.print()

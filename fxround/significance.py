@@ -1,18 +1,15 @@
 """Significant bits of samples: how many leading bits a perturbed computation agrees on.
 
-What is true here. ``significant_bits`` takes samples and asks the ``significantdigits`` package; ``bits_from``
-computes the same bounds from streamed statistics (mean, deviation, least, greatest), which is all that they need.
-With the given probability and confidence, a further sample agrees with the mean to that many bits. Method ``"cnh"``
-supposes the samples normal around their mean; ``"general"`` supposes nothing and has the probability that so many
-samples can give (``general_probability``). *Contributing* bits are those that still round a result towards the right
-value with probability 0.51. Equal samples are no evidence (NaN), never all the bits of the format: a value that no
-operation touched, or a deterministic policy, is stable without being right.
+``significant_bits`` calls the ``significantdigits`` package with samples; ``bits_from`` computes the same bounds from
+streamed statistics (mean, deviation, least, greatest), which suffice for them. With the given probability and
+confidence, a further sample agrees with the mean to that many bits. Method ``"cnh"`` assumes that samples are normal
+around their mean; ``"general"`` assumes nothing, and holds with the probability that ``general_probability`` returns
+for the number of samples. *Contributing* bits round a result towards the right value with probability 0.51. Equal
+samples are no evidence (NaN), not all the bits of the format: a value that no operation changed, or a deterministic
+policy, is stable without being right.
 
 Source: Sohier, de Oliveira Castro, Févotte, Lathuilière, Petit, Jamond, Confidence intervals for stochastic
 arithmetic, ACM TOMS 47(2), 2021.
-
-    before   -log2(std / |mean|)             # of three samples; and 24 bits, proudly, where std = 0
-    after    significant_bits(samples)       # a bound that holds for 95 %, NaN where nothing was seen
 """
 
 from __future__ import annotations
@@ -43,11 +40,12 @@ def significant_bits(
     probability: float = PROBABILITY,
     confidence: float = CONFIDENCE,
 ) -> Floats:
-    """Bits in 0..precision for each element, ``samples[i]`` being sample i; NaN where there is no evidence.
+    """Return the significant bits of each element, in 0..precision; NaN for no evidence.
 
-    samples: at least two, float32 or float64, shape (n, ...); result: float64, shape (...). An element whose samples
-    differ while their mean is zero, or of which some are not finite, has 0 bits. Raises ValueError for fewer than two
-    samples, ImportError naming the extra where ``significantdigits`` is missing.
+    samples: at least two, float32 or float64, shape (n, ...), where ``samples[i]`` is sample i; result: float64, shape
+    (...). An element has 0 bits if its samples differ and their mean is zero, or some are not finite. Raises ValueError
+    for fewer than two samples or an unknown method, ImportError without ``significantdigits``; the message names the
+    extra.
     """
     return _by_package("significant_digits", samples, precision, method, probability, confidence)
 
@@ -60,7 +58,7 @@ def contributing_bits(
     probability: float = CONTRIBUTING,
     confidence: float = CONFIDENCE,
 ) -> Floats:
-    """As ``significant_bits``: bits that round a result towards the right value with ``probability``."""
+    """As ``significant_bits``, for the bits that round a result towards the right value with ``probability``."""
     return _by_package("contributing_digits", samples, precision, method, probability, confidence)
 
 
@@ -72,7 +70,7 @@ def _by_package(
         raise ValueError(f"significant bits need at least two samples, got an array of shape {values.shape}")
     package = require("significantdigits", "report")
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # zero means and infinities have an answer of their own below
+        warnings.simplefilter("ignore")  # zero means and infinities are handled below
         mean = np.atleast_1d(values.mean(axis=0))
         bits = getattr(package, function)(
             values.reshape(len(values), *mean.shape),
@@ -101,10 +99,10 @@ def bits_from(
     probability: float | None = None,
     confidence: float = CONFIDENCE,
 ) -> Floats:
-    """The same bits from statistics of n samples, neither cut at 0 nor at a precision; NaN where there is no evidence.
+    """Return the same bits from statistics of n samples, clipped neither at 0 nor at a precision; NaN for no evidence.
 
-    sigma is the population's. ``-inf`` where some sample is not finite, or the mean is zero and samples differ.
-    ``contributing`` bits of the general method need the samples themselves: ValueError.
+    sigma is the population's. The result is ``-inf`` if some sample is not finite, or the mean is zero and samples
+    differ. Raises ValueError for ``contributing`` bits of the general method, which need the samples themselves.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if checked_method(method) == "general":
@@ -119,20 +117,20 @@ def bits_from(
 
 
 def _within(apart: Floats) -> Floats:
-    """The greatest whole k with apart <= 2^-k."""
+    """Return the greatest whole k with apart <= 2^-k."""
     fraction, exponent = np.frexp(apart)
     return np.where(fraction == 0.5, 1.0, 0.0) - exponent
 
 
 def checked_method(method: str) -> Method:
-    """The method, or a ValueError that lists them."""
+    """Return the method. Raises ValueError listing the methods."""
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, get_args(Method)))}")
     return method  # type: ignore[return-value]
 
 
 def same(values: Floats) -> NDArray[np.bool_]:
-    """Where all samples are equal (NaNs among themselves too): no evidence of anything."""
+    """Where all samples are equal (NaNs equal each other), which is no evidence."""
     equal: NDArray[np.bool_] = ((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))).all(axis=0)
     return equal
 
@@ -141,7 +139,7 @@ def same(values: Floats) -> NDArray[np.bool_]:
 def penalty(
     samples: int, probability: float | None = None, confidence: float = CONFIDENCE, kind: Kind = "significant"
 ) -> float:
-    """The bits that so small a number of samples costs every figure (TOMS 2021, the bracket of CNH's formula)."""
+    """Return the bits that the small number of samples costs every figure (TOMS 2021, the bracket of CNH's formula)."""
     stats = require("scipy.stats", "report")
     chance = (PROBABILITY if kind == "significant" else CONTRIBUTING) if probability is None else probability
     chi2 = stats.chi2.ppf((1 - confidence) / 2, samples - 1)
@@ -154,24 +152,24 @@ def penalty(
 
 @lru_cache(maxsize=1024)
 def half_width(samples: int, confidence: float = CONFIDENCE) -> float:
-    """Half the width, in bits, of the confidence interval of one element's deviation, from n normal samples."""
+    """Return half the width, in bits, of the confidence interval of one element's deviation, from n normal samples."""
     chi2 = require("scipy.stats", "report").chi2
     tail = (1 - confidence) / 2
     return float(0.25 * math.log2(chi2.ppf(1 - tail, samples - 1) / chi2.ppf(tail, samples - 1)))
 
 
 def general_probability(samples: int, confidence: float = CONFIDENCE) -> float:
-    """The probability that the general method's bits of n samples stand for (0.95 takes 59 samples)."""
+    """Return the probability with which the general method's bits of n samples hold (0.95 takes 59 samples)."""
     return max(0.0, 1 + math.log(1 - confidence) / samples)
 
 
 def decimal(bits: float) -> float:
-    """Decimal digits of so many bits."""
+    """Return the number of decimal digits of a number of bits."""
     return bits * math.log10(2)
 
 
 def require(module: str, extra: str) -> Any:
-    """The module, or an ImportError that names the extra to install."""
+    """Return the module. Raises ImportError naming the extra to install."""
     try:
         return import_module(module)
     except ImportError as error:

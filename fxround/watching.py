@@ -1,7 +1,7 @@
-"""Watching: what a method of a compiled module's model computes in floating point outside of rounded calls.
+"""Watching: detect floating-point operations that a model's method computes outside rounded calls.
 
-Such a method runs under a dispatch mode, which sees each operator that it runs itself. What a compiled module computes,
-forwards or backwards, is computed with the mode switched off.
+Such a method runs under a dispatch mode that sees each operator that it runs itself. The mode is switched off while a
+compiled module computes, forward or backward.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fxround.errors import UnsupportedOperator
 from fxround.iteration import callers
 from fxround.ops import RULES, OpRule, rule_of
 
-# In place, without arithmetic, and without a functional operator of a row.
+# In-place operators without arithmetic, whose functional forms have no row in RULES.
 _HARMLESS: Final = frozenset(("zero", "normal", "random", "set", "resize_as", "detach", "requires_grad", "fill"))
 _ARITHMETIC: Final = ("pointwise", "elementary", "contraction", "reduction", "opaque")
 
 
 class _Thread(threading.local):
-    """The watch of a thread's innermost method that is running."""
+    """The watch of the innermost running method of a thread."""
 
     watch: Any = None
 
@@ -39,9 +39,10 @@ _NOTHING: Final = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def watching(model: nn.Module, name: str, strict: bool, told: set[tuple[str, str]]) -> Iterator[None]:
-    """Look at what the block, the model's method ``name``, computes outside of compiled modules.
+    """Watch the operators that the block, the model's method ``name``, computes outside compiled modules.
 
-    A float operation raises UnsupportedOperator if ``strict``, else it warns, unless ``told`` has (name, operator).
+    A floating-point operation raises UnsupportedOperator if ``strict``, else it warns once per (name, operator) in
+    ``told``.
     """
     outer, _THREAD.watch = _THREAD.watch, _Watch(f"{type(model).__name__}.{name}", name, strict, told)
     try:
@@ -52,7 +53,7 @@ def watching(model: nn.Module, name: str, strict: bool, told: set[tuple[str, str
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """For the computation of a compiled module: what is rounded is not looked at."""
+    """Return a context that switches the watch off, for the computation of a compiled module."""
     return _NOTHING if _THREAD.watch is None else _without(_THREAD.watch)
 
 
@@ -72,7 +73,7 @@ def _without(watch: Any) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator that a method runs itself."""
+    """A dispatch mode that sees every operator that a method runs itself."""
 
     def __init__(self, title: str, name: str, strict: bool, told: set[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,7 +131,7 @@ def _narrows(source: Tensor, target: Tensor) -> bool:
 
 
 def _refined(func: Any, args: Any, kwargs: Any, result: Any) -> OpRule | None:
-    """The rule of a call, by a graph of one node; None where there is none."""
+    """Return the rule of a call, from a graph of one node; None if there is none."""
     graph = fx.Graph()
 
     def entering(x: Tensor) -> fx.Node:
