@@ -62,8 +62,9 @@ def offsets(count: int, stride: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Placing:
-    """Where results are stored: element (batch, row, n) at batch * step + row * row_step + offsets[n], offsets
-    ascending.
+    """Where results are stored.
+
+    Element (batch, row, n) is at batch * step + row * row_step + offsets[n]; offsets ascend strictly.
     """
 
     step: int
@@ -73,10 +74,11 @@ class Placing:
 
 @dataclass(frozen=True)
 class Right:
-    """Where the second operand is stored: element (batch, k, n) at batch * step + k_offsets[k] + n_offsets[n].
+    """Where the second operand is stored.
 
-    ``out`` says where the products are stored in the result, if that is not row-major. ``k_step`` is the constant step
-    of k_offsets if the columns are adjacent in the operand and in the result, else None.
+    Element (batch, k, n) is at batch * step + k_offsets[k] + n_offsets[n]. ``out`` says where the products are stored
+    in the result, if that is not row-major. ``k_step`` is the constant step of k_offsets if the columns are adjacent in
+    the operand and in the result, else None.
     """
 
     batch: int
@@ -295,8 +297,9 @@ def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int],
 
 
 def _in_images(before: int, wide: int, columns: int, pixels: int, image: int) -> Callable[[int], int]:
-    """``Plan.complete`` if items of the last rows end one image after another; ``before`` counts the items of other
-    rows.
+    """``Plan.complete`` where items of the last rows end one image after another.
+
+    ``before`` is the number of items of the other rows.
     """
     return lambda done: min(max(0, done - before) * wide, columns) // pixels * image
 

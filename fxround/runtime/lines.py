@@ -1,5 +1,4 @@
-"""How the lines of a reduction are stored: any reduced dimensions of an operand of any strides, described without a
-copy.
+"""The lines of a reduction: any reduced dimensions of an operand of any strides, described without a copy.
 
 A *line* is the elements that one result is computed from. Lines are numbered by the row-major index of their result; k
 runs over the reduced dimensions, row-major too. A kernel may visit lines in any order, so the dimensions of the results

@@ -1,11 +1,10 @@
-"""Convolutions of few channels (above all depthwise ones) without packing: how the image is cut, and where its taps
-are.
+"""Convolutions of few channels without packing: how the image is cut, and where its taps are.
 
-A convolution in 1 or 2 dimensions is one in three, some of them of size 1; the first dimension is cut into items whose
-planes fit in the second-level cache. ``planned`` says whether the kernel of ``llvm.planes`` does a convolution. It does
-not where results would be mostly gaps, where one cut is too large, or where a group has enough output channels to share
-a packed panel. The choice never changes a bit, so it may depend on the machine. Sizes come from shapes that
-``Geometry.result_size`` has checked, and every offset stays inside a plane.
+Most such convolutions are depthwise. A convolution in 1 or 2 dimensions is one in three, some of them of size 1; the
+first dimension is cut into items whose planes fit in the second-level cache. ``planned`` says whether the kernel of
+``llvm.planes`` does a convolution. It does not where results would be mostly gaps, where one cut is too large, or where
+a group has enough output channels to share a packed panel. The choice never changes a bit, so it may depend on the
+machine. Sizes come from shapes that ``Geometry.result_size`` has checked, and every offset stays inside a plane.
 """
 
 from __future__ import annotations
@@ -83,8 +82,9 @@ def shape_of(
     dilation: Sequence[int],
     groups: int,
 ) -> Shape:
-    """The shape of a convolution that is not transposed. Of two dimensions the middle one is missing, of one also the
-    first.
+    """The shape of a convolution that is not transposed.
+
+    Of two spatial dimensions, the middle one has size 1; of one, also the first.
     """
 
     def three(values: Sequence[int], other: int) -> tuple[int, int, int]:

@@ -111,9 +111,7 @@ def _pool(process: int, workers: int) -> ThreadPoolExecutor:
 
 
 def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
-    """Call run(begin, end) over 0 ... items in pieces of at least ``enough`` items, one for each thread of a Python
-    pool.
-    """
+    """Call run(begin, end) over 0 ... items in pieces of at least ``enough``, one for each thread of a Python pool."""
     pieces = min(torch.get_num_threads(), max(1, items // max(1, enough)))
     if pieces <= 1:
         run(0, items)

@@ -92,6 +92,8 @@ def add_up(b: ir.IRBuilder, magic: list[Any], vectors: Vectors, lanes: int) -> t
         for m in values:
             moved = b.fadd(rest, m)
             found.append(b.bitcast(moved, wide))
+            # Both differences are exact: t - M is the multiple that was added, and x less its nearest multiple has
+            # fewer bits.
             rest = b.fsub(rest, b.fsub(moved, m))
         sums.store([b.add(s, f) for s, f in zip(sums.load(), found, strict=True)])
         # Unordered: a NaN counts as a rest, so that no block with one is accepted.

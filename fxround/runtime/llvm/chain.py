@@ -60,8 +60,9 @@ def build_chain(_: None) -> str:
 
 
 def _call(b: ir.IRBuilder, a: dict[str, Any], stage: dict[str, Any], key: Any, at_: Any, first: Any, last: Any) -> None:
-    """Call one stage for the rows first ... last; the addresses of its operands and results are in scratch from ``at_``
-    on.
+    """Call one stage for the rows first ... last.
+
+    The addresses of its operands and then of its results are in scratch from number ``at_`` on.
     """
     unit, width = stage["unit"], stage["width"]
     # A range begins at a multiple of 64 rows and so at a whole item, provided that 64 is a multiple of ``unit``.

@@ -85,9 +85,7 @@ def _target(isa: str) -> tuple[str, str]:
 
 @cache
 def identity(isa: str) -> str:
-    """What object code depends on beside the text: the processor as LLVM sees it, and the versions of LLVM and
-    llvmlite.
-    """
+    """What object code depends on beside its text: the processor as LLVM sees it, and the compiler's versions."""
     version = ".".join(map(str, llvm.llvm_version_info))
     return "\n".join((isa, llvm.get_default_triple(), *_target(isa), f"llvmlite {llvmlite.__version__}", version))
 

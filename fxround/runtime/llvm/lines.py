@@ -60,8 +60,9 @@ class Description:
         return self.column(name, self.b.sub(dims, I64(1)))
 
     def place(self, index: Any, dims: Any, size: str, steps: Sequence[str]) -> list[Any]:
-        """The offsets, by each of ``steps``, of row-major ``index`` of the first ``dims`` dimensions; zeros if dims is
-        0.
+        """The offsets, by each of ``steps``, of the row-major ``index`` of the first ``dims`` dimensions.
+
+        They are zeros if there are no dimensions.
         """
         b = self.b
         rest, *offsets = carried = [index, *(I64(0) for _ in steps)]
@@ -184,6 +185,7 @@ class Scattered:
             first = b.select(b.icmp_signed("<", first, I64(0)), I64(0), first)
             with count(b, I64(0), I64(self.lanes)) as lane:
                 index, end = b.add(first, lane), b.sub(d.count, I64(1))
+                # Never beyond the last line, also with fewer lines than lanes.
                 index = b.select(b.icmp_signed("<", index, end), index, end)
                 for offset, places in zip(d.line(index), self.places, strict=True):
                     b.store(offset, at(b, places, lane, I64))

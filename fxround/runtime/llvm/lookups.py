@@ -1,5 +1,4 @@
-"""Small tables: one entry for each lane, permuted within registers where the processor can, loaded from memory
-elsewhere.
+"""Small tables: each lane looks up an entry, in registers where the processor can, else in memory.
 
 ``lookup`` writes a table as a constant array of the module and calls a function whose name gives its numbers of entries
 and lanes; ``definitions`` gives the text of the functions that a module calls, for processors with 512-bit registers

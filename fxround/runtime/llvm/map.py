@@ -131,6 +131,8 @@ def build_map(variant: MapVariant) -> str:
                 for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
             ]
             vector = ir.VectorType(I32, lanes)
+            # Word 64 d + i of ``random`` is that of draw d for element i of the block: the element alone gives its
+            # number.
             words = [b.add(i, I64(d * BLOCK)) for d in range(len(kernel.draws))]
             values += [b.load(at(b, random, word, I32), typ=vector, align=4) for word in words]
             for value, target, s in zip(

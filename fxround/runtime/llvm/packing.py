@@ -97,6 +97,7 @@ def pack_right(item: Item, block: Block) -> None:
     for vector in range(item.variant.vectors):
         # Every way stores the same lifted elements; they are tried from the quickest to the most general.
         columns = Columns(item, vector)
+        # ``along`` needs all lanes to have a column, since it loads whole vectors of each of them.
         with b.if_else(columns.adjacent) as (side_by_side, others):
             with side_by_side:
                 _each_step(item, block, vector, columns.read_adjacent)

@@ -72,9 +72,7 @@ class PlanesVariant:
         return f"{self.kernel.digest}:planes:{self.lanes}x{self.tiles}:{self.step}:{self.flat}:{self.machine}"
 
     def scratch_bytes(self, length: int, planes: int, positions: int) -> int:
-        """The bytes of scratch: lifted weights of an output channel, ``planes`` elements, and an item's results with
-        gaps.
-        """
+        """The bytes of scratch for the lifted weights, ``planes`` elements, and an item's results with gaps."""
         return bytes_of(self.kernel.accumulator) * (length + planes) + 8 * (positions + self.lanes)
 
 
@@ -185,6 +183,7 @@ class _Planes:
             if step == 1:
                 self._put(read[0], line, q)
             elif step == 2:
+                # The two adjacent vectors hold 2 * lanes columns: the even ones go to part 0, the odd ones to part 1.
                 for remainder in range(2):
                     value = b.shuffle_vector(*read, _every_other(remainder, self.lanes))
                     self._put(value, at(b, line, b.mul(I64(remainder), a["part"]), self.value), q)
@@ -221,6 +220,7 @@ class _Planes:
         channel = b.mul(self.group, a["outputs"])
         weights = at(b, a["w"], b.mul(b.add(channel, output), a["length"]), MEMORY[self.kernel.loads[0]])
         with count(b, I64(0), a["length"]) as k:
+            # Lifted once for an output channel: every tile reads them again.
             one = self.steps.load_lifted(0, at(b, weights, k, MEMORY[self.kernel.loads[0]]), 1)
             b.store(one, at(b, self.weights, k, self.value))
         size = b.mul(a["results1"], a["results2"])
@@ -265,6 +265,7 @@ class _Planes:
     def _start(self, offset: Any) -> Any:
         """The first states of a vector's streams; a lane without a result gets any."""
         b = self.b
+        # The same numbers as in ``contract``: the place in the row-major result.
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
         return start(b, b.add(splat(b, self.base, self.lanes), places), self.seed, self.lanes, True)
 

@@ -21,8 +21,9 @@ from fxround.runtime.llvm.streams import advance, load_seed, start
 
 
 def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
-    """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over groups of lines; k has adjacent elements in
-    runs.
+    """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over groups of lines.
+
+    k walks adjacent elements within each run.
     """
     kernel, machine = variant
     module = ir.Module("rows")

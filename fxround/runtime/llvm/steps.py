@@ -32,6 +32,7 @@ class Steps:
     def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine) -> None:
         self.b, self.kernel, self.lanes = b, kernel, lanes
         self.fuse = fusions_for(machine, lanes)
+        # Set once and never cleared in a call: one bad result makes all results of the call's items not count.
         self.bad = scratch(b, I32, 1)
         b.store(I32(0), self.bad)
 
@@ -110,6 +111,7 @@ class Steps:
     def _apply(self, function: Function, operands: list[Any], values: list[Any], places: int, place: int) -> None:
         """Emit acc = function(operands..., random) for one place, and advance its stream if the kernel draws."""
         b, kernel, state = self.b, self.kernel, values[places + place] if self.kernel.draws else None
+        # Step and combination advance the same stream, in the order of the chain.
         values[place], state = apply(b, function, operands, state, self.lanes, kernel.draws, self.fuse)
         if kernel.draws:
             values[places + place] = state

@@ -3,7 +3,7 @@
 A tile is ``rows`` x ``vectors`` accumulators; each lane is one result with its own stream. A tile starts from +0 or
 from the values that the previous block of k parked in scratch, takes the steps of its block, and ends in scratch or in
 the result. Parking does not change an accumulator, so every result takes the steps k = 0, 1, 2, ... whatever the
-blocks, tiles and threads are. ``Item._store`` is the only place where a result is written.
+blocks, tiles and threads are. ``Item._store`` is the only place where the packed kernel writes a result.
 """
 
 from __future__ import annotations
