@@ -1,1 +1,1 @@
-"""Measurements, beside the peers, in one run: ``python -m benchmarks`` runs them all."""
+"""Measurements of fxround and of its peers, in one run: ``python -m benchmarks`` runs all of them."""

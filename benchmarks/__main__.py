@@ -13,7 +13,7 @@ import benchmarks
 
 
 def main() -> None:
-    """The one that is named, with the arguments behind its name; else one after the other."""
+    """Run the benchmark that is named, with the arguments after its name; else run all of them, one after the other."""
     known = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("__")]
     named = sys.argv.pop(1) if len(sys.argv) > 1 else None
     if named is not None and named not in known:

@@ -1,9 +1,9 @@
-"""Errors of the elementary functions in ulps of binary64 against MPFR, at float64 arguments drawn to find bad ones.
+"""Errors of the elementary functions in ulps of binary64 against MPFR, at float64 arguments drawn to find large ones.
 
 A draw mixes all encodings, subnormal numbers, ranges with subnormal, largest or cancelling results, powers of two,
-multiples of 1/2, log(2)/2 and pi/4, every constant of the function's own code, what lies near to each of these at
-any distance down to one ulp, and what lies near to the worst arguments so far. Arguments of a function of two
-are similar, apart by any power of two, or such that a power is in range. The kernels are the compiled ones.
+multiples of 1/2, log(2)/2 and pi/4, every constant of the function's own code, numbers near each of these at any
+distance down to one ulp, and numbers near the worst arguments so far. The two arguments of a function of two are
+similar, differ by any power of two, or are such that a power is in range. The kernels are the compiled ones.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ ANCHORS: Final[dict[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """Arguments, the result there, and its error in ulps: the whole, and without what ``near_zeros`` allows.
+    """Arguments, the result there, and its error in ulps: the whole, and without the part that ``near_zeros`` allows.
 
-    ``beyond``: by how much the absolute error is more than half an ulp, of a result below 1 at a negative argument.
+    ``beyond``: the part of the absolute error over half an ulp, for a result below 1 at a negative argument.
     """
 
     whole: float
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass
 class Found:
-    """What a search has seen: ``near`` are the points near which it goes on."""
+    """The findings of a search; ``near`` are the points near which it continues."""
 
     samples: int = 0
     near: list[Point] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Found:
     beyond: float = 0.0
 
     def add(self, points: list[Point]) -> None:
-        """Keep the worst, one of each argument list."""
+        """Keep the worst points, one for each argument list."""
         self.samples += len(points)
         self.near = heapq.nlargest(KEPT, {p.args: p for p in (*self.near, *points)}.values(), key=lambda p: p.whole)
         self.worst = max(points if self.worst is None else (self.worst, *points), key=lambda p: p.error)
@@ -87,7 +87,7 @@ class Found:
 
 
 def run(name: str, args: list[Any], rounding: str) -> F64:
-    """The compiled kernel's results, in binary64."""
+    """Return the compiled kernel's results in binary64."""
     names = ", ".join(f"x{i}" for i in range(len(args)))
     program = f"t0 = {name}({names}) @ {rounding}"
     tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in args]
@@ -95,13 +95,13 @@ def run(name: str, args: list[Any], rounding: str) -> F64:
 
 
 def _floored(x: Any, y: Any) -> Any:
-    """x - floor(x / y) y; a zero has the sign of x, as PyTorch's."""
+    """Return x - floor(x / y) y; a zero has the sign of x, as PyTorch's."""
     r = gmpy2.fmod(x, y)
     return r if r == 0 or (r < 0) == (y < 0) else r + y
 
 
 def _erfc(x: Any) -> Any:
-    """MPFR is slow where erfc is nearly 0 or 2."""
+    """Return erfc; for |x| >= 28, where MPFR is slow, a number that rounds as it does."""
     return gmpy2.erfc(x) if abs(x) < 28 else gmpy2.mpfr(2) ** -1200 if x > 0 else gmpy2.mpfr(2)
 
 
@@ -125,14 +125,14 @@ _OWN: Final[dict[str, Callable[..., Any]]] = {"remainder": _floored, "erfc": _er
 
 
 def reference(name: str) -> Callable[..., Any]:
-    """f over MPFR numbers."""
+    """Return the function over MPFR numbers."""
     return _OWN.get(name) or (PAIRS[name].compute if name in PAIRS else FUNCTIONS[name].compute)
 
 
 def distance(got: float, want: Any) -> tuple[float, int]:
-    """|got - want| in ulps of binary64 at ``want``, and the ulp's exponent.
+    """Return |got - want| in ulps of binary64 at ``want``, and the exponent of the ulp.
 
-    An infinity counts as 2^1024, and so does what MPFR cannot hold; signs of zeros and NaN must agree.
+    An infinity counts as 2^1024, and so does a number beyond MPFR's range; signs of zeros and NaN must agree.
     """
     if math.isnan(got) or gmpy2.is_nan(want):
         return 0.0 if math.isnan(got) and gmpy2.is_nan(want) else math.inf, 0
@@ -145,7 +145,7 @@ def distance(got: float, want: Any) -> tuple[float, int]:
 
 
 def judge(name: str, args: list[Any], rounding: str = NEAREST) -> list[Point]:
-    """Every point's error."""
+    """Return the error of every point."""
     function, got, allowed = reference(name), run(name, args, rounding).tolist(), ELEMENTARY[name].near_zeros
     points = []
     with gmpy2.context(precision=BITS):
@@ -161,7 +161,7 @@ def judge(name: str, args: list[Any], rounding: str = NEAREST) -> list[Point]:
 
 
 def constants(name: str) -> list[float]:
-    """The binary64 constants of the function's code that it compares with, or that a table would have: not tiny."""
+    """Return the magnitudes of the nonzero binary64 constants with which the function's code compares."""
     row = ELEMENTARY[name]
     params = tuple(param(f"x{i}", "f64") for i in range(row.arity))
     nodes = Function(name, params, (row.build(*params),)).schedule
@@ -171,14 +171,14 @@ def constants(name: str) -> list[float]:
 
 
 def near(rng: np.random.Generator, x: F64) -> F64:
-    """x, moved by up to four ulps, or by a part of it between 2^-53 and 1/2, or not at all."""
+    """Return x, moved by up to four ulps, or by a part of it between 2^-53 and 1/2, or not at all."""
     steps = x.view(np.int64) + rng.integers(-4, 5, x.size)
     moved = x * (1 + rng.choice([-1, 1], x.size) * 2.0 ** rng.uniform(-53, -1, x.size))
     return np.where(rng.integers(0, 2, x.size) == 0, steps.view(np.float64), moved)
 
 
 def lattice(rng: np.random.Generator, count: int) -> F64:
-    """Multiples of what ranges are reduced by, and powers of two, of 10 and of 2 from sqrt(1/2)."""
+    """Return multiples of the numbers by which ranges are reduced, and powers of two, of 10 and of 2 from sqrt(1/2)."""
     step = rng.choice([0.5, 1 / 16, math.log(2) / 2, math.pi / 4], count)
     multiple = step * np.floor(2.0 ** rng.uniform(0, 12, count))
     scaled = rng.choice([1, math.sqrt(0.5)], count) * 2.0 ** rng.integers(-1074, 1024, count)
@@ -187,12 +187,12 @@ def lattice(rng: np.random.Generator, count: int) -> F64:
 
 
 def draw(name: str, rng: np.random.Generator, count: int) -> F64:
-    """Arguments of a function of one."""
+    """Return arguments of a function of one argument."""
     ranges = np.array((*RANGES[""], *3 * RANGES.get(name, ())))
     low, high = ranges[rng.integers(0, len(ranges), count)].T
     anchors = np.array([*constants(name), *ANCHORS.get(name, ()), 1.0, LARGEST, 2.0**-1022])
     codes = rng.integers(0, 0x7FF << 52, count).view(np.float64)
-    # Half of them have all of the 52 bits, where a second rounding shows.
+    # Half of them have all 52 bits, for which a double rounding gives a wrong result.
     subnormal = rng.integers(1, 1 << rng.choice([*range(1, 52), *[52] * 51], count)).view(np.float64)
     close = [near(rng, v) for v in (rng.choice(anchors, count), lattice(rng, count))]
     kinds = [codes, subnormal, rng.uniform(low, high), *close]
@@ -201,7 +201,7 @@ def draw(name: str, rng: np.random.Generator, count: int) -> F64:
 
 
 def draw_pair(name: str, rng: np.random.Generator, count: int) -> list[F64]:
-    """Arguments of a function of two."""
+    """Return arguments of a function of two arguments."""
     x = draw(name, rng, count)
     apart = x * 2.0 ** rng.uniform(-60, 60, count)
     far = np.ldexp(x * rng.uniform(0.5, 1, count), rng.integers(-1080, 1080, count))
@@ -216,7 +216,7 @@ def draw_pair(name: str, rng: np.random.Generator, count: int) -> list[F64]:
 
 
 def batch(name: str, rng: np.random.Generator, count: int, points: list[Point]) -> list[F64]:
-    """Arguments, a quarter of them near to the worst so far."""
+    """Return arguments, a quarter of them near the worst so far."""
     fresh = [draw(name, rng, count)] if ELEMENTARY[name].arity == 1 else draw_pair(name, rng, count)
     if not points:
         return fresh
@@ -230,9 +230,9 @@ def batch(name: str, rng: np.random.Generator, count: int, points: list[Point]) 
 def search(
     name: str, count: int, seed: int = 0, dtype: Any = np.float64, size: int = BATCH, rounding: str = NEAREST
 ) -> Found:
-    """The worst of ``count`` samples, the same for the same seed; of binary32 arguments, if dtype is float32.
+    """Return the worst of ``count`` samples, the same for the same seed; of binary32 arguments if dtype is float32.
 
-    ``size``: how many are drawn before the worst are looked at. ``rounding``: of the results.
+    ``size``: the number drawn before the worst are updated. ``rounding``: of the results.
     """
     rng, found = np.random.default_rng(seed), Found()
     while found.samples < count:

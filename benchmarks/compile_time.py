@@ -1,11 +1,11 @@
-"""How long a first call takes, by stage, with an empty and with a filled cache of machine code.
+"""Time of a first call, by stage, with an empty and with a filled cache of machine code.
 
     python -m benchmarks.compile_time                       # every model and policy, minutes each
     python -m benchmarks.compile_time resnet50 stochastic   # one
 
-Each number is measured in a process of its own, as the processor's time: compiling is the work of one thread, so on
-a quiet machine the clock says the same. graph: capture, passes, fusion. kernels: what the first call takes beyond a
-later one (LLVM text, LLVM, linking; a little of it is memory seen for the first time).
+Each number is the processor time of a separate process. Compilation runs on one thread, so that wall time is the same
+on an idle machine. graph: capture, passes, fusion. kernels: the time of the first call beyond that of a later one (LLVM
+text, LLVM, linking, and the first use of memory).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Recurrent(nn.Module):
         self.lstm = nn.LSTM(32, 32, num_layers=2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, steps, 32] to the same."""
+        """Map [n, steps, 32] to the same shape."""
         y: torch.Tensor = self.lstm(x)[0]
         return y
 
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 def measure(name: str, policy: str) -> dict[str, float]:
-    """Seconds of graph and kernels in this process, and how many kernels were compiled and how many were stored."""
+    """Return the seconds of graph and kernels in this process, and the numbers of compiled and of cached kernels."""
     import fxround
     from fxround.runtime.compiled import origins
 
@@ -104,7 +104,7 @@ def _row(name: str, policy: str) -> tuple[str, ...]:
 
 
 def main(arguments: tuple[str, ...] = ()) -> None:
-    """Print the table: of all, or of one model and policy."""
+    """Print the table of all models and policies, or of one."""
     if arguments[:1] == ("--measure",):
         print(json.dumps(measure(*arguments[1:])))
         return

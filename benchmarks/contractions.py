@@ -1,10 +1,11 @@
-"""How long contractions take under a rounded accumulator, as a multiple of stock PyTorch in the same run.
+"""Time of contractions under a rounded accumulator, as a multiple of stock PyTorch's time in the same run.
 
-python -m benchmarks.contractions [--threads N] [--quick]
+    python -m benchmarks.contractions [--threads N] [--quick]
 
-Kernels are called as a compiled module calls them, without PyTorch's dispatcher; stock PyTorch as a user does. Above
-each table stands the machine's fused multiply-add peak, measured here by a loop that touches no memory; the last column
-is what part of it the nearest accumulator reaches. Sums, softmax and norms: benchmarks.reductions.
+Kernels are called as a compiled module calls them, without PyTorch's dispatcher; stock PyTorch is called as a user
+calls it. The machine's fused multiply-add peak, measured by a loop that accesses no memory, is printed above each
+table; the last column is the share of it that the nearest-even accumulator reaches. benchmarks.reductions measures
+sums, softmax and norms.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Product = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """A row: stock PyTorch's call, ours by accumulator, and how many multiply-adds they are."""
+    """A row: stock PyTorch's call, fxround's call by accumulator, and the number of multiply-adds."""
 
     name: str
     stock: Callable[[], Tensor]
@@ -93,14 +94,14 @@ RESNET: Final = (
 )
 
 
-# Rows, length, columns of products that do not pay for packing.
+# Rows, length, columns of products that are too small for packing to pay.
 SMALL: Final = ((1, 64, 1), (8, 8, 8), (16, 64, 16), (1, 512, 512))
 # Channels, size, taps, stride: those of mobile networks, and ConvNeXt's.
 DEPTHWISE: Final = ((128, 28, 3, 1), (256, 7, 3, 1), (128, 56, 3, 2), (96, 56, 7, 1))
 
 
 def works(quick: bool) -> Iterator[Work]:
-    """The rows: products, ResNet-50's distinct convolutions, an MNIST CNN's two, depthwise."""
+    """Yield the rows: products, ResNet-50's distinct convolutions, the two of an MNIST CNN, and depthwise ones."""
     for n in (512,) if quick else (512, 1024, 2048):
         yield _product(f"mm {n}x{n}x{n}", torch.randn(n, n), torch.randn(n, n))
     yield _product("bmm of 96, 128x64x128", torch.randn(96, 128, 64), torch.randn(96, 64, 128))
@@ -118,7 +119,7 @@ def works(quick: bool) -> Iterator[Work]:
 
 
 def fma_peak() -> float:
-    """10^9 binary32 multiply-adds a second on one thread: 24 independent chains of full vectors in registers."""
+    """Return 10^9 binary32 multiply-adds per second of one thread: 24 independent chains of full registers."""
     lanes, chains, rounds = current_machine().vector_bytes // 4, 24, 20_000
     vector = f"<{lanes} x float>"
     phis = "\n".join(f"  %a{i} = phi {vector} [ zeroinitializer, %entry ], [ %b{i}, %loop ]" for i in range(chains))
@@ -153,14 +154,14 @@ done:
 
 
 def scratch_megabytes(accumulate: str) -> float:
-    """What one thread packs into for a long contraction."""
+    """Return the size of one thread's packing buffers for a long contraction."""
     kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse(STORE), ("f32", "f32"), "f32")
     big = torch.empty(1).expand(4096, 4096)
     return scratch_of(kernel, big, big) / 1e6
 
 
 def measure(threads: int, quick: bool) -> None:
-    """Print the table for so many threads."""
+    """Print the table for a number of threads."""
     torch.set_num_threads(threads)
     peak = fma_peak()
     print(f"{header(('torch', 'numpy', 'llvmlite', 'fxround'))}\npeak of one thread: {peak:.0f} G multiply-adds/s\n")
@@ -171,7 +172,7 @@ def measure(threads: int, quick: bool) -> None:
         ]
         calls: dict[str, Callable[[], object]] = {"stock": work.stock}
         calls |= {name: partial(work.ours, ACCUMULATORS[name]) for name in names}
-        # On one thread, its own time: whoever else is busy does not count.
+        # On one thread, the thread's processor time, which other processes do not change.
         found = medians(calls, time.thread_time if threads == 1 else time.perf_counter, passes=3)
         ratios = [f"{found[n] / found['stock']:.2f}x" if n in names else "" for n in ACCUMULATORS]
         reached = work.steps / found["nearest"] / 1e9 / peak / threads

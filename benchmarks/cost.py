@@ -1,4 +1,4 @@
-"""What a policy costs: time of a forward pass over stock eager PyTorch's, one thread each, in the same run.
+"""Cost of a policy: time of a forward pass over stock eager PyTorch's, one thread each, in the same run.
 
 python -m benchmarks.cost            # prints the README's table
 """
@@ -19,7 +19,7 @@ POLICIES = ("identity", "reproducible", "bfloat16", "stochastic", "up_down")
 
 
 class Block(nn.Module):
-    """A residual block of ResNet's, two 3x3 convolutions with batch norm."""
+    """A residual block of ResNet: two 3x3 convolutions with batch norm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, channels, h, w] to the same."""
+        """Map [n, channels, h, w] to the same shape."""
         return (x + self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))).relu()
 
 
 def models() -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """Name, model and input."""
+    """Yield name, model and input."""
     torch.manual_seed(0)
     yield "digits CNN, 500 images 8x8", DigitsCNN(), torch.rand(500, 1, 8, 8)
     yield (

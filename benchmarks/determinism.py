@@ -1,9 +1,9 @@
-"""The determinism matrix: which operators keep their bits along which axis, of stock PyTorch and of fxround.
+"""The determinism matrix: which operators keep their bits along which axis, in stock PyTorch and in fxround.
 
-What is true here. Every operator is run on arguments of its own, all of them in one module, so that one check asks
-about all; its results and gradients are compared. A cell is how many different results there were: 1 is invariant.
+Every operator runs on its own arguments, and all of them are in one module, so that one check covers all. Results and
+gradients are compared. A cell is the number of distinct results: 1 is invariant.
 
-python -m benchmarks.reproducibility --matrix
+    python -m benchmarks.reproducibility --matrix
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Function = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Operator:
-    """A family of operators: what computes it of [ROWS, *shape], as a module or a function of one tensor."""
+    """A family of operators: a module, or a function of one tensor, that computes it of [ROWS, *shape]."""
 
     family: str
     name: str
@@ -51,7 +51,7 @@ def _arithmetic(x: Tensor) -> Tensor:
     return torch.stack([a + b, a - b, a * b, a / (b.abs() + 1), (a * a + 1).sqrt(), a.lerp(b, 0.3)], -1)
 
 
-# The functions of one argument that PyTorch has under the same name. acosh is defined from 1 on; digamma's derivative,
+# The functions of one argument with the same name in PyTorch. acosh needs arguments from 1; digamma's derivative,
 # polygamma, has no kernel.
 _UNARY = tuple(name for name, e in ELEMENTARY.items() if e.arity == 1 and hasattr(torch, name))
 _ARGUMENT: dict[str, Function] = {"acosh": lambda x: x + 1, "digamma": Tensor.detach}
@@ -71,22 +71,22 @@ def _scattered(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention of one head to itself."""
+    """Causal self-attention with one head."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, time, width] to the same."""
+        """Map [n, time, width] to the same shape."""
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 class Tokens(nn.Module):
-    """An embedding of indices made of the argument's own order, so that its gradient adds up many rows."""
+    """An embedding of indices computed from the argument's values, so that its gradient adds many rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(7, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, time] to [n, time, 24]."""
+        """Map [n, time] to [n, time, 24]."""
         return self.table((x * 64).long().remainder(7)) * x.unsqueeze(-1)
 
 
@@ -136,7 +136,7 @@ class Suite(nn.Module):
         self.operators = nn.ModuleDict({_key(name): m for name, m in made.items() if isinstance(m, nn.Module)})
 
     def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """[n, ...] tensors by the operator's name to results by the same."""
+        """Map [n, ...] tensors by operator name to results by operator name."""
         found = {name: function(given[name]) for name, function in self.functions.items()}
         return found | {self.names[key]: module(given[self.names[key]]) for key, module in self.operators.items()}
 
@@ -146,14 +146,14 @@ def _key(name: str) -> str:
 
 
 def suite() -> Suite:
-    """The same weights every time."""
+    """Return the suite with the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Suite()
 
 
 def arguments(rows: int = ROWS) -> dict[str, Tensor]:
-    """An argument for every operator: normal deviates, or numbers between 0 and 1 exclusive."""
+    """Return an argument for every operator: normal deviates, or numbers in the open interval (0, 1)."""
     generator = torch.Generator().manual_seed(1)
     return {
         o.name: torch.rand(rows, *o.shape, generator=generator).clamp(0.01, 0.99)
@@ -164,7 +164,7 @@ def arguments(rows: int = ROWS) -> dict[str, Tensor]:
 
 
 def check(policy: str | None) -> InvarianceReport:
-    """All axes of all operators."""
+    """Check all axes of all operators."""
     given = ((arguments(),), {})
     found = fxround.check_invariance(
         suite(), given, policy=policy, gradients=True, first=False, build="benchmarks.determinism:suite"
@@ -174,14 +174,14 @@ def check(policy: str | None) -> InvarianceReport:
 
 
 def counts(axis: AxisResult, operator: Operator) -> int:
-    """The greatest number of different values of an operator's result or gradients."""
+    """Return the greatest number of distinct values of an operator's result or gradients."""
     mine = (f"output['{operator.name}']", f"gradient of arguments[0]['{operator.name}']")
     weights = f"gradient of operators.{_key(operator.name)}."
     return max(n for name, n in axis.by_result if name in mine or name.startswith(weights))
 
 
 def rows(stock: InvarianceReport, ours: InvarianceReport) -> Iterator[tuple[str, ...]]:
-    """A row an operator: stock PyTorch's counts, and fxround's."""
+    """Yield one row per operator: stock PyTorch's counts, and fxround's."""
     for operator in OPERATORS:
         cells = (f"{counts(stock[name], operator)} / {counts(ours[name], operator)}" for name in AXES)
         yield (f"{operator.name} ({operator.family})", *cells)
@@ -191,5 +191,5 @@ COLUMNS = ("operator (kind)", *AXES)
 
 
 def matrix() -> str:
-    """The table, stock PyTorch's counts before fxround's."""
+    """Return the table, with stock PyTorch's counts before fxround's."""
     return table(COLUMNS, rows(check(None), check("reproducible")))

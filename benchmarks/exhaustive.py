@@ -1,22 +1,22 @@
 """All 2^32 binary32 inputs of a function, in four modes, against an independent reference.
 
     python -m benchmarks.exhaustive exp tanh            # or --all; a few minutes each
-    python -m benchmarks.exhaustive --all --resume      # goes on where it was interrupted
+    python -m benchmarks.exhaustive --all --resume      # continues where it was interrupted
 
-What is compared. Two compiled kernels run, the ones that users run: the function rounded to nearest even in binary32,
-and the function rounded to odd to 26 bits. The directed modes are settled by the second: each of their kernels rounds
-the same binary64 value, ``Elementary.build_sticky``, by the same algorithm; to-odd with two bits more than binary32
-has, its subnormals included, makes the later rounding to toward_zero, toward_positive or toward_negative that of
-the exact value (Boldo and Melquiond 2008), and conversely. So the to-odd result must lie strictly in the same open
-cell as f(x), or be f(x) where that is exact. ``--each`` runs the three directed kernels besides.
+Two compiled kernels run: the function rounded to nearest even in binary32, and the function rounded to odd to 26 bits.
+The second proves the directed modes: each of their kernels rounds the same binary64 value, ``Elementary.build_sticky``,
+by the same algorithm. Rounding to odd with two bits more than binary32 has, its subnormals included, makes a later
+rounding to toward_zero, toward_positive or toward_negative equal to that of the exact value (Boldo and Melquiond 2008),
+and conversely. So the to-odd result must be strictly in the same open cell as f(x), or be f(x) if that is exact.
+``--each`` also runs the three directed kernels.
 
-How. In blocks of 2^15 encodings: the filter of ``reference`` settles a block's values in a few passes of integers.
-Where a monotone function has the same cell at both ends of a block, the whole block has it; a function of
-parity is compared for x >= 0, and f(-x) = +-f(x) of the kernels' results. What none of this settles, or disagrees, goes
-to ``reference.settle`` and so to MPFR.
+The comparison runs in blocks of 2^15 encodings. The filter of ``reference`` decides the values of a block in a few
+passes over integers. If a monotone function has the same cell at both ends of a block, the whole block has that cell.
+A function with parity is compared for x >= 0, and then f(-x) = +-f(x) for the kernels' results. Values that the filter
+does not decide, and those that disagree, go to ``reference.settle`` and so to MPFR.
 
-The state is one JSON file a function (--state DIR, by default in the user's cache directory): finished units of 2^25
-inputs, counts, the inputs closest to a boundary. Ctrl-C keeps what is finished.
+The state is one JSON file per function (--state DIR, by default in the user's cache directory): finished units of 2^25
+inputs, counts, and the inputs closest to a boundary. Ctrl-C keeps the finished units.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ RNG: Final = torch.zeros(2, dtype=torch.int64)
 
 
 def run(name: str, x: torch.Tensor, rounding: str, dtype: torch.dtype) -> Any:
-    """The compiled kernel's results, as a NumPy array."""
+    """Return the compiled kernel's results as a NumPy array."""
     return torch.ops.fxround.pointwise([x], f"t0 = {name}(x0) @ {rounding}", dtype, RNG, 0).numpy()
 
 
 @dataclass
 class Results:
-    """What has been found so far: mergeable, and JSON."""
+    """The findings so far, which can be merged and stored as JSON."""
 
     inputs: int = 0
     near_ties: int = 0
@@ -101,7 +101,7 @@ class Results:
 
 
 def _signed(value: F64) -> I64:
-    """Encodings as integers that grow with the value, -0 and +0 both 0."""
+    """Return encodings as integers that increase with the value; -0 and +0 are both 0."""
     code = value.view(np.int64)
     sign = code >> 63
     out = sign & MAGNITUDE
@@ -113,14 +113,14 @@ def _signed(value: F64) -> I64:
 def _agrees(low: I64, high: I64, nearest: Any, sticky: F64) -> Bool:
     """Whether the open interval (low, high) of ordinals is in one cell, and both results are right for that cell.
 
-    Only among normal binary32 numbers, where a cell is 2^28 ordinals; elsewhere False.
+    It is only computed for normal binary32 numbers, where a cell is 2^28 ordinals, and is False elsewhere.
     """
     cell = low >> _HALF
     found = _signed(sticky)
     good = ((high - 1) >> _HALF) == cell
     good &= (found >> _HALF) == cell
     good &= ((found - 1) >> _HALF) == cell
-    # Binary32's ordinal of the nearest value: half a cell up, the exponent's bias exchanged.
+    # The nearest value is right if its ordinal, with binary64's exponent bias, is half the cell's index rounded up.
     size = np.abs(found)
     good &= (size >= _LEAST) & (size < _ABOVE)
     code = nearest.view(np.int32).astype(np.int64)
@@ -143,7 +143,7 @@ class Check:
         self.bounded = False
 
     def unit(self, number: int) -> Results:
-        """2^24 encodings and their negatives."""
+        """Compare 2^24 encodings and their negatives."""
         self.bounded = False
         self.results, began = Results(), time.process_time()
         for start in range(number << UNIT_BITS, (number + 1) << UNIT_BITS, 1 << CHUNK_BITS):
@@ -171,7 +171,7 @@ class Check:
                         self._compare(*block)
 
     def inputs(self, x: torch.Tensor) -> Results:
-        """Any binary32 numbers."""
+        """Compare any binary32 numbers."""
         self.results, began = Results(inputs=x.numel()), time.process_time()
         self.bounded = False
         for part in x.split(1 << BLOCK_BITS):
@@ -186,7 +186,7 @@ class Check:
         return np.asarray(run(self.name, x, str(STICKY), torch.float64))
 
     def _directed(self, x: torch.Tensor) -> None:
-        """The directed kernels themselves against what the to-odd result says of them."""
+        """Compare the directed kernels themselves with the directed roundings of the to-odd result."""
         sticky = self._sticky(x)
         for mode in MODES[1:]:
             got = run(self.name, x, f"binary32/{mode}/inf", torch.float32)
@@ -202,7 +202,7 @@ class Check:
             self._settle(x[rest], nearest[rest], sticky[rest])
 
     def _near(self, x: F64, y: F64, nearest: Any, sticky: F64) -> Bool:
-        """What the filter settles among normal results; with f's bounds where a block needs them, as the next will."""
+        """Where the filter decides normal results; f's bounds are used from the first block that needs them on."""
         slack = self.function.slack
         low, high = (_signed(y - slack), _signed(y + slack)) if slack else [_signed(y)] * 2
         if not self.bounded:
@@ -215,7 +215,7 @@ class Check:
         return _agrees(np.maximum(low - WINDOW, below), np.minimum(high + WINDOW, above), nearest, sticky)
 
     def _constant(self, x32: Any, nearest: Any, sticky: F64) -> bool:
-        """Whether the ends of a monotone stretch have one cell, or no value, and every result is that of this cell."""
+        """Whether the ends of a monotone stretch share one cell, or have no value, and every result is right for it."""
         if not self.function.monotone:
             return False
         codes = nearest.view(np.int32)
@@ -237,7 +237,7 @@ class Check:
         wrong = self._disagree(settled, nearest, sticky)
         doubt = wrong["any"] & ~settled.by_mpfr
         if doubt.any():
-            # The filter and the code disagree: MPFR decides.
+            # MPFR decides where filter and code disagree: an error of the filter is none of the code.
             exact = [self.function.exact(v) for v in x[doubt].tolist()]
             settled.value[doubt], settled.by_mpfr[doubt] = exact, True
             wrong = self._disagree(settled, nearest, sticky)
@@ -266,13 +266,13 @@ class Check:
 
 
 def digest(name: str) -> str:
-    """What a function's results depend on: a proof is of this code and no other."""
+    """Return the digest of the function's code, to which a proof belongs."""
     return ELEMENTARY[name].digest if name in ELEMENTARY else "arithmetic"
 
 
 @dataclass
 class State:
-    """A function's file: what is finished, for which code."""
+    """A function's file: the finished units, and the digest of the code."""
 
     path: Path
     function: str
@@ -283,7 +283,7 @@ class State:
 
     @staticmethod
     def open(folder: Path, name: str, resume: bool) -> State:
-        """The state to go on from; a new one where there is none, or the code has changed since."""
+        """Return the state to continue from; a new one if there is none, or the code has changed since."""
         state = State(folder / f"{name}.json", name, digest(name))
         if not resume or not state.path.exists():
             return state
@@ -297,11 +297,11 @@ class State:
 
     @property
     def missing(self) -> list[int]:
-        """Units that are still to be run."""
+        """Return the units that have not run."""
         return [u for u in range(UNITS) if u not in set(self.done)]
 
     def add(self, unit: int, results: Results) -> None:
-        """A finished unit: kept on disk at once."""
+        """Add a finished unit, and write it to disk at once."""
         self.done.append(unit)
         self.results.merge(results)
         self.date = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -313,7 +313,7 @@ class State:
         temporary.replace(self.path)
 
     def line(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         r = self.results
         wrong = ", ".join(f"{mode} {count}" for mode, count in r.mismatches.items())
         return (
@@ -328,7 +328,7 @@ def _unit(name: str, number: int, each: bool) -> tuple[int, Results]:
 
 
 def _units(name: str, missing: list[int], each: bool, jobs: int) -> Iterator[tuple[int, Results]]:
-    """Finished units in any order; a few at a time are in flight."""
+    """Yield finished units in any order; a few at a time are in progress."""
     if jobs == 1:
         for number in missing:
             yield _unit(name, number, each)
@@ -345,7 +345,7 @@ def _units(name: str, missing: list[int], each: bool, jobs: int) -> Iterator[tup
 
 
 def exhaust(name: str, state: State, each: bool, jobs: int) -> None:
-    """Run what is missing, with a progress bar and the time left."""
+    """Run the missing units, with a progress bar and the remaining time."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -357,13 +357,13 @@ def exhaust(name: str, state: State, each: bool, jobs: int) -> None:
 
 
 def default_state() -> Path:
-    """exhaustive/ in fxround's part of the user's cache directory."""
+    """Return the directory exhaustive/ in fxround's part of the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "fxround" / "exhaustive"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options; at least one function."""
+    """Parse the options, which name at least one function."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("functions", nargs="*", metavar="FUNCTION", help=", ".join(FUNCTIONS))
     parser.add_argument("--all", action="store_true", help="every function")
@@ -383,7 +383,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def collect(folder: Path, target: Path) -> None:
-    """Write the results of the code as it is in one file, by function: what docs/functions.md and the tests read."""
+    """Write the results for the present code in one file, by function, for docs/functions.md and the tests."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
@@ -394,7 +394,7 @@ def collect(folder: Path, target: Path) -> None:
 
 
 def command(arguments: list[str] | None = None) -> int:
-    """0 if no mode that was asked for has a mismatch, 1 if one has, 130 after Ctrl-C."""
+    """Run the command; return 0 for no mismatch in any requested mode, 1 for a mismatch, 130 after Ctrl-C."""
     options = parse(arguments)
     torch.set_num_threads(1)
     if options.collect:

@@ -1,11 +1,10 @@
-"""Two training runs whose every bit is stated: a LeNet on scikit-learn's digits, a transformer on the Zen of Python.
+"""Two training runs whose every bit is specified: a LeNet on scikit-learn's digits, a transformer on the Zen of Python.
 
-What is true here. Data and initial weights come of integers alone: pixels are sixteenths, characters are indices, and
-a weight is 24 bits of SHAKE-256 of its name, times a power of two. No generator of PyTorch's or NumPy's, whose numbers
-may change with a version, has a part in them. Batches are taken in turn.
+Data and initial weights are computed from integers alone: pixels are sixteenths, characters are indices, and a weight
+is 24 bits of SHAKE-256 of its name, times a power of two. No generator of PyTorch or NumPy is used, because their
+numbers may change between versions. Batches are taken in a fixed order. Example::
 
-    before   torch.manual_seed(0)
-    after    EXPERIMENTS["cnn"].run("reproducible", steps=10)["weights"]     # sha256:..., on any machine
+    EXPERIMENTS["cnn"].run("reproducible", steps=10)["weights"]     # sha256:..., on any machine
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class LeNet(nn.Module):
         self.hidden, self.drop, self.logits = nn.Linear(64, 32), nn.Dropout(0.2), nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         x = F.avg_pool2d(self.conv1(x).tanh(), 2)
         x = F.max_pool2d(self.conv2(x).relu(), 2)
         return self.logits(self.drop(self.hidden(torch.flatten(x, 1)).relu()))
 
 
 class Block(nn.Module):
-    """Attention to what came before, and two linear layers, each behind a norm and beside a residual."""
+    """Causal attention and two linear layers, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class Block(nn.Module):
         self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, time, width] to the same."""
+        """Map [n, time, width] to the same shape."""
         n, time, width = x.shape
         parts = self.qkv(self.norm1(x)).view(n, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
@@ -84,7 +83,7 @@ class Transformer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of the next character at every place."""
+        """Return the logits of the next character at every position."""
         x = self.token(x) + self.place.weight[: x.shape[1]]
         return self.logits(self.norm(self.blocks(x)))
 
@@ -97,13 +96,13 @@ class WithLoss(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """A scalar."""
+        """Return a scalar."""
         return F.cross_entropy(self.net(x).flatten(0, -2), target.flatten())
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """[1797, 1, 8, 8] sixteenths, and labels. Raises ValueError where scikit-learn's digits are others."""
+    """Return [1797, 1, 8, 8] sixteenths, and labels. Raises ValueError if scikit-learn's digits have changed."""
     data = importlib.import_module("sklearn.datasets").load_digits()
     pixels, labels = data.data.astype(np.uint8), data.target.astype(np.uint8)
     _require(hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest(), DIGITS_HASH, "scikit-learn's digits")
@@ -112,7 +111,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def text() -> tuple[Tensor, int]:
-    """The characters of Python's module ``this`` as indices, and how many different ones there are."""
+    """Return the characters of Python's module ``this`` as indices, and the number of different characters."""
     with contextlib.redirect_stdout(io.StringIO()):
         zen = codecs.decode(importlib.import_module("this").s, "rot13")
     _require(hashlib.sha256(zen.encode()).hexdigest(), TEXT_HASH, "the text of Python's module this")
@@ -126,8 +125,10 @@ def _require(found: str, expected: str, what: str) -> None:
 
 
 def initialize(model: nn.Module) -> nn.Module:
-    """Weights from their names: k 2^-23 2^-b for k of 24 bits in two's complement, 2^b >= sqrt(fan in); norms and
-    biases as they are, 1 and 0."""
+    """Set weights by their names: k 2^-23 2^-b for k of 24 bits in two's complement, 2^b >= sqrt(fan in).
+
+    Norms and biases keep their values, 1 and 0.
+    """
     for name, p in model.named_parameters():
         with torch.no_grad():
             if p.dim() == 1:
@@ -155,7 +156,7 @@ def _text_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A network, its batches by the number of the step, its optimizer, and what it is asked at the end."""
+    """A network, its batches by the number of the step, its optimizer, and its test at the end."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -164,10 +165,11 @@ class Experiment:
     asked: Callable[[], tuple[Tensor, Tensor]]
 
     def run(self, policy: str, steps: int, *, begin: int = 0, checkpoint: Path | None = None) -> dict[str, Any]:
-        """Train from step ``begin`` to ``steps``: hashes of the initial weights, of the weights after five steps and
-        at the end, and of the logits then; and the share of right answers.
+        """Train from step ``begin`` to ``steps``.
 
-        checkpoint: read before step ``begin`` unless that is 0, written after the last.
+        Returns hashes of the initial weights, of the weights after five steps and at the end, and of the final logits;
+        and the share of right answers. checkpoint: read before step ``begin`` unless that is 0, written after the last
+        step.
         """
         net, step, inference = _compiled(self.name, policy)
         initialize(net.train())
@@ -196,7 +198,7 @@ class Experiment:
 
 @cache
 def _compiled(name: str, policy: str) -> tuple[nn.Module, Any, Any]:
-    """An experiment's network, its training step and its inference: captured once, whatever weights it starts from."""
+    """Return an experiment's network, training step and inference, captured once for all initial weights."""
     net = EXPERIMENTS[name].network()
     step = fxround.compile(WithLoss(net), policy, seed=SEED)
     return net, step, fxround.compile(net, policy, seed=SEED)

@@ -1,11 +1,11 @@
-"""How long elementary functions take, and how large their errors in binary64 are.
+"""Time of elementary functions, and their errors in binary64.
 
     python -m benchmarks.functions                                  # time, as a multiple of PyTorch's in the same run
     python -m benchmarks.functions bounds --output docs/bounds.json # errors: some minutes; fails beyond a stated bound
     python -m benchmarks.functions contracts                        # the table of docs/functions.md
 
-Time is of 1e6 binary32 numbers on one thread, by the thread's own processor time, which a busy machine stretches less
-than the wall's; medians of interleaved calls. Each result is correctly rounded to nearest even or upwards, or
+Times are of 1e6 binary32 numbers on one thread, in the thread's own processor time, which other processes change less
+than wall time; they are medians of interleaved calls. Each result is correctly rounded to nearest even or upwards, or
 stochastically rounded. Errors are the worst of ``adversary``'s samples against MPFR.
 """
 
@@ -42,7 +42,7 @@ CARRIERS: Final = {"float64": np.float64, "float32": np.float32}
 
 
 def operands(name: str) -> tuple[Tensor, ...]:
-    """Numbers where the function is neither constant nor undefined."""
+    """Return numbers at which the function is neither constant nor undefined."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(COUNT, generator=generator) * 2
     if name == "pow":
@@ -51,7 +51,7 @@ def operands(name: str) -> tuple[Tensor, ...]:
 
 
 def calls(name: str) -> dict[str, Callable[[], object]]:
-    """PyTorch's function, and ours in each mode."""
+    """Return the calls of PyTorch's function, and of fxround's in each mode."""
     xs = operands(name)
     names = ", ".join(f"x{i}" for i in range(len(xs)))
     found: dict[str, Callable[[], object]] = {"torch": partial(getattr(torch, name), *xs)}
@@ -76,7 +76,7 @@ def times() -> None:
 
 
 def bounds(names: list[str], count: int, seed: int, output: Path | None) -> int:
-    """Search every function; 1 if a bound that the registry states does not hold. The file grows by each."""
+    """Search every function, updating the file; return 1 if a bound that the registry states does not hold."""
     found: dict[str, Any] = {}
     broken = 0
     for name in tracked(names, len(names), "bounds"):
@@ -102,22 +102,22 @@ def bounds(names: list[str], count: int, seed: int, output: Path | None) -> int:
 
 
 def stated(row: Elementary) -> str:
-    """The bound in words."""
+    """Return the bound in words."""
     zeros = f" + 2^{int(math.log2(row.near_zeros))} where x < 0" if row.near_zeros else ""
     return f"{row.error_bound}{zeros}"
 
 
 def contract_row(row: Elementary, found: dict[str, Any]) -> str:
-    """A line of the table: what is promised, what a search has found, where it comes from."""
+    """Return a row of the table: the bound, the worst error found, and the source of the bound."""
     special, where = row.special.replace("|", r"\|"), row.define.__module__.rpartition(".")[2]
-    # Rounded up: the worst that was found is not more than what is printed.
+    # Rounded up, so that the printed bound is not below the worst error found.
     worst = " | ".join(f"{math.ceil(found[c]['ulps'] * 1000) / 1000:.3f}" for c in CARRIERS)
     short = "yes" if row.quick else ""
     return f"| `{row.name}` | {special} | {stated(row)} | {worst} | {row.source} | `{where}.py` | {short} |"
 
 
 def contracts() -> Iterator[str]:
-    """The table of docs/functions.md, and of what run it tells."""
+    """Yield the table of docs/functions.md, and the run that it is from."""
     stored = json.loads(BOUNDS.read_text())
     found = stored["functions"]
     counts = [f"{sum(row[c]['samples'] for row in found.values()):.2g}" for c in CARRIERS]
@@ -132,7 +132,7 @@ def contracts() -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The time table, or what the first argument names."""
+    """Print the time table, or run the command that the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("times", "bounds", "contracts"), default="times")
     parser.add_argument("names", nargs="*", choices=(*ELEMENTARY, []), help="bounds: of these functions alone")

@@ -1,8 +1,8 @@
-"""What fusion gains: chains of rounded operations beside stock PyTorch, and beside one kernel an operation.
+"""Gain of fusion: chains of rounded operations compared with stock PyTorch, and with one kernel per operation.
 
 python -m benchmarks.fusion            # prints the tables of docs/performance.md, heading "Fusion"
 python -m benchmarks.fusion memory     # the second one alone
-python -m benchmarks.fusion epilogues  # what it saves to run contractions and the maps behind them as one
+python -m benchmarks.fusion epilogues  # the gain of running a contraction and the map after it as one
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Applied(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """function(x)."""
+        """Return function(x)."""
         return self.function(x)
 
 
 class Tail(nn.Module):
-    """What stands between the products of a transformer block: layer norm, gelu and the residual addition."""
+    """The operations between the products of a transformer block: layer norm, gelu and the residual addition."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] to the same."""
+        """Map [rows, width] to the same shape."""
         return x + nn.functional.gelu(self.norm(x), approximate="tanh")
 
 
-# Name, module, rows and columns of the input, and what the time should be as a multiple of stock PyTorch's:
+# Name, module, rows and columns of the input, and the goals for the time as a multiple of stock PyTorch's:
 # reproducible, stochastic.
 CHAINS: tuple[tuple[str, nn.Module, tuple[int, int], str], ...] = (
     ("relu(x * 2 + 1), 4096x1024", Applied(lambda x: torch.relu(x * 2 + 1)), (4096, 1024), "-"),
@@ -116,14 +116,14 @@ MEMORY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def _peak(name: str, how: str) -> float:
-    """What a fresh process needs at most for three calls, in MB."""
+    """Return the peak memory of three calls in a fresh process, in MB."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fusion", name, how]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
 def measure(name: str, how: str) -> None:
-    """Print how far three calls raise this process's resident memory above what it was before, in MB."""
+    """Print how far three calls raise this process's peak resident memory above its resident memory before, in MB."""
     torch.set_num_threads(1)
     build, shape = MEMORY[name]
     model = build().eval()
@@ -133,7 +133,7 @@ def measure(name: str, how: str) -> None:
     with torch.no_grad():
         run(x[:2])
         gc.collect()
-        # Resets the peak to what is resident now: what compiling took is no part of it.
+        # Resets the peak to the present resident memory, so that it does not include compilation.
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         for _ in range(3):
@@ -142,13 +142,13 @@ def measure(name: str, how: str) -> None:
 
 
 def _status(key: str) -> int:
-    """A line of this process's status, in KB."""
+    """Return a line of this process's status, in KB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def epilogues() -> None:
-    """Print what it saves that a contraction and the map behind it run as one."""
+    """Print the gain of running a contraction and the map after it as one."""
     torch.set_num_threads(1)
     rows = []
     rng = torch.zeros(2, dtype=torch.int64)

@@ -1,7 +1,6 @@
-"""How time is measured here: medians of calls that are interleaved, so that a slow minute slows every row.
+"""Time measurement: medians of interleaved calls, so that a slow minute slows every row.
 
-A rate is only as good as what stands beside it: ``header`` says which machine, how busy it was, how many threads
-and which versions.
+``header`` states the conditions of a measurement: machine, load, threads and versions.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 import torch
 
 PASSES = 5
-# Seconds of calls of one row in one pass, one call at least.
+# Seconds of calls of one row in one pass, with at least one call.
 PASS_SECONDS = 0.08
 
 
 def machine() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -32,7 +31,7 @@ def machine() -> str:
 
 
 def versions(packages: Iterable[str]) -> str:
-    """Name and version of those that are installed."""
+    """Return name and version of the installed packages among these."""
     found = []
     for name in packages:
         try:
@@ -43,7 +42,7 @@ def versions(packages: Iterable[str]) -> str:
 
 
 def header(packages: Sequence[str]) -> str:
-    """What every table is to be read with."""
+    """Return the conditions under which a table was measured."""
     python = f"Python {platform.python_version()}"
     load = f"load {os.getloadavg()[0]:.1f} at the start"
     return f"{machine()}, {load}; {torch.get_num_threads()} thread(s); {python}, {versions(packages)}"
@@ -52,7 +51,7 @@ def header(packages: Sequence[str]) -> str:
 def medians(
     calls: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter, passes: int = PASSES
 ) -> dict[str, float]:
-    """Median seconds of each call over interleaved passes, after one call to warm it up."""
+    """Return the median seconds of each call over interleaved passes, after one call to warm it up."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -69,7 +68,7 @@ def medians(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned, numbers to the right: Markdown, readable as it is."""
+    """Return a Markdown table with aligned columns, numbers to the right."""
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
 
@@ -83,7 +82,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 @cache
 def vision_operators() -> Any:
-    """torchvision's compiled operators may be missing beside a CPU build of torch: declared here, never called."""
+    """Declare torchvision's compiled operators, which may be missing with a CPU build of torch and are never called."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,13 +1,14 @@
-"""Training in 8 bits: stochastic against nearest rounding, of the tensors and of the weights that an optimizer keeps.
+"""Training in 8 bits: stochastic against nearest rounding, of tensors and of an optimizer's weights.
 
-A small CNN on scikit-learn's digits (1200 images to learn from, 597 to be tested with), SGD with momentum. Weights,
-activations, errors and gradients are e5m2, as QPyTorch has them: products by the stock kernels, each tensor rounded
-once, saturating, unscaled. Master weights, what the optimizer keeps, are held in 8 bits (e5m2) or 16 (six exponent
-bits, precision 10), rounded at every update. Everything else, the momentum and the loss among it, is binary32.
+A small CNN is trained on scikit-learn's digits (1200 images for training, 597 for the test) by SGD with momentum.
+Weights, activations, errors and gradients are e5m2, as in QPyTorch: products by the stock kernels, each tensor rounded
+once, saturating, unscaled. Master weights, which the optimizer keeps, have 8 bits (e5m2) or 16 (six exponent bits,
+precision 10), and are rounded at every update. Everything else, momentum and loss included, is binary32.
 
-python -m benchmarks.low_precision [--seeds 5] [--epochs 30] [--results FILE]
+    python -m benchmarks.low_precision [--seeds 5] [--epochs 30] [--results FILE]
 
-Ctrl-C prints the table of what is done; with --results that is kept in FILE, and the next run goes on from there.
+Ctrl-C prints the table of the finished trainings; with --results they are stored in FILE, from which the next run
+continues.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MASTERS: Final = {"8": "e5m2", "16": "ieee(6,10)"}
 
 @dataclass(frozen=True)
 class Scheme:
-    """How tensors are rounded (None: not at all), the bits of the master weights, and how an update is rounded."""
+    """The rounding of tensors (None: not at all), the bits of the master weights, and the rounding of an update."""
 
     tensors: str | None
     bits: str = "32"
@@ -50,13 +51,13 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Words for the table."""
+        """Text for the table."""
         tensors = f"8 bits, {self.tensors}" if self.tensors else "32 bits"
         return f"{tensors} | {self.bits} bits{f', {self.update}' if self.update else ''}"
 
     @property
     def policy(self) -> Policy:
-        """Of the model and of its optimizer."""
+        """The policy of the model and of its optimizer."""
         if self.tensors is None:
             return Policy.preset("identity")
         text = f"{TENSORS}/{MODES[self.tensors]}/saturate"
@@ -89,7 +90,7 @@ class Net(nn.Module):
         self.fc1, self.fc2 = nn.Linear(32 * 4, 64), nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (N, 10) of images (N, 1, 8, 8)."""
+        """Return logits (N, 10) of images (N, 1, 8, 8)."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
@@ -98,14 +99,14 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Data:
-    """Images (N, 1, 8, 8) from 0 to 1 and their digits; the first TRAINING are learnt from."""
+    """Images (N, 1, 8, 8) from 0 to 1 and their digits; the first TRAINING are trained on."""
 
     images: Tensor
     digits: Tensor
 
     @staticmethod
     def load() -> Data:
-        """scikit-learn's digits, which come with it."""
+        """Load the digits that are part of scikit-learn."""
         from sklearn.datasets import load_digits
 
         found = load_digits()
@@ -123,7 +124,7 @@ class Trainer:
         self.optimizer: RoundedOptimizer = compile_optimizer(plain, scheme.policy)
 
     def start(self, seed: int) -> None:
-        """Weights of a seed, as the scheme holds them; nothing of an earlier training is left."""
+        """Set the weights of a seed, in the scheme's format, and clear the state of an earlier training."""
         torch.manual_seed(seed)
         self.net.load_state_dict(Net().state_dict())
         if self.scheme.update:
@@ -134,7 +135,7 @@ class Trainer:
         self.compiled.reseed(seed)
 
     def train(self, seed: int, epochs: int) -> float:
-        """The accuracy on the images that were not learnt from, after the last epoch."""
+        """Return the accuracy on the test images after the last epoch."""
         self.start(seed)
         self.compiled.train()
         shuffled = torch.Generator().manual_seed(seed)
@@ -153,7 +154,7 @@ Results = dict[str, list[float]]
 
 
 def trainings(results: Results, seeds: int, epochs: int) -> Iterator[tuple[Scheme, int]]:
-    """Train what is missing in ``results``; yields scheme and seed before each training."""
+    """Run the trainings missing in ``results``; yields scheme and seed before each training."""
     data = Data.load()
     for scheme in SCHEMES:
         done = results.setdefault(scheme.name, [])
@@ -165,7 +166,7 @@ def trainings(results: Results, seeds: int, epochs: int) -> Iterator[tuple[Schem
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table's: accuracies in percent."""
+    """Yield the rows of the table: accuracies in percent."""
     for scheme in SCHEMES:
         found = [100 * accuracy for accuracy in results.get(scheme.name, ())]
         if not found:
@@ -177,7 +178,7 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def run(results: Results, seeds: int, epochs: int, keep: Any) -> None:
-    """Train with a bar of progress; ``keep()`` after every training."""
+    """Train with a progress bar; ``keep()`` is called after every training."""
     from rich.console import Console
     from rich.progress import Progress
 

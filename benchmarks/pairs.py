@@ -1,13 +1,14 @@
-"""Functions of two arguments against an independent reference, on random pairs and wherever they come near a boundary.
+"""Functions of two arguments against an independent reference, on random pairs and wherever results are near a
+boundary.
 
     python -m benchmarks.pairs pow atan2 --count 1e8 [--seed 0] [--output FILE]
 
-There are 2^64 pairs: this is a search, no proof. The pairs are drawn where the function has something to round: pow
-with a result in binary32's range, the others with arguments of similar size; a sixteenth of each from all encodings.
-As in ``exhaustive`` two kernels run, to nearest even and to odd with 26 bits, and MPFR settles what binary64 values,
-trusted to 256 ulps, and bounds that are theorems do not. fmod's result is a binary32 number, which C's fmod of binary64
-gives; the floored remainder is that, plus the divisor where the signs differ: a sum whose error is known exactly.
-The pairs closest to a boundary are kept: the hard cases.
+There are 2^64 pairs, so this is a search and not a proof. Pairs are drawn where the function has something to round:
+pow with a result in binary32's range, the others with arguments of similar size; a sixteenth of each from all
+encodings. As in ``exhaustive`` two kernels run, to nearest even and to odd with 26 bits, and MPFR decides the pairs
+that binary64 values, trusted to 256 ulps, and bounds that are theorems do not decide. The result of fmod is a binary32
+number, which C's fmod of binary64 gives; the floored remainder is that, plus the divisor if the signs differ: a sum
+whose error is known exactly. The pairs closest to a boundary are kept as hard cases.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ Draw = Callable[[np.random.Generator, int], tuple[Any, Any]]
 
 
 def anything(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Finite nonzero binary32 numbers, every encoding as likely."""
+    """Return finite nonzero binary32 numbers, every encoding equally likely."""
     codes = rng.integers(1, 0x7F800000, (2, count), dtype=np.uint32) | rng.integers(0, 2, (2, count), np.uint32) << 31
     x, y = codes.view(np.float32)
     return x, y
 
 
 def similar(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Arguments whose exponents differ by up to 30."""
+    """Return arguments whose exponents differ by up to 30."""
     x, _ = anything(rng, count)
     y = rng.uniform(1, 2, count) * rng.choice([-1, 1], count) * 2.0 ** rng.integers(-30, 31, count)
     with np.errstate(all="ignore"):
@@ -65,7 +66,7 @@ def similar(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
 
 
 def in_range(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """x > 0 of any size or near 1, and y with x^y between 2^-150 and 2^128."""
+    """Return x > 0 of any size or near 1, and y with x^y between 2^-150 and 2^128."""
     x = np.abs(anything(rng, count)[0])
     x = np.where(rng.integers(0, 2, count) == 1, x, rng.uniform(0.25, 4, count).astype(np.float32))
     with np.errstate(all="ignore"):
@@ -75,7 +76,7 @@ def in_range(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """compute(x, y): MPFR's; fast, bounds: as in ``reference.Function``; draw: where to look."""
+    """A function of two: compute(x, y) by MPFR; fast, bounds: as in ``reference.Function``; draw: its pairs."""
 
     compute: Callable[[Any, Any], Any]
     fast: Callable[[F64, F64], F64]
@@ -83,7 +84,7 @@ class Pairs:
     bounds: Callable[[F64, F64], tuple[F64, F64]] | None = None
 
     def at(self, y: float) -> Function:
-        """The function of x alone."""
+        """Return the function of x alone."""
         return Function(lambda x: self.compute(x, gmpy2.mpfr(y)), lambda x: self.fast(x, np.full_like(x, y)))
 
 
@@ -106,13 +107,13 @@ def _torch(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Ca
 
 
 def _floored(x: Any, y: Any) -> Any:
-    """x - floor(x / y) y, exactly."""
+    """Return x - floor(x / y) y without rounding."""
     a, b = gmpy2.mpq(x), gmpy2.mpq(y)
     return gmpy2.mpfr(a - (a // b) * b)
 
 
 def _floored_to_odd(x: F64, y: F64) -> F64:
-    """The floored remainder rounded to odd to binary64: r + y by two_sum, where the signs differ."""
+    """Return the floored remainder rounded to odd to binary64: r + y by two_sum, if the signs differ."""
     r = np.fmod(x, y)
     addend = np.where((r != 0) & ((r < 0) != (y < 0)), y, 0.0)
     total = r + addend
@@ -143,7 +144,7 @@ class Check:
         self.name, self.pairs, self.results = name, PAIRS[name], Results()
 
     def random(self, count: int, seed: int) -> Results:
-        """So many pairs, the same for the same seed."""
+        """Compare ``count`` pairs, the same for the same seed."""
         rng, blocks = np.random.default_rng(seed), -(-count // BLOCK)
         for block in tracked(range(blocks), blocks, self.name):
             began = time.process_time()
@@ -185,7 +186,7 @@ class Check:
         return self.results
 
     def _settle(self, x: F64, y: F64, ends: tuple[I64, I64], nearest: Any, sticky: F64) -> None:
-        """Results next to a boundary, or beyond the normal numbers: by their cell if there is one, else by MPFR."""
+        """Decide results next to a boundary or beyond the normal numbers, by their cell if possible, else by MPFR."""
         one = ends[1] - ends[0] == 1
         value = inside(ends[0])
         pairs = zip(x[~one].tolist(), y[~one].tolist(), strict=True)
@@ -216,7 +217,7 @@ class Check:
 
 
 def command(arguments: list[str] | None = None) -> int:
-    """0 without a mismatch, 1 with one, 130 where Ctrl-C ended it: what was checked until then is kept."""
+    """Run the command; return 0 for no mismatch, 1 for one, 130 after Ctrl-C, which keeps what was checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("functions", nargs="+", choices=PAIRS, metavar="FUNCTION", help=", ".join(PAIRS))
     parser.add_argument("--count", type=lambda v: int(float(v)), default=10**8, help="pairs of each (%(default)s)")

@@ -1,6 +1,6 @@
 """The peers' roundings as functions of a binary32 tensor, for ``benchmarks.rounding``.
 
-Imports nothing of fxround, so that it can run in an environment of the peers' own:
+The module imports nothing of fxround, so that it can run in an environment of the peers' own:
 ``python -m benchmarks.peers SIZE...`` prints seconds as JSON. A peer that is not installed is left out.
 """
 
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 def calls(x: torch.Tensor) -> dict[str, Call]:
-    """Every peer that is installed, rounding ``x`` (binary32) to e4m3fn or, where it says so, something close."""
+    """Return the call of every installed peer that rounds ``x`` (binary32) to e4m3fn or the format that it names."""
     found: dict[str, Call] = {}
     for peer in (_qtorch, _pychop, _ml_dtypes, _gfloat):
         try:
@@ -69,12 +69,12 @@ def _gfloat(x: torch.Tensor) -> Iterator[tuple[str, Call]]:
 
 
 def numbers(size: int) -> torch.Tensor:
-    """The operand: normal deviates, binary32."""
+    """Return the operand: binary32 normal deviates."""
     return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
 def report() -> None:
-    """Seconds by peer and size, and the versions, as JSON; each size is a command-line argument."""
+    """Print seconds by peer and size, and the versions, as JSON; each size is a command-line argument."""
     torch.set_num_threads(1)
     result: dict[str, Any] = {"versions": harness.versions(PACKAGES), "seconds": {}}
     for size in map(int, sys.argv[1:]):

@@ -1,12 +1,12 @@
-"""Random models for as long as one likes: the search that tests/test_random_models.py makes for a minute.
+"""Random models for any length of time: the search that tests/test_random_models.py makes for a minute.
 
     python -m benchmarks.random_models --minutes 60 [--seed 0] [--modules 20] [--output FILE]
 
 Graphs are drawn by Hypothesis, a hundred for each seed, and judged as in the tests: fused, unfused, in later calls
-and between guard words they must have the bits of the NumPy reference, and every node must be near binary64. After so
-many hundreds (--modules) a whole module goes through ``fxround.compile``, a file and ``torch.compile``. A failure is
-shrunk, printed, and kept in the file, a line of JSON each; the search goes on with the next seed. Ctrl-C ends it with
-what was found.
+and between guard words they must have the bits of the NumPy reference, and every node must be near binary64. After
+every --modules hundreds, a whole module is tested with ``fxround.compile``, a file and ``torch.compile``. A failure is
+shrunk, printed, and stored in the file, one line of JSON each; the search continues with the next seed. Ctrl-C ends it
+and keeps the failures found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HUNDRED = 100
 
 
 def search(number: int, counts: Counter[str]) -> str | None:
-    """Judge a hundred graphs; the smallest that fails, told with its recipe, or None."""
+    """Judge a hundred graphs; return the smallest that fails with its recipe as text, or None."""
     failed: list[Recipe] = []
 
     @seed(number)
@@ -57,13 +57,13 @@ def search(number: int, counts: Counter[str]) -> str | None:
     with quickly(), numpy_maps() as maps:
         try:
             hold()
-        except Exception as error:  # whatever a model brings about is a finding
+        except Exception as error:  # any exception of a model is a finding
             return f"{failed[0]}\n{type(error).__name__}: {error}"
     return None
 
 
 def module(number: int, counts: Counter[str]) -> str | None:
-    """Judge a module in all ways of calling it; what failed, or None."""
+    """Judge a module in all ways of calling it; return what failed, or None."""
     chosen = random.Random(number)
     steps = tuple((chosen.randrange(len(FUNCTIONS)), chosen.randrange(4), chosen.randrange(6)) for _ in range(7))
     policy = chosen.choice(("reproducible", "stochastic", "up_down", "bfloat16", "identity"))
@@ -77,7 +77,7 @@ def module(number: int, counts: Counter[str]) -> str | None:
 
 
 def main() -> None:
-    """Search until the time is over; exit 1 if anything was found."""
+    """Search until the time is over; exit with status 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (1)")
     parser.add_argument("--seed", type=int, default=0, help="of the first hundred; the next ones follow (0)")

@@ -1,11 +1,11 @@
-"""How long reductions take, as a multiple of stock PyTorch in the same run.
+"""Time of reductions, as a multiple of stock PyTorch's time in the same run.
 
-python -m benchmarks.reductions [--threads N ...] [--all]
+    python -m benchmarks.reductions [--threads N ...] [--all]
 
-By default the works that have a goal, on one thread and on two; --all adds other orders, layouts, scans, scatters
-and accumulators. With one thread the clock is the thread's own processor time, which a busy machine does not
-stretch; with more it is the wall's. Sums and scatters are the operators alone; softmax and layer_norm are compiled
-modules, every operation of their formulas rounded.
+By default the rows with a goal are measured, on one thread and on two; --all adds other orders, layouts, scans,
+scatters and accumulators. On one thread the time is the thread's own processor time, which other processes do not
+change; on more it is wall time. Sums and scatters are the operators alone; softmax and layer_norm are compiled modules
+with every operation of their formulas rounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def sums(x: Tensor, dims: list[int], order: str) -> Calls:
-    """torch.sum, and ours under each accumulator."""
+    """Return the calls of torch.sum, and of fxround's under each accumulator."""
     calls: Calls = {STOCK: lambda: x.sum(dims)}
     for name, accumulate in ACCUMULATORS.items():
         calls[name] = partial(OPS.sum, x, dims, False, order, accumulate, STORE, RNG, 0)
@@ -46,7 +46,7 @@ def sums(x: Tensor, dims: list[int], order: str) -> Calls:
 
 
 def scans(x: Tensor) -> Calls:
-    """torch.cumsum along the last dimension, and ours."""
+    """Return the calls of torch.cumsum along the last dimension, and of fxround's."""
     calls: Calls = {STOCK: lambda: x.cumsum(-1)}
     for name, accumulate in ACCUMULATORS.items():
         calls[name] = partial(OPS.cumsum, x, -1, accumulate, STORE, RNG, 0)
@@ -54,7 +54,7 @@ def scans(x: Tensor) -> Calls:
 
 
 def scatters(rows: int, count: int, width: int) -> Calls:
-    """index_put of ``count`` rows into ``rows``, as an embedding's gradient does."""
+    """Return the calls of index_put of ``count`` rows into ``rows``, as in an embedding's gradient."""
     x, source = torch.zeros(rows, width), torch.randn(count, width)
     index = torch.randint(0, rows, (count,), generator=torch.Generator().manual_seed(1))
     calls: Calls = {STOCK: lambda: torch.index_put(x, (index,), source, accumulate=True)}
@@ -64,7 +64,7 @@ def scatters(rows: int, count: int, width: int) -> Calls:
 
 
 def composites(module: torch.nn.Module, x: Tensor) -> Calls:
-    """A module as it is, and compiled under each policy."""
+    """Return the calls of a module as it is, and compiled under each policy."""
     calls: Calls = {STOCK: partial(module, x)}
     for name, policy in POLICIES.items():
         calls[name] = partial(fxround.compile(module, policy), x)
@@ -72,7 +72,7 @@ def composites(module: torch.nn.Module, x: Tensor) -> Calls:
 
 
 def goals() -> Iterator[tuple[str, str, Calls]]:
-    """Name, goal and calls of each row that has a goal."""
+    """Yield name, goal and calls of each row that has a goal."""
     square, wide = torch.randn(4096, 4096), torch.randn(4096, 1024)
     for where, dim in (("last", 1), ("first", 0)):
         yield f"sum 4096x4096, {where}, lanes:16", "1.2, 3", sums(square, [dim], "lanes:16")
@@ -82,7 +82,7 @@ def goals() -> Iterator[tuple[str, str, Calls]]:
 
 
 def others() -> Iterator[tuple[str, str, Calls]]:
-    """The rows without a goal."""
+    """Yield the rows without a goal."""
     square, long = torch.randn(4096, 4096), torch.randn(10**7)
     images = torch.randn(32, 64, 56, 56)
     layouts: dict[str, tuple[Tensor, list[int]]] = {
@@ -104,7 +104,7 @@ def others() -> Iterator[tuple[str, str, Calls]]:
 
 
 def processor_medians(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """``medians`` by the calling thread's processor time."""
+    """Return ``medians`` of the calling thread's processor time."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,20 +1,18 @@
-"""What a function's value is, independently of fxround: a fast filter, and MPFR where the filter cannot tell.
+"""The value of a function, computed independently of fxround: a fast filter, and MPFR where the filter cannot decide.
 
-What is true here. The numbers at which a rounding to binary32, or to a format within it, can change are binary32's
-values and the midpoints of neighbours: the multiples of half a quantum. They cut the line into open cells. All f(x) of
-a cell round alike, in every mode, so a ``representative`` of the cell may stand for f(x):
+The numbers at which a rounding to binary32, or to a format within it, can change are binary32's values and the
+midpoints of neighbours: the multiples of half a quantum. They divide the line into open cells. All f(x) of a cell round
+to the same value, in every mode, so that a ``representative`` of the cell can replace f(x).
 
-    filter   y = a binary64 value of NumPy's or PyTorch's, whose errors are a few ulps where they have been measured.
-             f(x) is taken to lie within WINDOW = 256 ulps of y, and strictly inside the bounds of ``Function.bounds``,
-             which are theorems (tanh x < x for x > 0). If that leaves one cell, y's cell is f(x)'s.
+    filter   y = a binary64 value of NumPy's or PyTorch's, with measured errors of a few ulps. f(x) is assumed to be
+             within WINDOW = 256 ulps of y, and strictly inside the bounds of ``Function.bounds``, which are theorems
+             (tanh x < x for x > 0). If that leaves one cell, y's cell is f(x)'s.
     MPFR     f(x) rounded to odd to 53 bits, for the rest: near-ties, exact values, poles, zeros.
 
-Why it is safe. MPFR rounds correctly (composites and erfinv: 2000 and 250 bits, see their functions). The caller sends
-to MPFR whatever disagrees with the filter too, so that a wrong filter could hide an error only by making the
-same one; filter and code under test share nothing.
-
-    before   assert abs(y - libm(x)) < 1e-6
-    after    round_to(representative, "binary32", mode) == y, as encodings
+MPFR rounds correctly (composites and erfinv: 2000 and 250 bits, see their functions). The caller also sends to MPFR
+every value that disagrees with the filter, so that a wrong filter can hide an error only by making the same one; filter
+and code under test share nothing. A test compares ``round_to(representative, "binary32", mode)`` with the result, as
+encodings.
 """
 
 from __future__ import annotations
@@ -52,13 +50,13 @@ _WIDE_BITS: Final = 2000
 
 
 def _odd(truncated: float, inexact: bool) -> float:
-    """A value rounded to zero, made odd where it is inexact."""
+    """Return a value that was rounded to zero, made odd if it is inexact."""
     code = np.float64(truncated).view(np.int64)
     return float((code | np.int64(1)).view(np.float64)) if inexact and np.isfinite(truncated) else truncated
 
 
 def _inverse_erf(x: Any) -> Any:
-    """Newton's iteration on erf, to 250 bits; from a binary64 value three steps are more than enough.
+    """Newton's iteration on erf, to 250 bits; from a binary64 value three steps are enough.
 
     |x| <= 1 - 2^-24 keeps erf'(y) = 2/sqrt(pi) exp(-y^2) above 2^-23, so that y is good to 2^-220.
     """
@@ -71,7 +69,7 @@ def _inverse_erf(x: Any) -> Any:
 
 
 def _clamped(x: Any) -> Any:
-    """|x| <= 1000: beyond, exp(-|x|) < 2^-1442 only tells on which side of a boundary f(x) lies."""
+    """Limit |x| to 1000; beyond, exp(-|x|) < 2^-1442 only decides on which side of a boundary f(x) is."""
     return min(max(x, gmpy2.mpfr(-1000)), gmpy2.mpfr(1000))
 
 
@@ -95,7 +93,7 @@ def _lgamma(x: Any) -> Any:
 
 
 def _digamma(x: Any) -> Any:
-    """PyTorch's poles: -inf at +0, +inf at -0, NaN at the negative integers."""
+    """digamma with PyTorch's poles: -inf at +0, +inf at -0, NaN at the negative integers."""
     if x == 0:
         return gmpy2.mpfr("inf" if gmpy2.is_signed(x) else "-inf")
     return gmpy2.digamma(x)
@@ -108,7 +106,7 @@ INF: Final = np.inf
 
 
 def _split(negative: tuple[Any, Any], positive: tuple[Any, Any]) -> Bounds:
-    """Strict bounds (below, above) f for x < 0 and for x > 0; a bound is a number or a function of x."""
+    """Return strict bounds (below, above) of f for x < 0 and for x > 0; a bound is a number or a function of x."""
 
     def bounds(x: F64) -> tuple[F64, F64]:
         def side(index: int) -> F64:
@@ -122,7 +120,7 @@ def _split(negative: tuple[Any, Any], positive: tuple[Any, Any]) -> Bounds:
 
 
 def _odd_function(below: Any, above: Any) -> Bounds:
-    """The bounds of an odd function from those of x > 0, given as functions of |x| or numbers."""
+    """Return the bounds of an odd function from those of x > 0, given as functions of |x| or numbers."""
 
     def at(v: Any, x: F64) -> F64:
         return np.asarray(v(np.abs(x)) if callable(v) else np.full_like(x, v))
@@ -165,20 +163,22 @@ def _below_pole(x: F64) -> F64:
 
 
 def _tangent(x: F64) -> F64:
-    """1/2 + x/4, next to the inflection of the sigmoid, rounded away from 1/2 where it is inexact."""
+    """Return 1/2 + x/4, the tangent at the inflection of the sigmoid, rounded away from 1/2 if it is inexact."""
     y = 0.5 + x / 4
     return np.where((y - 0.5) * 4 == x, y, np.nextafter(y, np.where(x < 0, -INF, INF)))
 
 
 @dataclass(frozen=True)
 class Function:
-    """f as MPFR has it, as the filter has it, and strict bounds on it for finite x != 0.
+    """f by MPFR, f by the filter, and strict bounds on f for finite x != 0.
 
-    ``compute``: one correctly rounded function of MPFR, or, where there is ``known``, several operations, good to 200
-    bits at least in a context of 2000; ``known`` gives f(x) where that is exact, else None.
-    ``slack``: what the filter may be off absolutely besides WINDOW ulps, where its value comes from a cancellation.
-    ``parity``: -1 for an odd function, 1 for an even one. ``monotone``: on the positive and on the negative numbers of
-    its domain, which is an interval; NaN outside. ``infinite``: where f is +inf.
+    compute     one correctly rounded function of MPFR; if there is ``known``, several operations, good to at least 200
+                bits in a context of 2000
+    known       x to f(x) where that is exact, else None
+    slack       the absolute error that the filter may have beyond WINDOW ulps, for a value from a cancellation
+    parity      -1 for an odd function, 1 for an even one
+    monotone    on the positive and on the negative numbers of its domain, which is an interval; NaN outside
+    infinite    where f is +inf
     """
 
     compute: Callable[[Any], Any]
@@ -191,7 +191,7 @@ class Function:
     infinite: Callable[[F64], Bool] | None = None
 
     def exact(self, x: float) -> float:
-        """f(x) rounded to odd to binary64: itself, if it is a binary64 number."""
+        """Return f(x) rounded to odd to binary64: f(x) itself if it is a binary64 number."""
         if self.known is not None:
             found = self.known(x)
             if found is not None:
@@ -202,7 +202,7 @@ class Function:
             return _odd(value, context.inexact)
 
     def wide(self, x: float, precision: int = _WIDE_BITS) -> Any:
-        """f(x) in MPFR's own range."""
+        """Return f(x) in MPFR's own range."""
         with gmpy2.context(precision=precision):
             return self.compute(gmpy2.mpfr(x))
 
@@ -275,7 +275,7 @@ FUNCTIONS: Final = MappingProxyType(
 
 
 def cells(low: F64, high: F64) -> tuple[I64, I64]:
-    """floor of ``low`` and ceiling of ``high`` in half quanta of binary32; they agree for one number on a boundary."""
+    """Return the floor of ``low`` and the ceiling of ``high`` in half quanta of binary32; equal on a boundary."""
     return _floor(low), -_floor(-high)
 
 
@@ -292,7 +292,7 @@ def _floor(v: F64) -> I64:
 
 
 def inside(cell: I64) -> F64:
-    """A number strictly inside an open cell: its middle; 2^128 for the last one."""
+    """Return a number strictly inside an open cell: its middle; 2^128 for the last one."""
     negative = cell < 0
     k = np.where(negative, -cell - 1, cell)
     code = _LEAST_NORMAL + ((k - (1 << 24)) << 28) + (1 << 27)
@@ -302,7 +302,7 @@ def inside(cell: I64) -> F64:
 
 
 def shifted(y: F64, ulps: int) -> F64:
-    """y moved by so many ulps: ordinals below zero are negative."""
+    """Return y moved by a number of ulps; ordinals below zero are negative."""
     code = y.view(np.int64)
     ordinal = np.where(code < 0, -(code & MAGNITUDE), code) + ulps
     ordinal = np.clip(ordinal, -(0x7FF << 52), 0x7FF << 52)
@@ -311,14 +311,14 @@ def shifted(y: F64, ulps: int) -> F64:
 
 @dataclass(frozen=True)
 class Settled:
-    """Representatives of f(x), x by x (an exact f(x) is its own), and which of them MPFR had to give."""
+    """Representatives of f(x) for every x (an exact f(x) is its own), and which of them MPFR computed."""
 
     value: F64
     by_mpfr: Bool
 
 
 def settle(name: str, x: F64) -> Settled:
-    """A representative of f(x) for every binary32 value x, held in binary64; NaN where f has no value."""
+    """Return a representative of f(x) for every binary32 value x, stored in binary64; NaN where f has no value."""
     function = FUNCTIONS[name]
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -344,7 +344,7 @@ def settle(name: str, x: F64) -> Settled:
 
 
 def round_to(value: F64, fmt: Format, mode: str) -> F64:
-    """The values rounded to a format within binary32: the multiple of the quantum that the mode names."""
+    """Round values to a format within binary32: to the multiple of the quantum that the mode selects."""
     finite = np.isfinite(value)
     v = np.where(finite, value, 0.0)
     exponent = np.maximum(np.frexp(v)[1] - 1, fmt.emin)
@@ -359,13 +359,13 @@ def round_to(value: F64, fmt: Format, mode: str) -> F64:
 
 
 def same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Bool:
-    """Equality of encodings; one NaN is as good as another."""
+    """Whether encodings are equal; all NaNs are equal."""
     bits_a, bits_b = (np.ascontiguousarray(v).view(f"i{v.dtype.itemsize}") for v in (a, b))
     return np.asarray((bits_a == bits_b) | (np.isnan(a) & np.isnan(b)))
 
 
 def distance(name: str, x: float) -> float | None:
-    """How far f(x) is from the nearest boundary, in half quanta of binary32; None on it, or beyond the range."""
+    """Return the distance of f(x) from the nearest boundary in half quanta; None on it or beyond the range."""
     function = FUNCTIONS[name]
     rounded = np.array([function.exact(x)])
     low, high = (int(c[0]) for c in cells(rounded, rounded))
@@ -373,7 +373,7 @@ def distance(name: str, x: float) -> float | None:
 
 
 def part_of_cell(function: Function, x: float, cell: int) -> float | None:
-    """How far f(x), in this open cell, is from the nearer end, in half quanta; None in a cell without an end."""
+    """Return the distance of f(x) in this open cell from its nearer end in half quanta; None without an end."""
     if not -TOP_CELL <= cell < TOP_CELL:
         return None
     with gmpy2.context(precision=200):
@@ -383,7 +383,7 @@ def part_of_cell(function: Function, x: float, cell: int) -> float | None:
 
 
 def _boundary(index: int) -> float:
-    """The multiple of half a quantum with this number."""
+    """Return the multiple of half a quantum with this number."""
     k = abs(index)
     normal = float(np.int64(_LEAST_NORMAL + ((k - (1 << 24)) << 28)).view(np.float64))
     size = normal if k > 1 << 24 else k / HALF_QUANTA

@@ -1,4 +1,4 @@
-"""Whether training ends in the same bits: two experiments, two policies, and everything that should not matter.
+"""Check that training ends in the same bits: two experiments, two policies, and all variations that must not matter.
 
 python -m benchmarks.reproducibility               # the table in docs/reproducibility.md, every variation checked
 python -m benchmarks.reproducibility --matrix      # which operators of stock PyTorch and of fxround keep their bits
@@ -31,7 +31,7 @@ SHOWN = 16
 
 
 def run(name: str, policy: str, steps: int, *, threads: int = 1, isa: str = "host", **more: Any) -> dict[str, Any]:
-    """An experiment's hashes with so many threads, as the code of an instruction set."""
+    """Return an experiment's hashes with a number of threads and the code of an instruction set."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -42,7 +42,7 @@ def run(name: str, policy: str, steps: int, *, threads: int = 1, isa: str = "hos
 
 
 def elsewhere(name: str, policy: str, steps: int, begin: int = 0, checkpoint: Path | None = None) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Return the same from another process."""
     command = [sys.executable, "-m", "benchmarks.reproducibility", "--run", name, "--policy", policy]
     command += ["--steps", str(steps), "--begin", str(begin)]
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
@@ -54,7 +54,7 @@ def elsewhere(name: str, policy: str, steps: int, begin: int = 0, checkpoint: Pa
 
 
 def resumed(name: str, policy: str, steps: int) -> dict[str, Any]:
-    """Half of the steps in one process, the rest in another that reads its checkpoint."""
+    """Run half of the steps in one process, and the rest in another that reads its checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "checkpoint.pt")
         elsewhere(name, policy, steps // 2, checkpoint=checkpoint)
@@ -62,7 +62,7 @@ def resumed(name: str, policy: str, steps: int) -> dict[str, Any]:
 
 
 def variations(name: str, policy: str, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every way to run an experiment that should not change a bit, and what it gave."""
+    """Yield every way to run an experiment that must not change a bit, and its result."""
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "1 thread": lambda: run(name, policy, steps),
         "2 threads": lambda: run(name, policy, steps, threads=2),
@@ -77,7 +77,7 @@ def variations(name: str, policy: str, steps: int) -> Iterator[tuple[str, dict[s
 
 
 def rows(steps: int) -> Iterator[tuple[str, ...]]:
-    """A row an experiment and policy; raises AssertionError where a variation has other bits."""
+    """Yield a row per experiment and policy. Raises AssertionError if a variation has other bits."""
     for name in EXPERIMENTS:
         for policy in POLICIES:
             (_, first), *others = variations(name, policy, steps)
@@ -88,19 +88,19 @@ def rows(steps: int) -> Iterator[tuple[str, ...]]:
 
 
 def row(name: str, policy: str, found: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table: the first 16 digits of each hash, and the share of right answers."""
+    """Return a row of the table: the first 16 digits of each hash, and the share of right answers."""
     digits = (f"`{found[what].removeprefix('sha256:')[:SHOWN]}`" for what in HASHES)
     return (name, policy, *digits, f"{found['right']:.1%}")
 
 
 def columns(steps: int) -> tuple[str, ...]:
-    """What a row holds."""
+    """Return the columns of a row."""
     ends = (f"weights after {EARLY} steps", f"after {steps}", f"logits after {steps}")
     return ("experiment", "policy", "initial weights", *ends, "right")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what was asked for."""
+    """Print the table, the matrix or one run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reproducibility")
     parser.add_argument("--matrix", action="store_true", help="operators by axes, instead of training")
     parser.add_argument("--run", choices=EXPERIMENTS, help="one experiment, as JSON")

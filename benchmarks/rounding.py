@@ -1,9 +1,9 @@
-"""How fast ``fxround.round`` is, one thread, beside memory's speed, torch's own dtypes and the peers.
+"""Speed of ``fxround.round`` on one thread, compared with memory, torch's own dtypes and the peers.
 
-python -m benchmarks.rounding [--peers PYTHON]
+    python -m benchmarks.rounding [--peers PYTHON]
 
-PYTHON: an interpreter of another environment where qtorch, pychop, ml_dtypes or gfloat are installed beside torch;
-without it, those of this environment are measured. Rates are 10^9 elements a second, medians.
+PYTHON: an interpreter of another environment in which qtorch, pychop, ml_dtypes or gfloat are installed with torch;
+without it, those of this environment are measured. Rates are 10^9 elements per second, medians.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Call = Callable[[], object]
 
 
 def stock(x: torch.Tensor, out: torch.Tensor) -> dict[str, Call]:
-    """PyTorch alone: a copy, round trips through its dtypes into used memory, and random numbers."""
+    """Return PyTorch's calls: a copy, round trips through its dtypes into used memory, and random numbers."""
     calls: dict[str, Call] = {COPY: lambda: out.copy_(x)}
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn):
         between = torch.empty(x.shape, dtype=dtype)
@@ -54,7 +54,7 @@ def _through(x: torch.Tensor, between: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def ours(x: torch.Tensor, out: torch.Tensor) -> dict[str, Call]:
-    """fxround.round into used memory; one row into new memory; one on binary64."""
+    """Return the calls of fxround.round into used memory, one of them into new memory, and one on binary64."""
     calls: dict[str, Call] = {f"{r}, out=": partial(fxround.round, x, r, seed=1, out=out) for r in ROUNDINGS}
     calls["e4m3fn/nearest_even, new memory"] = lambda: fxround.round(x, "e4m3fn")
     wide, wide_out = x.double(), torch.empty(x.shape, dtype=torch.float64)
@@ -64,7 +64,7 @@ def ours(x: torch.Tensor, out: torch.Tensor) -> dict[str, Call]:
 
 
 def rates(seconds: dict[int, dict[str, float]]) -> list[list[str]]:
-    """Rows: name, and for each size the rate and its ratio to copy's."""
+    """Return rows: name, and for each size the rate and its ratio to copy's."""
     names = dict.fromkeys(name for column in seconds.values() for name in column)
     rows = []
     for name in names:
@@ -77,7 +77,7 @@ def rates(seconds: dict[int, dict[str, float]]) -> list[list[str]]:
 
 
 def measure_peers(python: str | None) -> dict[int, dict[str, float]]:
-    """Seconds by size and name, from this process or from the peers' own interpreter."""
+    """Return seconds by size and name, from this process or from the peers' own interpreter."""
     if python is None:
         return {size: medians(peers.calls(peers.numbers(size))) for size in SIZES}
     command = [python, "-m", "benchmarks.peers", *map(str, SIZES)]
@@ -89,7 +89,7 @@ def measure_peers(python: str | None) -> dict[int, dict[str, float]]:
 
 
 def threads() -> list[list[str]]:
-    """Rates at 1e7 with one thread and with two."""
+    """Return rates at 1e7 elements with one thread and with two."""
     x = peers.numbers(TEN_MILLION)
     out = torch.empty_like(x)
     rows = {r: [f"{r}, out="] for r in ("e4m3fn/nearest_even", "bfloat16/nearest_even", "e4m3fn/stochastic")}

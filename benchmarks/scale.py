@@ -1,12 +1,12 @@
-"""What one perturbed sample costs in time and memory, from a million parameters to hundreds of millions.
+"""Cost of one perturbed sample in time and memory, from a million parameters to hundreds of millions.
 
-python -m benchmarks.scale [--models mnist unet wavlm roberta] [--threads N] [--repeats N]
+    python -m benchmarks.scale [--models mnist unet wavlm roberta] [--threads N] [--repeats N]
 
-Weights are random: time and memory do not depend on them. A model is run under stock PyTorch, then once compiled under
-each policy; times are the least of the repeats, of calls that are interleaved, the first (which captures and compiles)
-apart. On one thread they are the process's processor time, so that a busy machine does not count; on more, the wall's.
+Weights are random, because time and memory do not depend on them. A model runs under stock PyTorch, then compiled under
+each policy; times are the least of the repeats of interleaved calls, without the first one, which captures and
+compiles. On one thread they are the process's processor time, which other processes do not change; on more, wall time.
 Memory is the process's greatest resident size during calls of that kind, parameters and compiled code included; the
-stock model's is that of its first call, before anything else ran, and UD's holds what SR left behind.
+stock model's is that of its first call, before anything else ran, and UD's includes the memory that SR keeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICIES = {"SR": "stochastic", "UD": "up_down"}
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its arguments, and what Fuzzy PyTorch published for the one it stands for (SR, UD; Verrou)."""
+    """A model, its arguments, and Fuzzy PyTorch's published figures for the model it represents (SR, UD; Verrou)."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -53,7 +53,7 @@ class MnistCNN(nn.Module):
 
 
 class Competitive(nn.Module):
-    """FastSurfer's competitive dense block: 5x5 convolutions whose results meet by their maximum."""
+    """FastSurfer's competitive dense block: 5x5 convolutions whose results are joined by their maximum."""
 
     def __init__(self, channels: int, filters: int) -> None:
         super().__init__()
@@ -70,8 +70,10 @@ class Competitive(nn.Module):
 
 
 class SegmentationUNet(nn.Module):
-    """Four levels of competitive blocks of 64 filters, seven slices in, 79 classes out, as FastSurfer's network (which
-    unpools by indices where this one repeats pixels)."""
+    """Four levels of competitive blocks of 64 filters, seven slices in, 79 classes out, as in FastSurfer's network.
+
+    FastSurfer unpools by indices; this network repeats pixels.
+    """
 
     def __init__(self, filters: int = 64, levels: int = 4) -> None:
         super().__init__()
@@ -137,12 +139,12 @@ WORKS = {
 
 
 def forget_peak() -> None:
-    """Begin a new greatest resident size (Linux)."""
+    """Reset the greatest resident size (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_megabytes() -> float:
-    """The greatest resident size since ``forget_peak``."""
+    """Return the greatest resident size since ``forget_peak``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
@@ -171,7 +173,7 @@ class Cost:
 
 
 def costs(work: Work, repeats: int) -> tuple[int, dict[str, Cost]]:
-    """Parameters, and the cost of the stock model and of each policy."""
+    """Return the number of parameters, and the cost of the stock model and of each policy."""
     torch.manual_seed(0)
     model, inputs = work.build().eval(), work.inputs()
     calls: dict[str, Callable[[], object]] = {"stock": lambda: model(*inputs)}
@@ -188,7 +190,7 @@ def costs(work: Work, repeats: int) -> tuple[int, dict[str, Cost]]:
 
 
 def rows(names: list[str], repeats: int) -> Iterator[list[str]]:
-    """A row a model."""
+    """Yield one row per model."""
     for name in names:
         work = WORKS[name]
         load = os.getloadavg()[0]
@@ -202,7 +204,7 @@ def rows(names: list[str], repeats: int) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Print the table, a line as soon as it is known."""
+    """Print the table, each row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--threads", type=int, default=1)

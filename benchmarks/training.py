@@ -1,12 +1,12 @@
-"""What a training step costs: forward, backward and SGD, beside stock PyTorch's, in time, memory and compile time.
+"""Cost of a training step: forward, backward and SGD, compared with stock PyTorch in time, memory and compile time.
 
     python -m benchmarks.training                               # the tables of docs/performance.md, "Training steps"
     python -m benchmarks.training --models mnist --threads 2    # some of them
 
 Stock PyTorch is the eager model, loss, backward and ``torch.optim.SGD`` with its defaults. A policy's step is the
-model compiled together with its loss, and a compiled SGD of the same policy. Steps of all are interleaved, medians
-taken: on one thread of the thread's own processor time, on more of the clock's, which counts what else runs.
-Memory and compile time are those of a process of its own; the peak is the greatest resident size of the whole process,
+model compiled together with its loss, and a compiled SGD of the same policy. Steps of all are interleaved and medians
+are taken: on one thread of the thread's own processor time, on more of wall time, which includes other processes.
+Memory and compile time are those of a separate process; the peak is the greatest resident size of the whole process,
 PyTorch and compiled code included, while it takes steps after the first three.
 """
 
@@ -45,7 +45,7 @@ FP8 = Policy(
         Rule(role="gradient", direction="backward", rounding="e5m2/nearest_even", accumulate="native"),
     ),
 )
-# Policies, and how many times stock PyTorch's time a step should take.
+# Policies, and the goal for a step's time as a multiple of stock PyTorch's.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "reproducible": (Policy.preset("reproducible"), "2"),
     "stochastic": (Policy.preset("stochastic"), "7"),
@@ -62,7 +62,7 @@ class Images(nn.Module):
         self.model = MnistCNN()
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """[n, 1, 28, 28] and classes [n] to a number."""
+        """Map [n, 1, 28, 28] and classes [n] to a scalar."""
         return F.nll_loss(self.model(x), target)
 
 
@@ -78,7 +78,7 @@ class Language(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Bytes and the bytes behind them, both int64 [n, length], to a number."""
+        """Map bytes and their next bytes, both int64 [n, length], to a scalar."""
         y = self.layers(self.bytes(x) + self.places.weight, mask=self.mask)
         return F.cross_entropy(self.logits(self.norm(y)).flatten(0, 1), target.flatten())
 
@@ -105,7 +105,7 @@ WORKS = {
 
 
 class Training:
-    """A model in training: ``step()`` takes one step on a batch of its own."""
+    """A model in training: ``step()`` takes one step on its own batch."""
 
     def __init__(self, work: Work, how: str) -> None:
         torch.manual_seed(0)
@@ -119,14 +119,14 @@ class Training:
         self.inputs = work.inputs(work.batch)
 
     def step(self) -> None:
-        """Forward, backward, and the optimizer's step."""
+        """Run forward, backward, and the optimizer's step."""
         self.optimizer.zero_grad()
         self.module(*self.inputs).backward()
         self.optimizer.step()
 
 
 def _ratios(work: Work, threads: int) -> list[str]:
-    """Stock PyTorch's milliseconds a step, and each policy's as a multiple."""
+    """Return stock PyTorch's milliseconds per step, and each policy's as a multiple."""
     torch.set_num_threads(threads)
     load = os.getloadavg()[0]
     steps = {how: Training(work, how).step for how in (STOCK, *POLICIES)}
@@ -136,7 +136,7 @@ def _ratios(work: Work, threads: int) -> list[str]:
 
 
 def measure(name: str, how: str, threads: int) -> dict[str, float]:
-    """Of this process: seconds of the first step beyond a later one, megabytes at most; what a short batch compiles."""
+    """Measure this process: seconds of the first step beyond a later one, peak megabytes, kernels for a short batch."""
     torch.set_num_threads(threads)
     work = WORKS[name]
     times = [time.process_time()]
@@ -166,7 +166,7 @@ def _in_a_process(name: str, how: str, threads: int, place: str) -> dict[str, fl
 
 
 def _costs(name: str, threads: int) -> Iterator[list[str]]:
-    """A row a policy: peak memory, compile time, and what a short last batch compiles."""
+    """Yield one row per policy: peak memory, compile time, and the kernels that a short last batch compiles."""
     with tempfile.TemporaryDirectory() as place:
         stock = _in_a_process(name, STOCK, threads, place)["peak"]
     for policy in POLICIES:

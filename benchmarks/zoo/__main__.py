@@ -1,10 +1,10 @@
-"""Walk the model zoos that are installed, or write the page from what a walk found.
+"""Walk the installed model zoos, or write the page from the records of a walk.
 
-python -m benchmarks.zoo [--zoos timm ...] [--only TEXT] [--results FILE] [--page]
+    python -m benchmarks.zoo [--zoos timm ...] [--only TEXT] [--results FILE] [--page]
 
-The walk appends to FILE and may be interrupted: started again, it goes on with the next model. ``--again`` runs those
-that misfit or match --only anew; ``--page`` writes docs/zoo.md and docs/zoo.json from FILE. One thread; about twenty
-seconds of processor time a model.
+The walk appends to FILE and may be interrupted: when started again, it continues with the next model. ``--again`` runs
+the models that misfit or match --only anew; ``--page`` writes docs/zoo.md and docs/zoo.json from FILE. It uses one
+thread, and about twenty seconds of processor time per model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.zoo.walk import Limits, read, walk, warm
 
 
 def main() -> None:
-    """What the arguments ask for."""
+    """Run what the arguments request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zoos", nargs="+", choices=ZOOS, default=list(ZOOS))
     parser.add_argument("--only", default="", help="part of a model's name")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def forget(results: Path, names: set[str]) -> None:
-    """Take the records of these names out of the file."""
+    """Remove the records of these names from the file."""
     kept = [text for text in results.read_text().splitlines() if not any(f'"name": "{name}"' in text for name in names)]
     results.write_text("".join(f"{text}\n" for text in kept))
 

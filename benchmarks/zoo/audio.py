@@ -1,4 +1,4 @@
-"""torchaudio's models, small."""
+"""The models of torchaudio, made small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.zoo.subjects import Example, Subject
 
 
 def models() -> Any:
-    """``torchaudio.models``."""
+    """Return ``torchaudio.models``."""
     import torchaudio
 
     return torchaudio.models
@@ -105,6 +105,6 @@ MAKERS: dict[str, Callable[[], Example]] = {
 
 
 def subjects() -> Iterator[Subject]:
-    """One of each."""
+    """Yield one subject per architecture."""
     for name, make in MAKERS.items():
         yield Subject("torchaudio", name, make)

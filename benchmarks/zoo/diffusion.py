@@ -1,4 +1,4 @@
-"""diffusers: denoisers, transformers and autoencoders with the configurations of their own tests, made small."""
+"""The denoisers, transformers and autoencoders of diffusers, with the configurations of its own tests, made small."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _places(count: int) -> Callable[[], torch.Tensor]:
 
 LATENT, TOKENS = _normal(4, 16, 16), _normal(TEXT, 16)
 STEPPED: Options = {"sample": LATENT, "timestep": _steps, "encoder_hidden_states": TOKENS}
-# The class, its configuration, and what makes each of its arguments.
+# The class, its configuration, and the functions that make its arguments.
 MODELS: tuple[tuple[str, Options, Options], ...] = (
     ("UNet2DModel", {**BLOCKS, "sample_size": 16, "in_channels": 4, "out_channels": 4, "attention_head_dim": 8,
       "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")},
@@ -118,6 +118,6 @@ def _built(name: str, config: Options, inputs: Options) -> Callable[[], Example]
 
 
 def subjects() -> Iterator[Subject]:
-    """One of each."""
+    """Yield one subject per architecture."""
     for name, config, inputs in MODELS:
         yield Subject("diffusers", name, _built(name, config, inputs))

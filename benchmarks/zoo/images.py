@@ -1,4 +1,4 @@
-"""timm: of every file of models the smallest member, on small images."""
+"""The models of timm: the smallest member of every file of models, on small images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.zoo.subjects import Example, Subject, Unbuildable
 from benchmarks.zoo.subjects import images as pictures
 
-# Smaller images and fewer layers are tried first; a model that takes none but its own gets those.
+# Smaller images and fewer layers are tried first; a model that accepts only its own sizes gets those.
 SIZES = (64, 96, 128, 224)
 FEWER: tuple[dict[str, Any], ...] = ({"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {})
 
@@ -28,7 +28,7 @@ def _built(name: str) -> Callable[[], Example]:
                     model = timm.create_model(name, num_classes=10, **options).eval()
                     with torch.no_grad():
                         model(pictures(size))
-                except Exception as e:  # whatever the model says of a size that it does not take
+                except Exception as e:  # a model may raise anything for a size that it does not accept
                     first = first or e
                     continue
                 return Example(model, (pictures(size),))
@@ -39,7 +39,7 @@ def _built(name: str) -> Callable[[], Example]:
 
 @cache
 def members() -> dict[str, list[str]]:
-    """The models of timm by the file that defines them."""
+    """Return the models of timm by the file that defines them."""
     import timm
     from timm.models import _registry
 
@@ -54,7 +54,7 @@ SMALL = _WORDS.split()
 
 
 def smallest(names: list[str]) -> str:
-    """The one whose name says that it is the smallest: timm gives many files a tiny member for tests."""
+    """Return the member whose name says that it is the smallest; many files of timm have a tiny member for tests."""
 
     def size(name: str) -> tuple[int, list[int], int, str]:
         word = next((i for i, word in enumerate(SMALL) if word in name), len(SMALL))
@@ -64,7 +64,7 @@ def smallest(names: list[str]) -> str:
 
 
 def subjects() -> Iterator[Subject]:
-    """One of every file of models."""
+    """Yield one subject per file of models."""
     for _, names in sorted(members().items()):
         name = smallest(names)
         yield Subject("timm", name, _built(name))

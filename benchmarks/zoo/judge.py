@@ -1,9 +1,10 @@
-"""One model, asked everything: is it captured, what is left unrounded, how far is it from binary64, do its bits hold.
+"""Judge one model: whether it is captured, what is left unrounded, its distance from binary64, and whether its bits
+hold.
 
-The model is captured twice, without and with gradients, and lowered from there by every policy; all but one of them run
-node by node, and fusing is asked once whether it changes a bit. A call's error is the
-distance of its results from those of the same model in float64 under stock PyTorch, relative to their norm; the error
-of stock float32 stands beside it. A misfit is a sentence that says which promise was not kept.
+The model is captured twice, without and with gradients, and lowered from there by every policy. All policies but one
+run node by node; the other checks that fusing changes no bit. The error of a call is the distance of its results from
+those of the same model in float64 under stock PyTorch, relative to their norm; it is compared with the error of stock
+float32. A misfit is a sentence that states which promise was not kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fxround.errors import FxroundError
 POLICIES: Final[Mapping[str, float]] = {
     "identity": 1.0, "reproducible": 1.0, "stochastic": 2.0, "up_down": 2.0, "bfloat16": 2.0**16
 }  # fmt: skip
-# An error may be this multiple of stock float32's: another order of the same operations. It is never asked to be
+# An error may be this multiple of stock float32's, because the operations have another order. It need not be
 # below FLOOR times the unit roundoff, and errors that exceed ALL say nothing.
 SLACK: Final = 16.0
 FLOOR: Final = 64 * 2.0**-24
@@ -44,7 +45,7 @@ Report = Callable[[Record], None]
 
 
 class Interloper(nn.Module):
-    """Another model, run between two calls: its buffers come from the same pool as theirs."""
+    """Another model that runs between two calls: its buffers come from the same pool as theirs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def interrupt() -> None:
 
 
 class Binary64(TorchFunctionMode):
-    """Stock PyTorch with every float32 that a model asks for replaced by float64."""
+    """Stock PyTorch with every float32 that a model requests replaced by float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -83,19 +84,19 @@ def _is_dtype(x: Any) -> bool:
 
 
 def floats(result: Any) -> list[Tensor]:
-    """The floating-point tensors of a result, in order."""
+    """Return the floating-point tensors of a result, in order."""
     leaves = pytree.tree_leaves(result)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest relative distance of a tensor from its yardstick, over its finite elements; inf for other shapes."""
+    """Return the largest relative distance of a tensor from its yardstick (finite elements); inf for other shapes."""
     if [t.shape for t in found] != [t.shape for t in exact]:
         return math.inf
     worst = 0.0
     for a, b in zip(found, exact, strict=True):
         a, b = a.detach().double(), b.detach().double()
-        # Masks hold the least number of their format: it is no result of an operation.
+        # Masks contain the least number of their format, which is no result of an operation.
         kept = b.isfinite() & (b.abs() < 1e30)
         if bool((a.isfinite() & (a.abs() < 1e30) != kept).any()):
             return math.inf
@@ -106,7 +107,7 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal bits, NaN for NaN."""
+    """Whether bits are equal; NaNs are equal."""
     x, y = floats(a), floats(b)
     return len(x) == len(y) and all(
         s.shape == t.shape and bool(((s == t) | (s.isnan() & t.isnan())).all()) for s, t in zip(x, y, strict=True)
@@ -114,7 +115,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def rows(value: Any, batch: int, row: int) -> Any:
-    """Row ``row`` alone, of every tensor whose dimension 0 is the batch."""
+    """Return row ``row`` of every tensor whose dimension 0 is the batch."""
 
     def of(x: Any) -> Any:
         return x[row : row + 1] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x
@@ -123,7 +124,7 @@ def rows(value: Any, batch: int, row: int) -> Any:
 
 
 def yardstick(example: Example, call: Callable[[nn.Module, Any, Any], Any]) -> Any:
-    """``call(model, args, kwargs)`` of a copy in float64, in which no float32 is left."""
+    """Return ``call(model, args, kwargs)`` of a copy in float64, in which no float32 is left."""
 
     def wide(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -140,14 +141,14 @@ def yardstick(example: Example, call: Callable[[nn.Module, Any, Any], Any]) -> A
 
 
 def plain(model: Any, args: Any, kwargs: Any) -> Any:
-    """A call without gradients, PyTorch's own generator seeded."""
+    """Call the model without gradients, with PyTorch's own generator seeded."""
     torch.manual_seed(SEED)
     with torch.no_grad():
         return model(*args, **kwargs)
 
 
 def gradients(model: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The gradients of the parameters, of the mean square of every result."""
+    """Return the gradients of the parameters, of the mean square of every result."""
     torch.manual_seed(SEED)
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
@@ -163,9 +164,9 @@ def gradients(model: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 @dataclasses.dataclass
 class Judge:
-    """The questions about one subject, in order; ``record`` grows as they are answered, ``report`` is told of it.
+    """The checks of one subject, in order; ``record`` grows with each result, and ``report`` is called with it.
 
-    gradient, unfused: whether to ask for gradients, and whether fusing changes a bit.
+    gradient, unfused: whether to check gradients, and whether fusing changes a bit.
     """
 
     subject: Subject
@@ -178,7 +179,7 @@ class Judge:
         self.record: Record = {"name": self.subject.title, "outcome": "running", "stage": "build", "misfits": []}
 
     def run(self) -> Record:
-        """The record. What fxround raises is in it; a fault of the zoo is ``Unbuildable``'s sentence."""
+        """Return the record. Errors of fxround are in it; a fault of the zoo is ``Unbuildable``'s sentence."""
         began = time.process_time()
         try:
             self._ask()
@@ -187,7 +188,7 @@ class Judge:
             self.record |= {"outcome": "unbuildable", "reason": brief(e)}
         except FxroundError as e:
             self.record |= {"outcome": "refused", "reason": f"{type(e).__name__}: {brief(e)}"}
-        except Exception as e:  # whatever else fxround lets through is a finding
+        except Exception as e:  # any other exception that passes through fxround is a finding
             self._foreign(e)
             self.record |= {"outcome": "failed", "reason": f"{type(e).__name__}: {brief(e)}"}
         self.record["seconds"] = round(time.process_time() - began, 1)
@@ -231,7 +232,7 @@ class Judge:
                 self._gradient(fixed, example)
 
     def _built(self) -> tuple[Example, Any, list[Tensor]]:
-        """The example, the stock result and the yardstick."""
+        """Return the example, the stock result and the yardstick."""
         try:
             example = self.subject.build()
             stock = plain(example.model, example.args, example.kwargs)
@@ -254,10 +255,10 @@ class Judge:
         return example, stock, exact
 
     def _yardstick(self, example: Example, stock: Any) -> list[Tensor]:
-        """The results in float64; stock float32's own where the model runs in no other dtype."""
+        """Return the results in float64; stock float32's own if the model runs in no other dtype."""
         try:
             return [t.clone() for t in floats(yardstick(example, plain))]
-        except Exception as e:  # whatever a kernel that knows no float64 raises
+        except Exception as e:  # a kernel without float64 may raise anything
             self.record["no_yardstick"] = f"{type(e).__name__}: {brief(e)}"
             return [t.clone() for t in floats(stock)]
 
@@ -281,7 +282,7 @@ class Judge:
         return found
 
     def _fused(self, fused: Any, single: Any, example: Example) -> None:
-        """Fusing, memory that is used again and chains over rows change no bit."""
+        """Check that fusing, reuse of memory and chains over rows change no bit."""
         self._stage("fused")
         first = [t.clone() for t in floats(plain(fused, example.args, example.kwargs))]
         self.record["fused"] = same(first, floats(plain(single, example.args, example.kwargs)))
@@ -289,7 +290,7 @@ class Judge:
             self._misfit("reproducible: fused and node by node differ")
 
     def _row(self, module: Any, example: Example) -> None:
-        """Row by row: None where the model's own rows depend on one another, a sentence where a row is refused."""
+        """Check rows alone: None if the model's rows depend on one another, a sentence if a row is refused."""
         self._stage("row")
         self.record["row"] = None
         if not example.batch or self.record["draws"]:
@@ -347,13 +348,13 @@ class Judge:
             self._misfit("gradient: not finite")
         allowed = bound("reproducible", found["stock_error"])
         if not found["error"] <= allowed and not self.record["draws"]:
-            # One ReLU whose operand is zero but for the last bit decides otherwise: on other inputs it does not.
+            # A ReLU whose operand is zero up to its last bit may decide differently; on other inputs it does not.
             found["elsewhere"] = self._elsewhere(module, example)
             if not found["elsewhere"] <= allowed:
                 self._misfit(f"gradient: error {found['error']:.2g} against binary64, {allowed:.2g} allowed")
 
     def _elsewhere(self, module: Any, example: Example) -> float:
-        """The gradients' error where the inputs of floating point are a hundredth larger."""
+        """Return the gradients' error for floating-point inputs that are one percent larger."""
 
         def larger(x: Any) -> Any:
             return x * 1.01 if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -364,13 +365,13 @@ class Judge:
 
 
 def _under(base: Any, policy: str, fuse: bool) -> Any:
-    """The module under another policy, from the same capture."""
+    """Return the module under another policy, from the same capture."""
     base.fuse = fuse
     return base.with_policy(policy, False)
 
 
 def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The relative distance of all gradients as one vector; inf for other shapes."""
+    """Return the relative distance of all gradients as one vector; inf for other shapes."""
     if [t.shape for t in found] != [t.shape for t in exact]:
         return math.inf
     squares = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, exact, strict=True))
@@ -379,18 +380,18 @@ def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def bound(policy: str, stock: float) -> float:
-    """What an error may be: stock float32's, scaled by the policy's unit roundoff, with slack for other orders."""
+    """Return the largest permitted error: stock float32's, scaled by the policy's unit roundoff and SLACK."""
     return min(ALL, SLACK * POLICIES[policy] * max(stock, FLOOR / SLACK))
 
 
 def brief(e: BaseException, most: int = 300) -> str:
-    """The text of an exception on one line."""
+    """Return the text of an exception on one line."""
     text = " ".join(str(e).split()) or type(e).__name__
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _operator(text: str) -> str:
-    """``aten.foo.default (reason)`` of an entry of ``Coverage.unrounded``."""
+    """Return ``aten.foo.default (reason)`` of an entry of ``Coverage.unrounded``."""
     _, _, rest = text.partition(": ")
     operator, _, where = rest.partition(" in ")
     return f"{operator} ({where.rpartition('(')[2].rstrip(')')})"

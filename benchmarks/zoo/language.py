@@ -1,4 +1,4 @@
-"""transformers: every model type with a base model, its configuration made tiny by the names of its numbers."""
+"""The model types of transformers with a base model, their configurations made tiny by the names of their numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.zoo.subjects import BATCH, Example, Subject, Unbuildable
 
 VOCABULARY, LENGTH, IMAGE, SOUND = 96, 8, 32, 800
-# What a number of a configuration becomes, by its name; what is not here stays.
+# The new value of a number of a configuration, by its name; other numbers are kept.
 _NAMES: tuple[tuple[int, str], ...] = (
     (
         32,
@@ -76,13 +76,13 @@ SMALL: Mapping[str, Any] = {
     "attention_window": 4,
     "block_size": 4, "num_random_blocks": 1, "chunk_size": 4, "window_size": 4, "tubelet_size": [2, 8, 8],
 }  # fmt: skip
-# Names of lists of widths and of depths, a number a stage.
+# Names of lists of widths and of depths, one number per stage.
 WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "neck_hidden_sizes", "stage_dims", "layer_widths")
 DEPTHS = ("depths", "num_blocks_per_stage", "stage_depths")
 
 
 def shrink(config: Any, seen: set[int] | None = None) -> Any:
-    """The configuration and those inside of it, with small numbers."""
+    """Return the configuration and those inside it with small numbers."""
     seen = set() if seen is None else seen
     if id(config) in seen:
         return config
@@ -109,7 +109,7 @@ def shrink(config: Any, seen: set[int] | None = None) -> Any:
 
 
 def _agree(config: Any) -> None:
-    """Numbers that depend on one another in a way that their names do not say."""
+    """Adjust numbers that depend on one another in a way that their names do not show."""
     numbers = vars(config)
     if numbers.get("kv_lora_rank") and "num_key_value_heads" in numbers:  # latent attention has as many of both
         config.num_key_value_heads = config.num_attention_heads
@@ -123,7 +123,7 @@ def _agree(config: Any) -> None:
 
 
 def _small(name: str, value: Any) -> Any:
-    """What stands for the value, or None if it stays."""
+    """Return the new value, or None if it is kept."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int):
@@ -146,13 +146,13 @@ def _small(name: str, value: Any) -> Any:
 
 
 def _both(kinds: list[str]) -> list[str]:
-    """Two layers, of different kinds where there are different ones."""
+    """Return two layers, of different kinds if there are different ones."""
     first = kinds[0]
     return [first, next((kind for kind in kinds if kind != first), first)]
 
 
 def arguments(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Keyword arguments by the names that ``forward`` takes. Raises Unbuildable for a required one that is unknown."""
+    """Return keyword arguments for ``forward``. Raises Unbuildable for a required one of unknown name."""
     text = getattr(config, "text_config", None) or getattr(config, "text_encoder", None) or config
     vision = getattr(config, "vision_config", None) or config
     words = int(getattr(text, "vocab_size", None) or VOCABULARY)
@@ -224,7 +224,7 @@ def _built(kind: str) -> Callable[[], Example]:
             try:
                 with torch.no_grad():
                     model(**given | change)
-            except Exception as e:  # whatever a model says of arguments that it does not take
+            except Exception as e:  # a model may raise anything for arguments that it does not accept
                 first = first if change else e
                 continue
             return Example(model, (), given | change)
@@ -234,7 +234,7 @@ def _built(kind: str) -> Callable[[], Example]:
 
 
 def _frames(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Images as a video."""
+    """Return images as a video."""
     pixels = given.get("pixel_values")
     count = getattr(config, "num_frames", 2)
     return (
@@ -243,14 +243,14 @@ def _frames(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _upright(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A spectrum with its axes exchanged, a sound with a channel."""
+    """Return a spectrum with its axes exchanged, a sound with a channel."""
     spectrum, sound = given.get("input_features"), given.get("input_values")
     found = {} if spectrum is None else {"input_features": spectrum.transpose(1, 2).contiguous()}
     return found if sound is None else found | {"input_values": sound[:, None]}
 
 
 def subjects() -> Iterator[Subject]:
-    """Every model type for which transformers names a base model."""
+    """Yield every model type for which transformers names a base model."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     for kind in MODEL_MAPPING_NAMES:

@@ -1,4 +1,4 @@
-"""docs/zoo.md and docs/zoo.json from the records of a walk: totals, every refusal and its reason, every misfit."""
+"""Write docs/zoo.md and docs/zoo.json from a walk's records: totals, every refusal with its reason, every misfit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KEPT = (
     "no_yardstick",
     "unrounded", "misfits", "seconds", "commit", "date",
 )  # fmt: skip
-# What is not written where it is as it should be.
+# The fields that are left out if they have these values.
 USUAL: dict[str, Any] = {"draws": False, "again": True, "finite": True, "fused": True, "misfits": [], "unrounded": 0}
 
 
 def write(records: Sequence[Record], docs: Path = DOCS) -> None:
-    """The figures of docs/zoo.md, below its introduction, and docs/zoo.json."""
+    """Write the figures of docs/zoo.md, below its introduction, and docs/zoo.json."""
     found = {"machine": machine(), "versions": versions(PACKAGES)}
     lines = ",\n".join(json.dumps(compact(record), separators=(",", ":")) for record in sorted(records, key=_name))
     text = f'{json.dumps(found)[:-1]}, "records": [\n{lines}\n]}}\n'
@@ -42,7 +42,7 @@ def _name(record: Record) -> str:
 
 
 def compact(record: Record) -> Record:
-    """What the file keeps of a record: numbers to two digits, and nothing that is as it should be."""
+    """Return the part of a record that the file stores: numbers to two digits, without fields of expected value."""
     found = {key: record[key] for key in KEPT if key in record}
     if found["outcome"] == "unbuildable":
         found = {key: found[key] for key in ("name", "outcome", "reason")}
@@ -58,13 +58,13 @@ def _usual(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {key: _usual(inner) for key, inner in value.items()}
         return {key: inner for key, inner in kept.items() if key not in USUAL or inner != USUAL[key]}
-    if isinstance(value, str):  # where packages lie is no result
+    if isinstance(value, str):  # paths of packages are no result
         return re.sub(r"[^\s'\"(]*/site-packages/", "", value)
     return float(f"{value:.1e}") if isinstance(value, float) else value
 
 
 def figures(found: Record) -> str:
-    """Everything below the introduction, from what docs/zoo.json holds."""
+    """Return everything below the introduction, from the contents of docs/zoo.json."""
     records: list[Record] = [USUAL | record for record in found["records"]]
     walked = judged(records)
     dates = sorted({record["date"] for record in walked})
@@ -84,12 +84,12 @@ def figures(found: Record) -> str:
 
 
 def judged(records: Iterable[Record]) -> list[Record]:
-    """Those whose model could be built and run by stock PyTorch."""
+    """Return the records of models that could be built and run by stock PyTorch."""
     return [record for record in records if record["outcome"] != "unbuildable"]
 
 
 def totals(records: Sequence[Record]) -> str:
-    """A row a zoo."""
+    """Return a table with one row per zoo."""
     rows = []
     for zoo in ZOOS:
         of = [record for record in records if record["name"].startswith(f"{zoo}/")]
@@ -121,12 +121,12 @@ def _counts(records: Sequence[Record]) -> list[str]:
 
 
 def _graded(records: Iterable[Record]) -> list[Record]:
-    """What is known of the gradients, of those that have some."""
+    """Return the gradients' records of the models that have gradients."""
     return [record["gradient"] for record in records if "reason" not in (record.get("gradient") or {"reason": ""})]
 
 
 def errors(records: Sequence[Record]) -> str:
-    """Quantiles over the captured ones that draw no random numbers of their own."""
+    """Return quantiles over the captured models that draw no random numbers of their own."""
     captured = [r for r in records if r["outcome"] == "captured" and not r["draws"]]
     columns = {"stock float32": [r["stock_error"] for r in captured]}
     columns |= {name: [r["policies"][name]["error"] for r in captured if name in r["policies"]] for name in POLICIES}
@@ -143,7 +143,7 @@ def errors(records: Sequence[Record]) -> str:
 
 
 def refusals(records: Sequence[Record]) -> str:
-    """Every refusal by its reason: of the whole model, of one row, of its gradient."""
+    """Return every refusal by its reason: of the whole model, of one row, of its gradient."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
         if record["outcome"] == "refused":
@@ -157,13 +157,13 @@ def refusals(records: Sequence[Record]) -> str:
 
 
 def _reason(text: str) -> str:
-    """A refusal without the model's own name, so that equal reasons meet."""
+    """Return a refusal without the model's own name, so that equal reasons are grouped."""
     _, _, told = text.partition("reason ")
     return (told or text).partition(" change ")[0].strip()
 
 
 def unrounded(records: Sequence[Record]) -> str:
-    """The operators that a strict policy refuses, and whose they are."""
+    """Return the operators that a strict policy refuses, and their models."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
         for text in record["unrounded"] or ():
@@ -172,13 +172,13 @@ def unrounded(records: Sequence[Record]) -> str:
 
 
 def misfits(records: Sequence[Record]) -> str:
-    """Every broken promise."""
+    """Return every broken promise."""
     lines = [f"- `{record['name']}`: {text}" for record in records for text in record["misfits"]]
     return "\n".join(lines) or "None."
 
 
 def unjudged(records: Sequence[Record]) -> str:
-    """What stopped, and how many could not be built."""
+    """Return the models that stopped, and the number that could not be built."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
         if record["outcome"] in ("time", "memory"):

@@ -1,4 +1,4 @@
-"""segmentation-models-pytorch: every decoder behind a small encoder."""
+"""The models of segmentation-models-pytorch: every decoder with a small encoder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _built(decoder: str, encoder: str) -> Callable[[], Example]:
 
 
 def subjects() -> Iterator[Subject]:
-    """Decoder and encoder."""
+    """Yield one subject per pair of decoder and encoder."""
     for decoder, encoders in ENCODERS.items():
         for encoder in encoders:
             yield Subject("segmentation", f"{decoder}-{encoder}", _built(decoder, encoder))

@@ -1,7 +1,7 @@
-"""What is walked: a name, and how to build the model and its arguments.
+"""The subjects of a walk: a name, and a function that builds the model and its arguments.
 
-Weights are random, from a seed that is a function of the name; no file is downloaded. What a fresh model sets to a
-constant (running statistics, zero biases, layer scales of 1e-6) gets values that make an error of its layer visible.
+Weights are random, from a seed that is a function of the name; no file is downloaded. Constants of a fresh model
+(running statistics, zero biases, layer scales of 1e-6) get values that make an error of their layer visible.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BATCH: Final = 2
 
 
 class Unbuildable(Exception):
-    """The zoo itself cannot build or run the model here: nothing is said about fxround."""
+    """The zoo itself cannot build or run the model here, which says nothing about fxround."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A model in eval mode and arguments for it; ``batch`` is the size of dimension 0 of what has rows, 0 for none."""
+    """A model in eval mode and its arguments; ``batch`` is the size of dimension 0 of tensors with rows, 0 for none."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Subject:
         return f"{self.zoo}/{self.name}"
 
     def build(self) -> Example:
-        """The same weights and arguments every time. Raises whatever the zoo's own code raises."""
+        """Return the same weights and arguments every time. Raises whatever the zoo's own code raises."""
         torch.manual_seed(zlib.crc32(self.title.encode()) ^ SEED)
         example = self.make()
         unsettle(example.model)
@@ -59,7 +59,7 @@ class Subject:
 
 
 def unsettle(model: nn.Module) -> None:
-    """Eval mode; constants of a fresh model become random, and what was left uninitialized gets a value."""
+    """Set eval mode, make constants of a fresh model random, and give values to uninitialized tensors."""
     model.eval().requires_grad_(True)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -77,7 +77,7 @@ def unsettle(model: nn.Module) -> None:
                 parameter.uniform_(0.5, 1)
 
 
-# The modules of this package that know a zoo, and the package that each needs. Cheap zoos first.
+# The modules of this package for each zoo, and the package that each needs; zoos that run quickly come first.
 ZOOS: Final[Mapping[str, tuple[str, str]]] = {
     "torchvision": ("benchmarks.zoo.vision", "torchvision"),
     "segmentation": ("benchmarks.zoo.segmentation", "segmentation_models_pytorch"),
@@ -89,7 +89,7 @@ ZOOS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def subjects(zoos: Sequence[str] = tuple(ZOOS)) -> Iterator[Subject]:
-    """Every subject of the zoos whose package is installed."""
+    """Yield every subject of the zoos whose package is installed."""
     loosen()
     for zoo in zoos:
         module, package = ZOOS[zoo]
@@ -98,7 +98,7 @@ def subjects(zoos: Sequence[str] = tuple(ZOOS)) -> Iterator[Subject]:
 
 
 def loosen() -> None:
-    """Make torchvision and torchaudio importable where their compiled operators fit another PyTorch: none is called."""
+    """Make torchvision and torchaudio importable if their compiled operators, never called, need another PyTorch."""
     vision_operators()
     try:
         import torchaudio  # noqa: F401 (transformers and others import it where it is installed)
@@ -114,5 +114,5 @@ def loosen() -> None:
 
 
 def images(size: int = 64, channels: int = 3, batch: int = BATCH) -> Tensor:
-    """Images [batch, channels, size, size] of standard normal numbers."""
+    """Return images [batch, channels, size, size] of standard normal numbers."""
     return torch.randn(batch, channels, size, size)

@@ -1,4 +1,4 @@
-"""torchvision: the smallest member of each family; detectors as backbone and heads, without the choice of boxes."""
+"""The models of torchvision: the smallest of each family; detectors as backbone and heads, without box selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.zoo.subjects import Example, Subject, images
 
 
 class Heads(nn.Module):
-    """A detector up to the results of its heads: the choice of boxes depends on data."""
+    """A detector up to the results of its heads, because the selection of boxes depends on data."""
 
     def __init__(self, detector: Any) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ CLASSIFIERS = {
 
 
 def subjects() -> Iterator[Subject]:
-    """Classifiers, segmentation, detection, video, optical flow."""
+    """Yield classifiers, segmentation, detection, video and optical flow."""
     from torchvision import models
 
     for name, size in CLASSIFIERS.items():

@@ -1,8 +1,8 @@
-"""The walk: one process a subject, under limits of time and memory, each result appended to a file as it comes.
+"""The walk: one process per subject, under limits of time and memory; each result is appended to a file.
 
-The parent imports PyTorch and fxround, captures one model, and forks: it runs one thread, so a child inherits no lock.
-A child's last report stands when it dies, with the signal and the stage: a hang, a crash and a model that takes all
-memory are results like others. What the file already holds is not run again.
+The parent imports PyTorch and fxround, captures one model, and forks; it runs one thread, so that a child inherits no
+held lock. If a child dies, its last report is kept with the signal and the stage: a hang, a crash and a model that
+exhausts memory are results too. Subjects that the file already holds do not run again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.zoo.subjects import Subject
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of processor time, seconds of the clock and gigabytes of memory that a subject may take."""
+    """The seconds of processor time, seconds of wall time and gigabytes of memory that a subject may use."""
 
     processor: int = 150
     clock: int = 600
@@ -39,7 +39,7 @@ class Limits:
 
 
 def revision() -> str:
-    """The commit that is walked, as git names it."""
+    """Return the commit of the work tree, as git names it."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -54,9 +54,9 @@ def walk(
     policies: Sequence[str] = tuple(POLICIES),
     gradient: bool = True,
 ) -> None:
-    """Judge every subject that the file does not hold, a line each, and print it.
+    """Judge every subject that the file does not hold, append a line for each, and print it.
 
-    The zoos are mixed, in an order that is the same every time, so that a walk cut short has seen some of each.
+    The zoos are mixed in a fixed order, so that an interrupted walk has seen some of each.
     """
     known = {record["name"] for record in read(results)}
     waiting = sorted((s for s in subjects if s.title not in known), key=lambda s: zlib.crc32(s.title.encode()))
@@ -72,7 +72,7 @@ def walk(
 
 
 def read(results: Path) -> list[Record]:
-    """The records of a file; of a subject that was run twice the last."""
+    """Return the records of a file; for a subject that ran twice, the last."""
     if not results.exists():
         return []
     records = [json.loads(text) for text in results.read_text().splitlines() if text.strip()]
@@ -80,7 +80,7 @@ def read(results: Path) -> list[Record]:
 
 
 def line(record: Record) -> str:
-    """What was found, on one line."""
+    """Return a record on one line."""
     words = [record["outcome"], f"{record.get('seconds', 0):.0f} s"]
     for name, found in record.get("policies", {}).items():
         left = f" ({found['unrounded']} unrounded)" if found["unrounded"] and name != "identity" else ""
@@ -91,7 +91,7 @@ def line(record: Record) -> str:
 
 
 def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: bool) -> Record:
-    """The record of a subject, judged in a process of its own."""
+    """Return the record of a subject, judged in a process of its own."""
     reader, writer = os.pipe()
     began = time.time()
     child = os.fork()
@@ -114,7 +114,7 @@ def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: b
             ended = "memory"
         if ended:
             os.kill(child, signal.SIGKILL)
-    # What the process wrote between the last look at the pipe and its end.
+    # Read what the process wrote between the last check of the pipe and its end.
     while piece != b"" and select.select([reader], [], [], 0)[0]:
         piece = os.read(reader, 1 << 16)
         text += piece
@@ -141,7 +141,7 @@ def _death(status: int, ended: str) -> str:
 
 
 def _judge(subject: Subject, writer: int, limits: Limits, policies: Sequence[str], gradient: bool) -> None:
-    """In the child: report to the pipe, and leave without the parent's clean-up."""
+    """Run in the child: report to the pipe, and exit without the parent's clean-up."""
     status = 0
     faulthandler.disable()
     try:
@@ -162,7 +162,7 @@ def _judge(subject: Subject, writer: int, limits: Limits, policies: Sequence[str
 
 
 def _gigabytes(process: int) -> float:
-    """The resident memory of a process; nothing for one that is gone."""
+    """Return the resident memory of a process; 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except (OSError, IndexError):
