@@ -75,7 +75,7 @@ def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """
     try:
         copied = copy.deepcopy(model)
-    except Exception:  # whatever a model's own __deepcopy__ raises: the caller decides without an answer
+    except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer
         return False
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
     with torch.random.fork_rng():

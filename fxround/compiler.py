@@ -80,8 +80,8 @@ def compile(
             tensors; or a method of a module, which is compiled with everything that it calls. The decorator form
             ``@fxround.compile(policy=...)`` takes a function, or a method (``forward``) in a class of modules, each of
             which then compiles its own.
-        policy: a preset's name, a format or rounding as text, a floating-point dtype, a path to a TOML file, a dict or
-            a ``Policy``.
+        policy: a preset's name, a format or rounding (text, ``Format``, ``Rounding`` or a floating-point dtype), a path
+            to a TOML file, a dict or a ``Policy``.
         example_inputs: arguments for which the graph is captured at once: a tensor, a tuple of positional arguments, a
             dict of keyword arguments, or a tuple and a dict. None: the first call captures.
         strict: whether a floating-point operator that cannot be rounded is an error; None takes the policy's setting.
@@ -92,8 +92,8 @@ def compile(
             iterated (a time step, a sampler), which otherwise draws the same bits at every call.
 
     Returns:
-        A ``RoundedModule``. It takes float32, float64, float16 and bfloat16 tensors on the CPU, and returns results of
-        the model's shapes and dtypes.
+        A ``RoundedModule``, called like the model. Floating-point tensors are float32, float64, float16 or bfloat16, on
+        the CPU; results have the model's shapes and dtypes.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
@@ -139,7 +139,11 @@ class RoundedModule(Shown):
     Calling captures if no graph admits the arguments, and raises what capturing raises. Gradients flow to the shared
     parameters and to the arguments through a backward graph that is rounded by the same policy. ``policy``, ``source``
     (the model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are its own
-    attributes; other names are the model's.
+    attributes; other names are the model's. Example::
+
+        compiled = fxround.compile(model, "bfloat16", example_inputs=x)
+        print(compiled.summary(), compiled.coverage())
+        compiled(x).square().sum().backward()
     """
 
     def __new__(cls, model: nn.Module, *rest: Any, **named: Any) -> RoundedModule:

@@ -114,7 +114,7 @@ def _problems() -> Iterator[str]:
                     f"{value} rounded to {form} is {result} and should be {right}, by code for {current_set()}: "
                     "call fxround.selftest(), and report its message"
                 )
-    except Exception as error:  # whatever LLVM, the linker or the system raises: it is what the command is to say
+    except Exception as error:  # any error of LLVM, the linker or the system is a finding
         yield f"no kernel can be compiled and run: {type(error).__name__}: {error}"
 
 

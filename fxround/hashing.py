@@ -20,6 +20,9 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
 
     x: a tensor or array of any shape and dtype (its dtype, shape and values count), or a module (the names and tensors
     of its state_dict, in order, without the seed and sample of a compiled module). Raises TypeError for anything else.
+    Example::
+
+        assert fxround.hash(compiled(x)) == fxround.hash(compiled(x))
     """
     digest = hashlib.sha256()
     if isinstance(x, nn.Module):

@@ -152,7 +152,10 @@ def following(seed: int, sample: int, world_size: int = 1) -> tuple[int, int]:
 class LoadedModule(nn.Module):
     """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
 
-    It computes without gradients. Raises ValueError for a program that has no (seed, sample).
+    It takes the arguments of the exported module, of any batch size, and computes without gradients. Raises ValueError
+    for a program that has no (seed, sample). Example::
+
+        y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
 
     def __init__(self, program: nn.Module) -> None:

@@ -483,7 +483,7 @@ def _read(path: Path) -> Policy:
     except OSError as error:
         raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        # A name with a zero byte, or bytes that are no UTF-8.
+        # The path has a zero byte, or the file is not UTF-8.
         raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error}") from error
     try:
         return Policy.from_toml(text)

@@ -159,7 +159,7 @@ def half_width(samples: int, confidence: float = CONFIDENCE) -> float:
 
 
 def general_probability(samples: int, confidence: float = CONFIDENCE) -> float:
-    """Return the probability with which the general method's bits of n samples hold (0.95 takes 59 samples)."""
+    """Return the probability with which the general method's bits of n samples hold (0.95 takes 60 samples)."""
     return max(0.0, 1 + math.log(1 - confidence) / samples)
 
 

@@ -64,11 +64,11 @@ class LocalizeReport(Tabled):
 
     model, policy, quiet  names of the model's class and of the two policies
     level, seed, runs     as passed; runs is 1 if nothing is random
-    sites, modules        how many were searched
+    sites, modules        the numbers of sites and modules that were searched
     sets        disjoint minimal failing sets
     ended       "complete" (the remaining sites pass together), "limit" or "interrupted" (Ctrl-C)
     passing     names of the sites that pass together, if the search is complete
-    narrowed    names of the sites that hold a further set, and ``within`` their modules, if it is not complete
+    narrowed    names of the sites among which a further set is, and ``within`` their modules, if it is not complete
     remedy      a policy as a dict, for ``fxround.compile``, that rounds the culprits as the quiet policy does; None if
                 the search is not complete; ``remedied``: whether the check passes with it
     executed    runs of the model; ``recalled``: verdicts read from the cache
@@ -76,6 +76,10 @@ class LocalizeReport(Tabled):
     random      whether samples may differ
 
     ``print(report)`` shows the sets with source lines; ``table()``, ``to_dict()`` and ``to_json()`` give the same data.
+    Example::
+
+        report = fxround.localize(model, x, min_bits=10)
+        [(site.operator, site.source) for culprits in report.sets for site in culprits.sites]
     """
 
     model: str

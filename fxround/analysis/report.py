@@ -30,7 +30,7 @@ from fxround.table import Table, Value
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/test_analysis_figures.py).
 OUTSIDE: Final = 0.05
-# Of fewer elements than this, the one or two that chance puts outside are a larger share: half of them must be there.
+# Of fewer elements than this, one or two outside by chance are a larger share, so that half of them must be outside.
 FEW: Final = 100
 OUTSIDE_OF_FEW: Final = 0.5
 SHOWN_ROWS: Final = 12
@@ -71,7 +71,11 @@ class VariabilityReport:
     kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
     graph       the rounded graph for networkx
 
-    ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything.
+    ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything. Example::
+
+        report = fxround.variability(model, x, capture="layers")
+        report["output"].bits, report["output"].worst
+        report.to_html("report.html")
     """
 
     policy: Policy

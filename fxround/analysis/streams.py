@@ -87,7 +87,7 @@ class Runs:
             twins = counterparts(self.perturbed.graph, double.graph) if watch else {}
             theirs = {twins[node]: name for node, name in watch.items() if node in twins}
             yield from _stream(double, wide, theirs)
-        except Exception as error:  # whatever a model's code raises at another dtype: told in the report
+        except Exception as error:  # a model may raise anything at another dtype: the report's notes say what
             self._binary64 = False
             self.notes.append(f"no binary64 reference: {type(error).__name__}: {_first_line(error)}")
 

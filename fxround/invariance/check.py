@@ -147,7 +147,7 @@ class _Check:
                 ran.append((case, comparable(self._outcome(case), rows, case.row)))
             except FxroundError:
                 raise
-            except Exception as error:  # whatever the model's own code raises for these arguments
+            except Exception as error:  # the model's own code may raise anything for these arguments
                 if case.setting != Setting() or case.label in ("row-major", "copied", "here", "a batch of its own"):
                     raise
                 refused.append(f"{case.label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -68,6 +68,11 @@ class InvarianceReport(Tabled):
     axes        the results, in the order of the axes passed
 
     ``report["batch"]`` is one axis; ``print(report)``, ``table()``, ``to_dict()`` and ``to_json()`` show all of them.
+    Example::
+
+        report = fxround.check_invariance(model, x)
+        report.check()
+        report["batch"].distinct
     """
 
     model: str

@@ -74,6 +74,9 @@ class Format:
     subnormals False: no value lies between 0 and 2^emin
 
     Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
+    Example::
+
+        fxround.Format.ieee(exponent_bits=5, precision=3).maximum      # as e5m2
     """
 
     name: str

@@ -118,7 +118,9 @@ class Rounding:
 
     Overflow applies to every value beyond the maximum, infinities included, unless the mode keeps a finite value at the
     maximum (as toward_zero does). ``Rounding.parse(str(r)) == r``. Raises ValueError if the format cannot express the
-    overflow.
+    overflow. Example::
+
+        fxround.round(x, fxround.Rounding.parse("e4m3fn/stochastic/saturate"), seed=1)
     """
 
     format: Format

@@ -92,7 +92,10 @@ class RoundedOptimizer(torch.optim.Optimizer):
     """An optimizer with explicit roundings, made by ``compile_optimizer``.
 
     It is used like the optimizer that it was made from, with which it shares ``param_groups`` and ``state``.
-    ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group.
+    ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group. Example::
+
+        optimizer = fxround.compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "stochastic")
+        optimizer.reseed(1)
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._captured: dict[Any, Captured] = {}
         self._compiled: dict[Any, _Compiled] = {}
         self._checked = 0
-        # What one parameter's graph does not match another's may.
+        # A rule that matches nothing in one parameter's graph may match in another's; _require_matched checks them all.
         rules = tuple(replace(rule, optional=True) for rule in policy.rules)
         self._plan = Plan(replace(policy, rules=rules), self.strict)
         for group in self.param_groups:

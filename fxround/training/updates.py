@@ -242,7 +242,7 @@ UPDATES: Final = MappingProxyType(
         torch.optim.RMSprop: RMSprop.of,
     }
 )
-# By a policy's definitions, where they are not fxround's own.
+# The updates of definitions other than fxround's own.
 _REDEFINED: Final[Mapping[tuple[str, type], Callable[[Group, bool], Update]]] = MappingProxyType(
     {("repdl", torch.optim.Adam): RepDLAdam.of}
 )
