@@ -232,7 +232,7 @@ class RoundedModule(Shown):
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
-        """Lower a graph that Dynamo hands over."""
+        """Lower a graph that Dynamo hands over with its example inputs."""
         formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
         captured, owners, _ = received(graph, inputs, formulas, marked)
         self._latest = self._lowered(captured, owners)
@@ -319,8 +319,9 @@ class RoundedModule(Shown):
         """Return the same model under another policy, with the same seed and sample, and the same numbering of nodes.
 
         Captured graphs are lowered again, not captured again, unless the policy has other definitions of composite
-        operators, or one of the two policies treats gradients of roundings. Raises PolicyError and what lowering
-        raises.
+        operators, or one of the two policies treats gradients of roundings.
+
+        policy, strict: as for ``compile``. Raises PolicyError and what lowering raises.
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)

@@ -170,7 +170,10 @@ class Rule:
         return any(getattr(self, key) is not None for key in _OF_RESULTS)
 
     def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
-        """Whether the rule matches an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``."""
+        """Whether the rule matches an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``.
+
+        kind, role and direction are those of the operation's result.
+        """
         if self.direction not in (None, direction):
             return False
         entering = kind == "placeholder" or (role in ENTERING and direction != "update")
@@ -179,7 +182,10 @@ class Rule:
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
     def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
-        """Whether the rule matches an operand, of this role and direction, of an operation in the module ``path``."""
+        """Whether the rule matches an operand, of this role and direction, of an operation in the module ``path``.
+
+        operator and kind are those of the operation.
+        """
         if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
             return False
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
@@ -230,18 +236,21 @@ class Policy:
         return any(word in MODES and MODES[word].random_bits > 0 for word in words)
 
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
-        """Return this policy with more rules after its own, so that they win."""
+        """Return this policy with more rules after its own, so that they win.
+
+        name: of the new policy; None appends "+" to this one's.
+        """
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
 
     def matching(
         self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
     ) -> tuple[int, ...]:
-        """Return the positions of the rules that match an operation's result."""
+        """Return the positions of the rules that match an operation's result; arguments as in ``assign``."""
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         return tuple(i for i, rule in enumerate(self.rules) if rule.speaks_of_results and rule.matches(**place))
 
     def matching_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> tuple[int, ...]:
-        """Return the positions of the rules that match an operand of this role and direction."""
+        """Return the positions of the rules that match an operand; arguments as in ``assign_operand``."""
         place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
         return tuple(i for i, rule in enumerate(self.rules) if rule.matches_operand(**place))
 
@@ -264,7 +273,11 @@ class Policy:
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
     ) -> Assignment | None:
-        """Return the roundings of one operation whose result has the format ``dtype`` ("binary32"), or None.
+        """Return the roundings of one operation, or None if no rule matches it.
+
+        path: of its module, "" for the root. operator: for example ``"aten.mm.default"``. kind: of the operator, for
+        example ``"contraction"``. role, direction: of the result, as in ``Rule``. dtype: the format of the result
+        ("binary32").
 
         The defaults of fields that no rule sets are ``dtype/nearest_even``, ``wide/nearest_even`` and ``lanes:16``.
         Raises PolicyError if ``dtype`` lacks values of the rounding's format.

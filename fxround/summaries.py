@@ -91,7 +91,7 @@ class Summary(Table):
     def sort(self, *by: str, reverse: bool = False) -> Summary:
         """Return the rows sorted by one or more fields of ``Operation``; equal rows keep their order.
 
-        Raises ValueError for another field.
+        by: names of fields. reverse: whether the greatest come first. Raises ValueError for another field.
         """
         return summary_of(_sorted(self.operations, by, reverse), self.note)
 
@@ -102,10 +102,12 @@ class Summary(Table):
         status: str | None = None,
         direction: str | None = None,
     ) -> Summary:
-        """Return the rows of a module and everything inside it, of an operator or kind, of a status and of a direction.
+        """Return the rows that match all arguments.
 
-        module, operator: globs, as in a policy's rules: ``"layer1"``, ``"*.attention"``; ``"mm"``, ``"contraction"``.
-        Raises ValueError for an unknown status.
+        module: a glob over module paths, which also matches everything inside a module: ``"layer1"``,
+        ``"*.attention"``. operator: a glob over operators or their kind, as in a policy's rules: ``"mm"``,
+        ``"contraction"``. status, direction: a value of these fields. None matches every row. Raises ValueError for an
+        unknown status.
         """
         return summary_of(_filtered(self.operations, module, operator, status, direction))
 
@@ -142,7 +144,7 @@ class Coverage(Table):
         return f"{counts or 'no operations'}; {100 - native:.4g} % of the arithmetic is rounded or exact"
 
     def sort(self, *by: str, reverse: bool = False) -> Coverage:
-        """Return the rows sorted by one or more fields of ``Group``. Raises ValueError for another field."""
+        """Return the rows sorted by one or more fields of ``Group``; arguments and errors as in ``Summary.sort``."""
         return _coverage(_sorted(self.groups, by, reverse), self.operations)
 
     def filter(
@@ -152,7 +154,10 @@ class Coverage(Table):
         status: str | None = None,
         direction: str | None = None,
     ) -> Coverage:
-        """Return the coverage of selected operations, as in ``Summary.filter``; percentages are of the selection."""
+        """Return the coverage of the operations that match all arguments; percentages are of the selection.
+
+        module, operator, status, direction: as in ``Summary.filter``.
+        """
         return coverage_of(_filtered(self.operations, module, operator, status, direction))
 
     def to_dict(self) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class VariabilityReport:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Return ``to_dict`` as JSON text."""
+        """Return ``to_dict`` as JSON text; ``indent`` as for ``json.dumps``."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_pandas(self) -> Any:

@@ -89,7 +89,7 @@ class _Compiled:
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
-    """An optimizer with explicit roundings, made by ``compile_optimizer``.
+    """An optimizer with explicit roundings, made by ``compile_optimizer``, which documents its arguments.
 
     It is used like the optimizer that it was made from, with which it shares ``param_groups`` and ``state``.
     ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group. Example::
