@@ -28,8 +28,8 @@ _ORIGINS = {"compiled": 0, "stored": 0}
 def instruction_set(name: str) -> Iterator[None]:
     """Run the block's kernels as code for ``avx512``, ``avx2``, ``sse2`` or ``host``; the bits are the same.
 
-    name: one of these four; ``host`` has all features of the processor. Raises ValueError for an instruction set that it
-    lacks. Example::
+    name: one of these four; ``host`` has all features of the processor. Raises ValueError for an instruction set that
+    the processor lacks. Example::
 
         with fxround.instruction_set("sse2"):
             y = compiled(x)
