@@ -118,12 +118,12 @@ class Figures:
 
     @property
     def half_width(self) -> float | None:
-        """Half the confidence interval, in bits, of one element's figure."""
+        """Half the 95 % confidence interval, in bits, of one element's figure, from ``samples`` normal samples."""
         return half_width(self.samples) if self.samples > 1 else None
 
     @property
     def penalty(self) -> float | None:
-        """The bits that the small number of samples costs every figure."""
+        """The bits that the small number of samples costs every figure, for probability and confidence 0.95."""
         return penalty(self.samples) if self.samples > 1 else None
 
 

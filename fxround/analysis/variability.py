@@ -82,9 +82,9 @@ def variability(
         watch: ``"bits"`` or a metric's name, for ``samples="auto"``.
         max_samples: the most samples per batch for ``samples="auto"``.
         method: ``"cnh"`` (samples are normal around their mean) or ``"general"`` (no assumption).
-        probability: that a further sample agrees to the reported bits; None takes the default of
-            ``fxround.significance``.
-        confidence: of all intervals, between 0 and 1.
+        probability: for ``"cnh"``, that a further sample agrees to the reported bits; None takes 0.95.
+        confidence: of the bits (for ``"cnh"``) and of the interval for ``samples="auto"``, between 0 and 1. The half
+            widths ``Figures.half_width`` are always of 0.95.
         isolate: ``"layers"`` or ``"operators"`` also perturbs them one at a time, and reports the effect of each on the
             first result; None does not.
         n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.
@@ -97,6 +97,8 @@ def variability(
     Raises:
         TypeError, ValueError: for wrong arguments; also what ``compile`` and the model raise.
         ImportError: for a missing optional package; the message names the extra to install.
+
+    Warns of fewer than 5 samples, and of operations that are random by themselves.
 
     Example::
 
