@@ -344,6 +344,7 @@ def scatter_format(accumulate: Rounding, storage: Storage) -> Format:
     return inside if inside.within(FORMAT_OF[storage]) else FORMAT_OF[storage]
 
 
+@lru_cache(maxsize=1024)
 def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
     """Return the kernel that adds contributions to a destination in order, each addition rounded by ``accumulate``.
 

@@ -244,8 +244,11 @@ def _binary64(node: fx.Node, source: fx.Node, last: fx.Node, values: Mapping[fx.
     rule, place, fmt = rule_of(node), last.meta.get(META), _format_of(last, node.meta["val"].dtype)
     lower_ = rule.lower if rule is not None else ""
     least = 2.0 ** (2 - fmt.precision) * 2.0**fmt.emin
-    # Stock kernels of functions are right to a few units.
-    bound = want.abs() * 2.0 ** ((2 if place.status == "rounded" else 4) - fmt.precision) + least
+    # Stock kernels of functions are right to a few units. An operand of another dtype is converted first, and rounded.
+    kept = [values[used] for used in source.all_input_nodes if isinstance(values[used], Tensor)]
+    converted = any(x.is_floating_point() and x.dtype != node.meta["val"].dtype for x in kept)
+    units = (2 if place.status == "rounded" else 4) + converted
+    bound = want.abs() * 2.0 ** (units - fmt.precision) + least
     if lower_ in _SUMS | _ADDED | {"prod", "cumprod"}:
         terms = max(values[used].numel() for used in source.all_input_nodes if isinstance(values[used], Tensor))
         unit = 2.0 ** (2 - _precision(last, fmt.precision))

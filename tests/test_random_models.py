@@ -45,6 +45,8 @@ FOUND = {
     ),
     # bfloat16 cannot store what a clamp between two numbers was held to yield.
     "clamp": Recipe((step(random_graphs.arithmetic), step(random_graphs.choice, p=3)), dtype=1),
+    # A number of another dtype is converted, and rounded, before the product.
+    "converted": Recipe((step(random_graphs.converted, p=1), step(random_graphs.scaled)), policy=6),
     # Two operations that nobody reads were fused without a result.
     "dead end": Recipe((step(random_graphs.number, p=1), step(random_graphs.number)), (2,)),
 }
@@ -54,6 +56,7 @@ FOUND = {
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])
 @example(recipe=replace(FOUND["clamp"], dtype=3))
+@example(recipe=FOUND["converted"])
 @example(recipe=FOUND["dead end"])
 @given(recipe=RECIPES)
 def test_every_way_of_running_a_graph_has_the_bits_of_the_reference(maps: Maps, recipe: Recipe) -> None:

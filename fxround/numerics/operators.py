@@ -166,7 +166,11 @@ STEPS: Final = MappingProxyType(
 
 def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
     """Raise ValueError where the operator's exact value is not available for this rounding: see the module's text."""
-    if operator.exact or all(c == "f32" for c in carriers) or _is_native(operator, carriers, rounding):
+    if operator.exact or _is_native(operator, carriers, rounding):
+        return
+    narrow_operands = all(c == "f32" for c in carriers)
+    # A product of two 24-bit significands has 48 bits: binary64 holds it.
+    if narrow_operands and rounding.format.precision <= (53 if operator.name == "mul" else 51):
         return
     own = rounding.format == _BINARY64
     if own and (
@@ -174,9 +178,10 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
     ):
         return
     if rounding.format.precision > 51:
+        operands = "float32" if narrow_operands else "float64"
         raise ValueError(
-            f"{operator.name} on float64 operands cannot be rounded to {rounding}: it needs two bits more than "
-            f"binary64 has; use binary64 with nearest_even or a mode that draws, a precision up to 51, or float32"
+            f"{operator.name} on {operands} operands cannot be rounded to {rounding}: it needs two bits more than "
+            f"binary64 has; use binary64 with nearest_even or a mode that draws, a precision up to 51, or a float32 result"
         )
     if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(
