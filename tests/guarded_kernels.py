@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import guards
@@ -20,9 +21,9 @@ from random_graphs import OPERATIONS, build
 from random_judge import as_if_large
 from torch import Tensor
 
-import fxround  # noqa: F401  registers the operators
+import fxround
 from fxround.passes import Plan, lower, optimize
-from fxround.policy import Policy
+from fxround.policy import Policy, Rule
 from fxround.runtime.compiled import instruction_set
 from fxround.runtime.execute import MapCall, array
 from fxround.runtime.llvm.engine import instruction_sets
@@ -161,6 +162,27 @@ def schedules(draw: Draw) -> Case:
     return call, list(model.inputs), f"schedule of {recipe}"
 
 
+@cache
+def softmax(order: str) -> fxround.RoundedModule:
+    rule = Rule(rounding="binary32/stochastic", accumulate="binary32/stochastic", order=order)
+    return fxround.compile(torch.nn.Softmax(-1), Policy("softmax", (rule,)), seed=3)
+
+
+def chains(draw: Draw) -> Case:
+    """A softmax in ranges of rows, of which the last one is seldom whole."""
+    order, rows = (
+        draw.choice(("sequential", "sequential", "lanes:16")),
+        64 * draw.randint(1, 3) + draw.choice((1, 6, 13, 40)),
+    )
+    x = torch.randn(rows, draw.choice((24, 700)), generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
+
+    def call(x: Tensor) -> Tensor:
+        with as_if_large(), torch.no_grad():
+            return softmax(order)(x)  # type: ignore[no-any-return]
+
+    return call, [x], f"softmax, {order}"
+
+
 GATHERED: Final = (random_graphs.softmax, random_graphs.convolved, random_graphs.product, random_graphs.scaled)
 KINDS: Final = (
     maps,
@@ -174,6 +196,7 @@ KINDS: Final = (
     convolutions,
     scatters,
     schedules,
+    chains,
 )
 
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxround.runtime import buffers, contractions, convolution, planes
+from fxround.runtime import buffers, contractions, convolution, planes, rows
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -84,7 +84,8 @@ def everywhere(at_end: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(buffers, "empty", result))
-        stack.enter_context(patch.object(contractions, "scratch", scratch))
+        for user in (contractions, rows):
+            stack.enter_context(patch.object(user, "scratch", scratch))
         for module, name in (
             (contractions, "offsets"),
             (convolution, "offsets"),

@@ -181,7 +181,7 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
         operands = "float32" if narrow_operands else "float64"
         raise ValueError(
             f"{operator.name} on {operands} operands cannot be rounded to {rounding}: it needs two bits more than "
-            f"binary64 has; use binary64 with nearest_even or a mode that draws, a precision up to 51, or a float32 result"
+            "binary64 has; use a precision up to 51, a float32 result, or binary64 with nearest_even or a mode that draws"
         )
     if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(

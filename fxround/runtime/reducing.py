@@ -82,10 +82,10 @@ class Loops:
     neighbours: bool
 
 
-def loops_for(kernel: Reduce, lines: Lines) -> Loops:
-    """The loops for these lines."""
-    one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines), current_machine()
-    many = lines.count >= one
+def loops_for(kernel: Reduce, lines: Lines, grouped: bool = True) -> Loops:
+    """The loops for these lines. grouped: whether one item may be several lines, in the lanes of a register."""
+    one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines) if grouped else 0, current_machine()
+    many = grouped and lines.count >= one
     if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
         run, lanes = native(f"{kernel.digest}:rows", build_rows, (kernel, machine), "reduce", _REDUCE), one
     elif neighbours or (many and (lines.k[-1].x != 1 or lines.length < 2 * kernel.order.chains)):

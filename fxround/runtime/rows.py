@@ -352,6 +352,9 @@ def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
     if not isinstance(kernel, Reduce) or not x.is_contiguous():
         return None
     loops = loops_for(kernel, lines)
+    if lines.count % loops.lanes:
+        # The last group of lines would move back into the rows before its range, which are not in the scratch.
+        loops = loops_for(kernel, lines, grouped=False)
     # A group of lines must not span two ranges, so the number of lines in a group divides 64.
     return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
 
