@@ -40,7 +40,15 @@ from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.cuda.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
 from fxround.runtime.cuda.source import DEVICE_FLAGS, HOST_FLAGS, HOST_PRELUDE, TABLE, TYPES, device_function
-from fxround.specialize import contract_kernel, cumsum_kernel, exact_kernel, map_kernel, scatter_kernel, sum_kernel
+from fxround.specialize import (
+    contract_kernel,
+    cumsum_kernel,
+    exact_kernel,
+    largest_kernel,
+    map_kernel,
+    scatter_kernel,
+    sum_kernel,
+)
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")
@@ -176,6 +184,7 @@ def kernels() -> tuple[Kernel, ...]:
         *map(operator_kernel, OPERATOR_KERNELS),
         *map(layout_kernel, MAP_KERNELS),
         *(sum_of(*row) for row in SUM_KERNELS),
+        largest_kernel("f32"),
         *map(scan_of, SCAN_KERNELS),
         *map(contraction, CONTRACT_KERNELS),
         *(scatter_of(*row) for row in SCATTER_KERNELS),
@@ -409,6 +418,14 @@ SHAPES = [(3, 37, 2), (1, 16, 5), (4, 1, 1), (2, 5, 3), (2, 0, 2)]
 @pytest.mark.parametrize("row", SUM_KERNELS, ids=" ".join)
 def test_sums(host: Host, row: tuple[str, str, str, Storage], shape: tuple[int, int, int]) -> None:
     kernel, x = sum_of(*row), elements(shape, row[3], 5)
+    want = reference.reduce(kernel, lines_of(x), KEY).reshape(shape[0], shape[2])
+    assert_same(run_lines(host, kernel, x, want.shape), want)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_maxima(host: Host, shape: tuple[int, int, int]) -> None:
+    """The first value is -inf, which C++ has no literal for."""
+    kernel, x = largest_kernel("f32"), elements(shape, "f32", 5)
     want = reference.reduce(kernel, lines_of(x), KEY).reshape(shape[0], shape[2])
     assert_same(run_lines(host, kernel, x, want.shape), want)
 

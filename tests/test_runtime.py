@@ -28,7 +28,7 @@ from fxround.runtime.contractions import run_product
 from fxround.runtime.execute import STORAGES, Draw, run_map
 from fxround.runtime.llvm.engine import instruction_sets
 from fxround.runtime.reducing import run_reduce, run_scan
-from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, sum_kernel
+from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
@@ -316,3 +316,21 @@ def test_no_piece_runs_on_after_another_has_failed(error: type[BaseException], m
     with pytest.raises(error):
         threads.split(work, 3, 1)
     assert sorted(ended) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "t0 = add(x0, x1) @ ieee(11,52)/nearest_even/inf",
+        "t0 = exp(x0) @ binary64/toward_zero",
+        "t0 = add(x0, x1) @ binary64/toward_zero",
+    ],
+)
+def test_what_binary64_cannot_decide_of_float32_operands_is_refused(program: str) -> None:
+    operands = [torch.randn(5) for _ in range(program.count("x"))]
+    with pytest.raises(ValueError, match="on float32 operands cannot be rounded to"):
+        torch.ops.fxround.pointwise(operands, program, torch.float64, torch.tensor([0, 0]), 1)
+
+
+def test_scatter_kernels_are_made_once() -> None:
+    assert scatter_kernel(Rounding.parse("binary32"), "f32") is scatter_kernel(Rounding.parse("binary32"), "f32")

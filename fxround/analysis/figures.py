@@ -89,6 +89,7 @@ class Figures:
     worst_at          the index of the worst element, with its mean ``worst_mean`` and deviation ``worst_sigma``
     agreement         one ``Agreement`` per reference, by name
     note              why the place has no figures, or ""
+    probability       as it was asked for (None: the default), like ``confidence``
     """
 
     place: Place
@@ -110,6 +111,8 @@ class Figures:
     worst_sigma: float | None = None
     agreement: dict[str, Agreement] = field(default_factory=dict)
     note: str = ""
+    probability: float | None = None
+    confidence: float = CONFIDENCE
 
     @property
     def evidence_share(self) -> float:
@@ -118,13 +121,13 @@ class Figures:
 
     @property
     def half_width(self) -> float | None:
-        """Half the 95 % confidence interval, in bits, of one element's figure, from ``samples`` normal samples."""
-        return half_width(self.samples) if self.samples > 1 else None
+        """Half the confidence interval, in bits, of one element's figure, from ``samples`` normal samples."""
+        return half_width(self.samples, self.confidence) if self.samples > 1 else None
 
     @property
     def penalty(self) -> float | None:
-        """The bits that the small number of samples costs every figure, for probability and confidence 0.95."""
-        return penalty(self.samples) if self.samples > 1 else None
+        """The bits that the small number of samples costs every figure."""
+        return penalty(self.samples, self.probability, self.confidence) if self.samples > 1 else None
 
 
 class _Extreme:
@@ -240,6 +243,8 @@ class Tally:
             worst_at=self.worst_at,
             worst_mean=self.worst.facts[0] if some else None,
             worst_sigma=self.worst.facts[1] if some else None,
+            probability=self.options.probability,
+            confidence=self.options.confidence,
             agreement={name: compared.agreement() for name, compared in self.references.items()},
             note=self.note,
         )

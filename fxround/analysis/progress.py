@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
 from fxround.significance import require
@@ -21,10 +22,11 @@ Item = TypeVar("Item")
 def progress(label: str, total: int | None, shown: bool | None) -> Iterator[Callable[[], None]]:
     """Yield a function to call after every step.
 
-    shown: whether a bar is shown; None shows it if standard error is a terminal. Raises ImportError without rich.
+    shown: whether a bar is shown; None shows it if standard error is a terminal and rich is installed. Raises
+    ImportError for True without rich.
     """
     if shown is None:
-        shown = sys.stderr.isatty()
+        shown = sys.stderr.isatty() and find_spec("rich") is not None
     if not shown:
         yield lambda: None
         return

@@ -102,10 +102,7 @@ def value_of(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Restricted(Policy):
-    """A policy that assigns roundings of results inside one module path only, or to one operator only.
-
-    The base's rules for ``operands`` are not restricted.
-    """
+    """A policy that assigns roundings inside one module path only, or to one operator only."""
 
     path: str | None = None
     operator: str | None = None
@@ -121,9 +118,22 @@ class Restricted(Policy):
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
     ) -> Assignment | None:
         """Return the base's assignment inside the site; None outside."""
-        if self.path not in (None, path) or self.operator not in (None, operator):
+        if not self._is_inside(path, operator):
             return None
         return super().assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype, direction=direction)
+
+    def assign_operand(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str
+    ) -> Assignment | None:
+        """Return the base's rounding of an operand of an operation inside the site; None outside."""
+        if not self._is_inside(path, operator):
+            return None
+        return super().assign_operand(
+            path=path, operator=operator, kind=kind, role=role, direction=direction, dtype=dtype
+        )
+
+    def _is_inside(self, path: str, operator: str) -> bool:
+        return self.path in (None, path) and self.operator in (None, operator)
 
 
 def isolated(graph: fx.GraphModule, isolate: Isolate) -> tuple[str, ...]:

@@ -83,8 +83,7 @@ def variability(
         max_samples: the most samples per batch for ``samples="auto"``.
         method: ``"cnh"`` (samples are normal around their mean) or ``"general"`` (no assumption).
         probability: for ``"cnh"``, that a further sample agrees to the reported bits; None takes 0.95.
-        confidence: of the bits (for ``"cnh"``) and of the interval for ``samples="auto"``, between 0 and 1. The half
-            widths ``Figures.half_width`` are always of 0.95.
+        confidence: of the bits (for ``"cnh"``) and of the interval for ``samples="auto"``, between 0 and 1.
         isolate: ``"layers"`` or ``"operators"`` also perturbs them one at a time, and reports the effect of each on the
             first result; None does not.
         n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.

@@ -169,8 +169,7 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
     if operator.exact or _is_native(operator, carriers, rounding):
         return
     narrow_operands = all(c == "f32" for c in carriers)
-    # A product of two 24-bit significands has 48 bits: binary64 holds it.
-    if narrow_operands and rounding.format.precision <= (53 if operator.name == "mul" else 51):
+    if narrow_operands and rounding.format.precision <= 51:
         return
     own = rounding.format == _BINARY64
     if own and (
@@ -181,7 +180,7 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
         operands = "float32" if narrow_operands else "float64"
         raise ValueError(
             f"{operator.name} on {operands} operands cannot be rounded to {rounding}: it needs two bits more than "
-            "binary64 has; use a precision up to 51, a float32 result, or binary64 with nearest_even or a mode that draws"
+            "binary64 has; use a precision up to 51, a float32 result, or binary64 to nearest even or drawn"
         )
     if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(

@@ -24,10 +24,10 @@ from typing import Final
 
 from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, seed_function, stream_functions
-from fxround.numerics.scalar import Function, param
+from fxround.numerics.scalar import Function, const, param
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.runtime.cuda.limbs import LIMBS, SIZES
-from fxround.runtime.cuda.source import TYPES, device_function
+from fxround.runtime.cuda.source import TYPES, constant, device_function
 
 MEMORY: Final = MappingProxyType(
     {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
@@ -270,7 +270,7 @@ def _reduce(kernel: Reduce) -> str:
         memory=MEMORY[kernel.loads[0]],
         type=TYPES[kernel.accumulator],
         chains=chains,
-        first=kernel.first,
+        first=constant(const(kernel.accumulator, kernel.first)),
         states=f"    u64 state[{chains}];\n" if start else "",
         start=start,
         element=_element(kernel.loads[0], "line[(k + c) * inner]"),
@@ -304,7 +304,7 @@ def _scan(kernel: Scan) -> str:
     body = _SCAN.format(
         name=name,
         type=TYPES[kernel.accumulator],
-        first=kernel.first,
+        first=constant(const(kernel.accumulator, kernel.first)),
         start=_stream(kernel, "    u64 state", "i"),
         element=_element(kernel.loads[0], "x[base + k * inner]"),
         step_bits=_bits(kernel.draws, "state"),

@@ -128,8 +128,10 @@ class _Direct:
         self.a_base = at(b, a["a"], b.mul(b.select(grouped, group, batch), a["a_batch"]), self.left)
         self.b_base = at(b, a["b"], b.add(b.mul(batch, a["b_batch"]), column), self.right)
         self.out_base = b.add(b.mul(b.mul(batch, a["rows"]), a["columns"]), column)
-        # The comparison of 32-bit lanes is one instruction, and holds for fewer than 2^31 columns.
-        left = b.trunc(b.sub(a["columns"], column), I32)
+        # The comparison of 32-bit lanes is one instruction. The panel asks only for its own columns, so what is left
+        # beyond them is cut off before 2^31 columns or more would overflow.
+        left, width = b.sub(a["columns"], column), I64(self.variant.width)
+        left = b.trunc(b.select(b.icmp_signed("<", left, width), left, width), I32)
         offsets = [b.sub(left, I32(v * lanes)) for v in range(self.variant.vectors)]
         self.exist = [b.icmp_signed("<", iota(lanes, I32), splat(b, offset, lanes)) for offset in offsets]
 
