@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
+from benchmarks.harness import vision_operators
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,7 @@ def vision() -> Any:
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        for name in ("nms", "qnms"):
-            _DECLARED.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        vision_operators()
         return importlib.import_module("torchvision")
 
 
@@ -105,9 +105,6 @@ def hugging_face() -> Any:
     """transformers, which imports torchvision where that is installed."""
     vision()
     return importlib.import_module("transformers")
-
-
-_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _randomized(model: nn.Module) -> nn.Module:
