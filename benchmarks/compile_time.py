@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 def measure(name: str, policy: str) -> dict[str, float]:
     """Return the seconds of graph and kernels in this process, and the numbers of compiled and of cached kernels."""
     import fxround
-    from fxround.runtime.compiled import origins
+    from fxround.runtime.cpu.code import origins
 
     model, kwargs = MODELS[name]()
     with torch.no_grad():

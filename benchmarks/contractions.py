@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import header, medians, table
+from fxround.kernels.specialize import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
-from fxround.runtime.compiled import current_machine
-from fxround.runtime.contractions import scratch_of
-from fxround.runtime.library import KERNELS
-from fxround.runtime.llvm.engine import compile_module
-from fxround.specialize import contract_kernel
+from fxround.runtime.cpu.code import current_machine
+from fxround.runtime.cpu.contraction import scratch_of
+from fxround.runtime.cpu.llvm.engine import compile_module
+from fxround.runtime.torch_ops import KERNELS
 
 STORE = "binary32/nearest_even/inf"
 ACCUMULATORS = {

@@ -29,8 +29,8 @@ from torch import Tensor
 import fxround  # noqa: F401  (registers the operator)
 from benchmarks import adversary
 from benchmarks.harness import header, machine, medians, table
-from fxround.analysis.progress import tracked
 from fxround.numerics.elementary import ELEMENTARY, Elementary
+from fxround.significance.progress import tracked
 
 COUNT = 10**6
 # Goals of the nearest-even column: 1.5 times PyTorch's time for the first five, 2.5 times for the others.

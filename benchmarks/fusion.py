@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import fxround
 from benchmarks.harness import header, medians, table, vision_operators
-from fxround.runtime.epilogues import Epilogue
 from fxround.runtime.schedule import schedule
+from fxround.runtime.schedule.epilogues import Epilogue
 
 
 class Applied(nn.Module):

@@ -42,7 +42,7 @@ from benchmarks.reference import (
     same,
     shifted,
 )
-from fxround.analysis.progress import tracked
+from fxround.significance.progress import tracked
 
 BLOCK: Final = 1 << 16
 Draw = Callable[[np.random.Generator, int], tuple[Any, Any]]

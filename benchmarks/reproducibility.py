@@ -22,7 +22,7 @@ import torch
 import fxround
 from benchmarks.experiments import EARLY, EXPERIMENTS
 from benchmarks.harness import header, table
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.engine import instruction_sets
 
 POLICIES = ("reproducible", "stochastic")
 STEPS = 100

@@ -32,7 +32,7 @@ import fxround
 from benchmarks.harness import header, medians, table
 from benchmarks.scale import MnistCNN, forget_peak, peak_megabytes
 from fxround import Policy, Rule
-from fxround.runtime.compiled import origins
+from fxround.runtime.cpu.code import origins
 from fxround.training import compile_optimizer
 
 FP8 = Policy(

@@ -10,14 +10,10 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 ``round`` and ``hash`` are not in ``__all__``, so that a star import does not replace Python's builtins.
 """
 
-from fxround.analysis.culprits import LocalizeReport
-from fxround.analysis.localize import localize
-from fxround.analysis.perturb import perturb
-from fxround.analysis.report import VariabilityReport
-from fxround.analysis.variability import variability
-from fxround.compiler import RoundedModule
 from fxround.compiler import compile as compile
-from fxround.eager import round as round
+from fxround.compiler.eager_round import round as round
+from fxround.compiler.exported import LoadedModule, load
+from fxround.compiler.module import RoundedModule
 from fxround.errors import (
     CaptureError,
     FxroundError,
@@ -26,16 +22,20 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
-from fxround.hashing import hash as hash
+from fxround.fingerprint import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
-from fxround.loading import LoadedModule, load
+from fxround.localization.localize import localize
+from fxround.localization.report import LocalizeReport
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
-from fxround.runtime.compiled import instruction_set
+from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
-from fxround.summaries import Coverage, Operation, Summary
+from fxround.significance.perturb import perturb
+from fxround.significance.report import VariabilityReport
+from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.views.summaries import Coverage, Operation, Summary
 
 formats, modes, policies = FORMATS, MODES, PRESETS
 

@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 
-from fxround.compiler import RoundedModule, compile
-from fxround.inspection import summary
+from fxround.compiler import compile
+from fxround.compiler.module import RoundedModule
 from fxround.policy import Policy
-from fxround.significance import require, significant_bits
-from fxround.table import Table
+from fxround.significance.bits import require, significant_bits
+from fxround.views.graph_views import summary
+from fxround.views.table import Table
 
 IMAGES: Final = 500
 EPOCHS: Final = 12

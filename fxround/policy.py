@@ -37,7 +37,7 @@ ENTERING: Final = ("weight", "input", "buffer", "constant")
 # Results: in the forward pass; in the backward pass (of a weight; of anything else); in an optimizer's step.
 ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
 DIRECTIONS: Final = ("forward", "backward", "update")
-# The formulas of composite operators (fxround.formulas).
+# The formulas of composite operators (fxround.operators.formulas).
 OWN: Final = "fxround"
 DEFINITIONS: Final = (OWN, "repdl")
 # The fields of a rule that set something: of results, and of operands.

@@ -21,23 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxround.analysis.provenance import processor
 from fxround.errors import FxroundError
-from fxround.hashing import hash
-from fxround.kernel import Exact
+from fxround.fingerprint import hash
+from fxround.kernels.program import Program, Statement
+from fxround.kernels.shapes import Exact
+from fxround.kernels.specialize import contract_kernel, fused_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import quantum, round_exact, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
-from fxround.program import Program, Statement
-from fxround.runtime.compiled import current_set
-from fxround.runtime.contractions import run_product
-from fxround.runtime.exact import run_exact
-from fxround.runtime.execute import Draw, run_kernel, run_map
-from fxround.runtime.reducing import run_reduce
-from fxround.specialize import contract_kernel, fused_kernel, sum_kernel
-from fxround.table import Table, Tabled
+from fxround.runtime.cpu.code import current_set
+from fxround.runtime.cpu.contraction import run_product
+from fxround.runtime.cpu.exact_sum import run_exact
+from fxround.runtime.cpu.pointwise import Draw, run_kernel, run_map
+from fxround.runtime.cpu.reduction import run_reduce
+from fxround.significance.provenance import processor
+from fxround.views.table import Table, Tabled
 
 # Any numbers: seed, sample, and node of the words that are drawn.
 _DRAW: Final = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)

@@ -22,13 +22,13 @@ from random_judge import as_if_large
 from torch import Tensor
 
 import fxround
+from fxround.kernels.parsed import pointwise
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy, Rule
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.execute import MapCall, array
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.pointwise import MapCall, array
 from fxround.runtime.schedule import schedule
-from fxround.runtime.texts import pointwise
 
 RNE, SR = "binary32/nearest_even/inf", "bfloat16/stochastic/inf"
 OPS = torch.ops.fxround

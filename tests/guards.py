@@ -20,7 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxround.runtime import buffers, contractions, convolution, planes, rows
+from fxround.runtime.cpu import buffers, contraction, convolution, depthwise
+from fxround.runtime.schedule import row_chains
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -84,17 +85,17 @@ def everywhere(at_end: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(buffers, "empty", result))
-        for user in (contractions, rows):
+        for user in (contraction, row_chains):
             stack.enter_context(patch.object(user, "scratch", scratch))
         for module, name in (
-            (contractions, "offsets"),
+            (contraction, "offsets"),
             (convolution, "offsets"),
             (convolution, "_sums"),
-            (planes, "_taps"),
-            (planes, "_places"),
+            (depthwise, "_taps"),
+            (depthwise, "_places"),
         ):
             stack.enter_context(patch.object(module, name, table(getattr(module, name))))
-        for cached in (contractions._packed, convolution.windows_of, convolution._placed, planes._planned):
+        for cached in (contraction._packed, convolution.windows_of, convolution._placed, depthwise._planned):
             cached.cache_clear()
         yield
 

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fxround.graph import PORT, Port
+from fxround.graph.site import PORT, Port
 from fxround.policy import Policy, Rule
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_builder import DTYPES, POLICIES, STEPS, Builder, Model, Recipe, Unfit, broadcast, shape
 from torch import fx
 
-from fxround.graph import PORTS, Port
+from fxround.graph.site import PORTS, Port
 
 aten = torch.ops.aten
 

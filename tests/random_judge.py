@@ -24,20 +24,20 @@ from random_reference import Array, by_reference, drawing, encodings
 from torch import Tensor, fx
 
 import fxround.passes
-from fxround.graph import META, ORIGIN, PORT, PORTS
-from fxround.kernel import Map
-from fxround.loading import random_state
+from fxround.capture.refusals import FORMAT_OF
+from fxround.compiler.exported import random_state
+from fxround.graph.site import META, ORIGIN, PORT, PORTS
+from fxround.kernels.shapes import Map
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.randomness import BLOCK
-from fxround.ops import rule_of
+from fxround.operators.rules import rule_of
 from fxround.passes import Plan, lower, optimize
 from fxround.passes.partition import partition
 from fxround.passes.rewrite import decided
 from fxround.policy import Policy
-from fxround.refusals import FORMAT_OF
-from fxround.runtime import buffers, epilogues, execute, rows
-from fxround.runtime.schedule import schedule
+from fxround.runtime.cpu import buffers, pointwise
+from fxround.runtime.schedule import epilogues, row_chains, schedule
 
 _MEMORY: Mapping[str, Any] = {
     "f32": np.float32,
@@ -62,7 +62,7 @@ class Maps:
     """In place of ``execute.native``: map kernels that NumPy runs at the addresses that they are given."""
 
     def __init__(self) -> None:
-        self.native, self.known = execute.native, {}  # type: ignore[var-annotated]
+        self.native, self.known = pointwise.native, {}  # type: ignore[var-annotated]
         self.errors: list[str] = []
 
     def __call__(self, digest: str, make: Any, variant: Any, name: str, prototype: Any) -> Any:
@@ -152,12 +152,12 @@ def _memory(address: int, begin: int, end: int, storage: str) -> Array:
 def numpy_maps() -> Iterator[Maps]:
     """Maps run as NumPy inside."""
     maps = Maps()
-    execute._map_call.cache_clear()
-    with mock.patch.object(execute, "native", maps):
+    pointwise._map_call.cache_clear()
+    with mock.patch.object(pointwise, "native", maps):
         try:
             yield maps
         finally:
-            execute._map_call.cache_clear()
+            pointwise._map_call.cache_clear()
 
 
 # ---- small tensors on the ways of large ones ----
@@ -175,8 +175,8 @@ def as_if_large(small: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (buffers, "_WORTHWHILE", 1),
-            (rows, "_LEAST", 0),
-            (rows, "_CACHE", (1, 1 << 13, 1 << 18)[small % 3]),
+            (row_chains, "_LEAST", 0),
+            (row_chains, "_CACHE", (1, 1 << 13, 1 << 18)[small % 3]),
             (epilogues, "_STEP", (1, 1 << 10, 1 << 19)[small % 3]),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fxround.kernel import Exact
+from fxround.kernels import parsed
+from fxround.kernels.shapes import Exact
+from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics import scalar
 from fxround.numerics.randomness import random_function
-from fxround.runtime import reference, texts
-from fxround.runtime.contractions import contract_of
-from fxround.runtime.execute import STORAGES, loads_of
-from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
+from fxround.runtime import reference
+from fxround.runtime.cpu.contraction import contract_of
+from fxround.runtime.cpu.pointwise import STORAGES, loads_of
 
 aten = torch.ops.aten
 Array = Any
@@ -65,7 +66,7 @@ def _key(rng: Tensor, node: int) -> tuple[int, int, int, int]:
 
 
 def _pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
-    kernel = texts.pointwise(program, loads_of(xs), STORAGES[dtype])
+    kernel = parsed.pointwise(program, loads_of(xs), STORAGES[dtype])
     full = torch.broadcast_shapes(*(x.shape for x in xs))
     return tensor(np.broadcast_to(reference.map_(kernel, [stored(x) for x in xs], _key(rng, node)), full), dtype)
 
@@ -206,7 +207,11 @@ def _sum(
 ) -> Tensor:
     lines, kept, short = _lines(x, dims)
     kernel = sum_kernel(
-        texts.order(order), texts.rounding(accumulate), texts.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype]
+        parsed.order(order),
+        parsed.rounding(accumulate),
+        parsed.rounding(rounding),
+        STORAGES[x.dtype],
+        STORAGES[x.dtype],
     )
     compute = reference.exact if isinstance(kernel, Exact) else reference.reduce
     return tensor(compute(kernel, lines, _key(rng, node)), x.dtype).reshape(kept if keepdim else short)  # type: ignore[operator]
@@ -214,13 +219,13 @@ def _sum(
 
 def _prod(x: Tensor, dims: Any, keepdim: bool, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
     lines, kept, short = _lines(x, dims)
-    kernel = prod_kernel(texts.rounding(accumulate), texts.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
+    kernel = prod_kernel(parsed.rounding(accumulate), parsed.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
     return tensor(reference.reduce(kernel, lines, _key(rng, node)), x.dtype).reshape(kept if keepdim else short)
 
 
 def _scanned(make: Any) -> Callable[..., Tensor]:
     def scan(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
-        kernel = make(texts.rounding(accumulate), texts.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
+        kernel = make(parsed.rounding(accumulate), parsed.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
         last = x.movedim(dim, -1)
         made = reference.scan(kernel, stored(last).reshape(-1, last.shape[-1]), _key(rng, node))
         return tensor(made, x.dtype).reshape(last.shape).movedim(-1, dim).contiguous()
@@ -233,7 +238,7 @@ def _places(x: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, places: Tensor, source: Tensor, accumulate: str, rng: Tensor, node: int) -> Tensor:
-    kernel = scatter_kernel(texts.rounding(accumulate), STORAGES[x.dtype])
+    kernel = scatter_kernel(parsed.rounding(accumulate), STORAGES[x.dtype])
     made = reference.scatter(
         kernel, stored(x).reshape(-1), places.reshape(-1).numpy(), stored(source).reshape(-1), _key(rng, node)
     )

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxround.analysis.figures import BINS, Figures, Options, Place, Tally
-from fxround.analysis.report import OUTSIDE
-from fxround.analysis.statistics import Moments
-from fxround.significance import contributing_bits, significant_bits
+from fxround.significance.bits import contributing_bits, significant_bits
+from fxround.significance.figures import BINS, Figures, Options, Place, Tally
+from fxround.significance.moments import Moments
+from fxround.significance.report import OUTSIDE
 
 PLACE = Place("here", "layer")
 

@@ -11,9 +11,9 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor
 
-from fxround.analysis.inputs import Call
-from fxround.analysis.measuring import Recorder
-from fxround.analysis.metrics import METRICS, chosen, dice_of, dice_sums, labels
+from fxround.significance.inputs import Call
+from fxround.significance.metrics import METRICS, chosen, dice_of, dice_sums, labels
+from fxround.significance.recorder import Recorder
 
 G = torch.Generator().manual_seed(5)
 NOTHING = Call(())

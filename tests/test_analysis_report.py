@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import cli
-from fxround.analysis import html, plots
-from fxround.analysis.report import CheckFailed
+from fxround.significance.report import CheckFailed, html, plots
 
 
 class Net(nn.Module):
@@ -210,7 +209,7 @@ def test_the_exit_status_is_a_verdict(
     assert status == 1 and "expected at least 23.5" in error
     assert json.loads(text)["samples"] == [5]
     stop = iter([False, False, *[True] * 99])
-    monkeypatch.setattr("fxround.analysis.variability.interruptible", lambda: _always(lambda: next(stop)))
+    monkeypatch.setattr("fxround.significance.variability.interruptible", lambda: _always(lambda: next(stop)))
     status, text, error = run(capsys, f"{file}:build", "--samples", "50", "--reference", "none")
     assert status == 130 and "INTERRUPTED" in text and "interrupted" in error
 

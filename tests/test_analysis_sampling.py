@@ -10,8 +10,8 @@ import torch
 from scipy import special, stats
 
 import fxround
-from fxround.analysis.sampling import GROUP, LEAST, Sequential, group_bits
-from fxround.analysis.statistics import Moments
+from fxround.significance.adaptive import GROUP, LEAST, Sequential, group_bits
+from fxround.significance.moments import Moments
 
 RUNS = 4000
 TOLERANCE = 1.0

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxround.analysis import statistics
-from fxround.analysis.statistics import Moments
+from fxround.significance import moments as statistics
+from fxround.significance.moments import Moments
 
 
 def moments(samples: torch.Tensor) -> Moments:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
-from fxround.analysis.report import CheckFailed
-from fxround.analysis.statistics import Moments
-from fxround.significance import significant_bits
+from fxround.significance.bits import significant_bits
+from fxround.significance.moments import Moments
+from fxround.significance.report import CheckFailed
 
 
 class Small(nn.Module):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
+from fxround.compiler.watching import rounds
 from fxround.errors import UnsupportedOperator
-from fxround.watching import rounds
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxround
 from fxround import CaptureError, Policy, PolicyError, Rule
-from fxround.backend import rounding_backend
+from fxround.compiler.torch_backend import rounding_backend
 
 
 class Net(nn.Module):

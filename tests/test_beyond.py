@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from fxround.kernels.program import Program
+from fxround.kernels.specialize import map_kernel
 from fxround.numerics.operators import OPERATORS
-from fxround.program import Program
-from fxround.specialize import map_kernel
 
 EXACT = {
     "add": lambda a, b: a + b,

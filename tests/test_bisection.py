@@ -8,7 +8,7 @@ import random
 import networkx as nx
 import pytest
 
-from fxround.analysis.bisection import Branches, Units, disjoint, halves, minimal
+from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, minimal
 
 UNITS: Units = tuple(f"u{i:03}" for i in range(100))
 

@@ -18,10 +18,10 @@ import torch
 
 import fxround
 import fxround.numerics
-from fxround.hashing import hash as bits
-from fxround.runtime import cache, compiled, execute
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.llvm.engine import identity, instruction_sets
+from fxround.fingerprint import hash as bits
+from fxround.runtime.cpu import code, disk_cache, pointwise
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.llvm.engine import identity, instruction_sets
 
 ROOT = Path(__file__).parents[1]
 X = torch.linspace(-3, 3, 97)
@@ -33,15 +33,15 @@ RNE, SR = "e4m3fn/nearest_even/saturate", "e5m2/stochastic"
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory, used by this process."""
     chosen = tmp_path / "cache"
-    monkeypatch.setenv(cache.VARIABLE, str(chosen))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(chosen))
     return chosen
 
 
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the kernels in memory, as a new process would."""
-    execute._map_call.cache_clear()
-    monkeypatch.setattr(compiled, "_CODE", {})
-    monkeypatch.setattr(compiled, "_ORIGINS", {"compiled": 0, "stored": 0})
+    pointwise._map_call.cache_clear()
+    monkeypatch.setattr(code, "_CODE", {})
+    monkeypatch.setattr(code, "_ORIGINS", {"compiled": 0, "stored": 0})
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, str]]:
         fresh(monkeypatch)
         with instruction_set(isa):
             result = fxround.round(X, rounding)
-        return compiled.origins()["compiled"], compiled.origins()["stored"], bits(result)
+        return code.origins()["compiled"], code.origins()["stored"], bits(result)
 
     return rounded
 
@@ -87,7 +87,7 @@ def test_code_that_calls_the_c_library_runs_in_another_process(place: Path, monk
     """Without an fma instruction the code calls fma: its address differs from process to process."""
     script = (
         "import torch, fxround\n"
-        "from fxround.runtime.compiled import instruction_set, origins\n"
+        "from fxround.runtime.cpu.code import instruction_set, origins\n"
         "a, b = torch.arange(12.0).reshape(3, 4) / 7, torch.arange(20.0).reshape(4, 5) / 3\n"
         "with instruction_set('sse2'):\n"
         "    rng, native = torch.tensor([0, 0]), 'binary32/nearest_even/inf'\n"
@@ -100,7 +100,7 @@ def test_code_that_calls_the_c_library_runs_in_another_process(place: Path, monk
 
 
 def script_output(script: str, place: Path) -> tuple[str, str]:
-    environment = {**os.environ, cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, disk_cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     digest, _, origins = done.stdout.strip().partition(" ")
     return digest, origins
@@ -155,22 +155,22 @@ def test_an_entry_of_another_key_is_compiled_anew(place: Path, run: Run) -> None
 
 def test_every_byte_of_an_entry_is_checked() -> None:
     key, code = bytes(range(32)), b"some code"
-    sealed = cache._sealed(code, key)
-    assert cache._opened(sealed, key) == code
-    assert cache._opened(sealed, bytes(32)) is None
+    sealed = disk_cache._sealed(code, key)
+    assert disk_cache._opened(sealed, key) == code
+    assert disk_cache._opened(sealed, bytes(32)) is None
     for i in range(len(sealed)):
-        assert cache._opened(sealed[:i], key) is None
+        assert disk_cache._opened(sealed[:i], key) is None
         for bit in range(8):
-            assert cache._opened(sealed[:i] + bytes([sealed[i] ^ 1 << bit]) + sealed[i + 1 :], key) is None
+            assert disk_cache._opened(sealed[:i] + bytes([sealed[i] ^ 1 << bit]) + sealed[i + 1 :], key) is None
 
 
 def test_processes_may_fill_one_directory_at_once(place: Path) -> None:
     script = (
         "import torch, fxround\n"
-        "from fxround.runtime.compiled import origins\n"
+        "from fxround.runtime.cpu.code import origins\n"
         f"print(fxround.hash(fxround.round(torch.linspace(-3, 3, 97), {SR!r})), origins())\n"
     )
-    environment = {**os.environ, cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, disk_cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -187,19 +187,19 @@ def test_processes_may_fill_one_directory_at_once(place: Path) -> None:
 def keep(place: Path, number: int, size: int, age: float) -> Path:
     """An entry of ``size`` bytes of code that was used ``age`` seconds ago."""
     key = number.to_bytes(32, "big")
-    cache.fetch(key, lambda: bytes(size))
+    disk_cache.fetch(key, lambda: bytes(size))
     path = place / f"{key.hex()}.code"
     os.utime(path, (time.time() - age,) * 2)
     return path
 
 
 def test_the_entries_that_were_used_longest_ago_go_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "LIMIT_BYTES", 10_000)
-    monkeypatch.setattr(cache, "_UNSEEN_BYTES", 1)
+    monkeypatch.setattr(disk_cache, "LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(disk_cache, "_UNSEEN_BYTES", 1)
     kept = [keep(place, number, 2_000, age=100 - number) for number in range(4)]
     assert entries(place) == sorted(kept)
     # Read: now the first is the youngest.
-    assert cache.fetch((0).to_bytes(32, "big"), bytes)[1]
+    assert disk_cache.fetch((0).to_bytes(32, "big"), bytes)[1]
     newest = keep(place, 9, 3_000, age=0)
     assert entries(place) == sorted([kept[0], kept[3], newest])
     assert sum(path.stat().st_size for path in entries(place)) <= 10_000
@@ -207,16 +207,16 @@ def test_the_entries_that_were_used_longest_ago_go_first(place: Path, monkeypatc
 
 def test_the_directory_is_visited_at_first_and_once_in_a_while(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     visits: list[Path] = []
-    monkeypatch.setattr(cache, "_evict", visits.append)
-    monkeypatch.setattr(cache._Unseen, "total", cache._UNSEEN_BYTES)
-    size = cache._UNSEEN_BYTES // 4
+    monkeypatch.setattr(disk_cache, "_evict", visits.append)
+    monkeypatch.setattr(disk_cache._Unseen, "total", disk_cache._UNSEEN_BYTES)
+    size = disk_cache._UNSEEN_BYTES // 4
     for number in range(9):
-        cache.fetch(number.to_bytes(32, "big"), lambda: bytes(size))
+        disk_cache.fetch(number.to_bytes(32, "big"), lambda: bytes(size))
         assert len(visits) == 1 + number // 4
 
 
 def test_what_a_process_that_died_left_aside_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_UNSEEN_BYTES", 1)
+    monkeypatch.setattr(disk_cache, "_UNSEEN_BYTES", 1)
     keep(place, 1, 10, age=0)
     old, young, foreign = place / "a.part", place / "b.part", place / "notes.txt"
     for path in (old, young, foreign):
@@ -228,28 +228,28 @@ def test_what_a_process_that_died_left_aside_is_removed(place: Path, monkeypatch
 
 @pytest.mark.parametrize("value", ["", "off"])
 def test_the_cache_can_be_switched_off(value: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cache.VARIABLE, value)
-    assert cache.directory() is None
+    monkeypatch.setenv(disk_cache.VARIABLE, value)
+    assert disk_cache.directory() is None
     first, second = run(), run()
     assert first[:2] == second[:2] == (1, 0) and first[2] == second[2]
 
 
 def test_the_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cache.VARIABLE, raising=False)
+    monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/paths/are/to/be/ignored")
-    assert cache.directory() == tmp_path / ".cache" / "fxround"
+    assert disk_cache.directory() == tmp_path / ".cache" / "fxround"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
-    assert cache.directory() == tmp_path / "shared" / "fxround"
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "own"))
-    assert cache.directory() == tmp_path / "own"
+    assert disk_cache.directory() == tmp_path / "shared" / "fxround"
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "own"))
+    assert disk_cache.directory() == tmp_path / "own"
 
 
 def test_a_path_that_is_no_directory_costs_time_not_an_error(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "file" / "cache"))
     with caplog.at_level("DEBUG", logger="fxround.cache"):
         first, second = run(), run()
     assert first[:2] == second[:2] == (1, 0)
@@ -273,7 +273,7 @@ def ordinary_user(place: Path) -> Iterator[None]:
 def test_a_directory_without_the_right_to_write_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest's own directories are closed to other users.
     with tempfile.TemporaryDirectory() as outer:
-        monkeypatch.setenv(cache.VARIABLE, outer)
+        monkeypatch.setenv(disk_cache.VARIABLE, outer)
         with ordinary_user(Path(outer)):
             stored = run(RNE)
             os.chmod(outer, 0o500)
@@ -290,8 +290,8 @@ def test_a_write_that_fails_costs_time_not_an_error(place: Path, run: Run, monke
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(cache.os, "replace", refuse)
-    monkeypatch.setattr(cache.os, "utime", refuse)
+    monkeypatch.setattr(disk_cache.os, "replace", refuse)
+    monkeypatch.setattr(disk_cache.os, "utime", refuse)
     assert run(RNE) == (0, 1, expected)
     assert run(SR)[:2] == (1, 0)
     assert len(entries(place)) == 1
@@ -330,35 +330,35 @@ def test_source_that_changed_after_the_import_is_not_cached(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What such a process runs is not what the files say."""
-    monkeypatch.setattr(cache, "_STARTED", 0.0)
-    cache.fingerprint.cache_clear()
+    monkeypatch.setattr(disk_cache, "_STARTED", 0.0)
+    disk_cache.fingerprint.cache_clear()
     try:
-        assert cache.fingerprint() is None
+        assert disk_cache.fingerprint() is None
         assert run()[:2] == (1, 0)
         assert not place.exists()
     finally:
-        cache.fingerprint.cache_clear()
+        disk_cache.fingerprint.cache_clear()
 
 
 def test_the_fingerprint_depends_on_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "numerics"
     package.mkdir()
-    sources = [package / "__init__.py", tmp_path / "__init__.py", tmp_path / "kernel.py"]
+    sources = [package / "__init__.py", tmp_path / "__init__.py", tmp_path / "policy.py"]
     for source in sources:
         source.write_text("x = 1\n")
     monkeypatch.setattr(fxround.numerics, "__file__", str(sources[0]))
-    monkeypatch.setattr(cache, "_STARTED", math.inf)
-    seen = [cache.fingerprint.__wrapped__()]
+    monkeypatch.setattr(disk_cache, "_STARTED", math.inf)
+    seen = [disk_cache.fingerprint.__wrapped__()]
     for source in sources:
         source.write_text("x = 2\n")
-        seen.append(cache.fingerprint.__wrapped__())
-    sources[2].rename(tmp_path / "program.py")
-    seen.append(cache.fingerprint.__wrapped__())
+        seen.append(disk_cache.fingerprint.__wrapped__())
+    sources[2].rename(tmp_path / "errors.py")
+    seen.append(disk_cache.fingerprint.__wrapped__())
     assert None not in seen and len(set(seen)) == 5
 
 
 def test_the_key_tells_its_parts_apart() -> None:
-    keys = [cache.key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""))]
+    keys = [disk_cache.key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""))]
     assert None not in keys and len(set(keys)) == len(keys)
 
 
@@ -367,36 +367,36 @@ def test_a_tilde_and_an_empty_home_name_the_users_own_directory(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for text, expected in (("~/x", tmp_path / "x"), ("~", tmp_path), ("here", Path.cwd() / "here"), ("off", None)):
-        monkeypatch.setenv(cache.VARIABLE, text)
-        assert cache.directory() == expected
+        monkeypatch.setenv(disk_cache.VARIABLE, text)
+        assert disk_cache.directory() == expected
     own = Path(pwd.getpwuid(os.getuid()).pw_dir)
     for home in ("", "relative"):
         monkeypatch.setenv("HOME", home)
-        monkeypatch.setenv(cache.VARIABLE, "~/x")
-        assert cache.directory() == own / "x"
-        monkeypatch.delenv(cache.VARIABLE, raising=False)
+        monkeypatch.setenv(disk_cache.VARIABLE, "~/x")
+        assert disk_cache.directory() == own / "x"
+        monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        assert cache.directory() == own / ".cache" / "fxround"
+        assert disk_cache.directory() == own / ".cache" / "fxround"
     monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
-    assert cache.directory() is None
+    assert disk_cache.directory() is None
 
 
 def test_usage_counts_entries_and_says_why_a_directory_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "new" / "cache"
-    monkeypatch.setenv(cache.VARIABLE, str(place))
-    assert cache.usage() == cache.Usage(place)
+    monkeypatch.setenv(disk_cache.VARIABLE, str(place))
+    assert disk_cache.usage() == disk_cache.Usage(place)
     assert not place.exists()
     place.mkdir(mode=0o700, parents=True)
     for name, size in (("a.code", 3), ("b.code", 4), ("c.part", 100)):
         (place / name).write_bytes(b"x" * size)
-    assert cache.usage() == cache.Usage(place, 2, 7)
+    assert disk_cache.usage() == disk_cache.Usage(place, 2, 7)
     place.chmod(0o777)
-    assert cache.usage() == cache.Usage(place, 2, 7, "not used: another user can write to it")
-    monkeypatch.setenv(cache.VARIABLE, str(place / "a.code"))
-    assert cache.usage().problem == "cannot be read: Not a directory"
-    monkeypatch.setenv(cache.VARIABLE, str(place / "a.code" / "below"))
-    assert cache.usage().problem == "cannot be read: Not a directory"
-    monkeypatch.setenv(cache.VARIABLE, "off")
-    assert cache.usage() == cache.Usage(None)
+    assert disk_cache.usage() == disk_cache.Usage(place, 2, 7, "not used: another user can write to it")
+    monkeypatch.setenv(disk_cache.VARIABLE, str(place / "a.code"))
+    assert disk_cache.usage().problem == "cannot be read: Not a directory"
+    monkeypatch.setenv(disk_cache.VARIABLE, str(place / "a.code" / "below"))
+    assert disk_cache.usage().problem == "cannot be read: Not a directory"
+    monkeypatch.setenv(disk_cache.VARIABLE, "off")
+    assert disk_cache.usage() == disk_cache.Usage(None)

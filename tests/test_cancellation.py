@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxround.analysis.cancellation import Cancellation, cancellations
-from fxround.analysis.nonfinite import first_nonfinite
+from fxround.localization.cancellation import Cancellation, cancellations
+from fxround.localization.nonfinite import first_nonfinite
 
 
 def of(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, Cancellation]:

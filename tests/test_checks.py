@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxround.analysis.checks import agreement, parse_check
+from fxround.localization.checks import agreement, parse_check
 
 LIMIT = 3.0
 R = torch.tensor([1.0, 2.0, 4.0])

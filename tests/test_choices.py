@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxround
-from fxround.formulas import FORMULAS, choices
+from fxround.operators.formulas import FORMULAS, choices
 
 aten = torch.ops.aten
 LENGTHS = (1, 2, 3, 8, 9, 16, 17, 31, 33, 64, 100)

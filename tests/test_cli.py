@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import fxround
-from fxround import cli, demo, doctor, refusals
-from fxround.inspection import to_networkx
+from fxround import cli, demo
+from fxround.capture import refusals
+from fxround.cli import doctor
+from fxround.views.graph_views import to_networkx
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import fxround
-from fxround.passes.fuse import MAX_OPERATORS
-from fxround.runtime import compiled, contractions, execute, parts, planes, texts
-from fxround.runtime.convolution import convolution, input_gradient, weight_gradient
-from fxround.runtime.llvm.engine import compile_module
+from fxround.kernels import parsed
+from fxround.passes.optimizations.fuse import MAX_OPERATORS
+from fxround.runtime.cpu import code, contraction, depthwise, long_programs, pointwise
+from fxround.runtime.cpu.convolution import convolution, input_gradient, weight_gradient
+from fxround.runtime.cpu.llvm.engine import compile_module
 
 RNG = torch.tensor([3, 1])
 # LLVM takes less than 3 s for so many characters of a contraction, and of straight-line code for five times as many.
@@ -33,10 +34,16 @@ def emitted() -> Iterator[list[str]]:
         found.append(build(subject))
         return nothing
 
-    execute._map_call.cache_clear()
-    with mock.patch.object(compiled, "_address", address), mock.patch.object(compiled, "_CODE", {}):
+    pointwise._map_call.cache_clear()
+    with mock.patch.object(code, "_address", address), mock.patch.object(code, "_CODE", {}):
         yield found
-    for known in (execute._map_call, parts._call, planes._planned, contractions._packed, contractions._direct):
+    for known in (
+        pointwise._map_call,
+        long_programs._call,
+        depthwise._planned,
+        contraction._packed,
+        contraction._direct,
+    ):
         known.cache_clear()
 
 
@@ -91,11 +98,11 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
     text = program(5, rounding, ("add", "mul"))
     text += f"; t5 = relu(t4) @ exact; t6 = neg(t4) @ exact; t7 = add(t5, t0) @ {nearest}"
     x, y = torch.randn(5, 1, 40).to(dtype), torch.randn(1, 3, 1).to(dtype)
-    stored = execute.STORAGES[dtype]
+    stored = pointwise.STORAGES[dtype]
     numbers = list(range(20, 25))
 
     def both() -> list[Any]:
-        parts.is_long.cache_clear()
+        long_programs.is_long.cache_clear()
         one = torch.ops.fxround.pointwise([x, y], text, dtype, RNG, 4)
         named = torch.ops.fxround.fused(
             [x, y], text + "; return t5, t3, t7", f"{stored} {stored} {stored}", RNG, numbers
@@ -103,10 +110,10 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
         return [one, *named]
 
     whole = both()
-    monkeypatch.setattr(parts, "MOST", 0)
-    monkeypatch.setattr(texts, "pointwise", None)
+    monkeypatch.setattr(long_programs, "MOST", 0)
+    monkeypatch.setattr(parsed, "pointwise", None)
     apart = both()
-    parts.is_long.cache_clear()
+    long_programs.is_long.cache_clear()
     assert [t.shape for t in apart] == [(5, 3, 40)] * 4
     for a, b in zip(whole, apart, strict=True):
         assert a.dtype == b.dtype == dtype and torch.equal(
@@ -126,5 +133,5 @@ def test_a_chain_of_long_functions_becomes_several_programs() -> None:
         rounded(torch.rand(3, 5))
     assert rounded._latest is not None
     found = [n.args[1] for n in rounded._latest.fused.graph.nodes if n.target is torch.ops.fxround.fused.default]
-    lengths = [len(texts.fused(text, ("f32",), "f32").body.schedule) for text in found if isinstance(text, str)]
+    lengths = [len(parsed.fused(text, ("f32",), "f32").body.schedule) for text in found if isinstance(text, str)]
     assert len(lengths) > 1 and max(lengths) <= 1.1 * MAX_OPERATORS

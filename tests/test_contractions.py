@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxround  # noqa: F401  registers the operators
-from fxround.kernel import Contract
+from fxround.kernels.shapes import Contract
+from fxround.kernels.specialize import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
@@ -25,11 +26,10 @@ from fxround.numerics.rounding import round_expr
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.contractions import Right, begin_contract, run_product
-from fxround.runtime.execute import Draw
-from fxround.runtime.llvm.engine import instruction_sets
-from fxround.specialize import contract_kernel
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.contraction import Right, begin_contract, run_product
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.pointwise import Draw
 
 OPS = torch.ops.fxround
 RNE = "binary32/nearest_even/inf"

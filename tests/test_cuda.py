@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 
-from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
+from fxround.kernels.specialize import (
+    contract_kernel,
+    cumsum_kernel,
+    exact_kernel,
+    largest_kernel,
+    map_kernel,
+    scatter_kernel,
+    sum_kernel,
+)
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
@@ -36,19 +46,9 @@ from fxround.numerics.randomness import (
 from fxround.numerics.rounding import rounding_function
 from fxround.numerics.scalar import DTYPES, OPS, Function
 from fxround.numerics.storage import Storage
-from fxround.program import Program
 from fxround.runtime import reference
 from fxround.runtime.cuda.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
 from fxround.runtime.cuda.source import DEVICE_FLAGS, HOST_FLAGS, HOST_PRELUDE, TABLE, TYPES, device_function
-from fxround.specialize import (
-    contract_kernel,
-    cumsum_kernel,
-    exact_kernel,
-    largest_kernel,
-    map_kernel,
-    scatter_kernel,
-    sum_kernel,
-)
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")

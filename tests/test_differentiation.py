@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxround
-from fxround.entry import Entry
+from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
 
 

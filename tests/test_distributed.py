@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import fxround
 from fxround import Policy, Rule
-from fxround.compiler import RoundedModule
-from fxround.runtime.execute import Draw, run_map
+from fxround.compiler.module import RoundedModule
+from fxround.runtime.cpu.pointwise import Draw, run_map
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
@@ -135,7 +135,7 @@ def test_sums_are_rounded_as_the_policy_says(ranks: list[dict[str, Any]]) -> Non
             text = "bfloat16/stochastic" if name.startswith("2.") else "binary32"
             program = f"t0 = add(x0, x1) @ {text}; t1 = div(t0, 2) @ {text}"
             draw = Draw(7, (step + 1) * PROCESSES, (1 << 32) - 1 - k)
-            p.grad = run_map(fxround.program.Program.parse(program), [g[k] for g in parts], torch.float32, draw)
+            p.grad = run_map(fxround.kernels.program.Program.parse(program), [g[k] for g in parts], torch.float32, draw)
 
     compiled = fxround.compile(build(), LOW, seed=7)
     assert same(train("low", rounded, compiled), ranks[0]["low 25.0"][0])

@@ -12,12 +12,12 @@ from typing import get_args
 import pytest
 
 from fxround import cli
-from fxround.analysis.metrics import METRICS
-from fxround.formulas import FORMULAS, TABLES
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
-from fxround.ops import Kind
+from fxround.operators.formulas import FORMULAS, TABLES
+from fxround.operators.rules import Kind
 from fxround.policy import PRESETS, ROLES
+from fxround.significance.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

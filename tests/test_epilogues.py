@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxround
-from fxround.runtime import buffers, contractions, epilogues, products
-from fxround.runtime.epilogues import Epilogue, join_epilogues
-from fxround.runtime.library import CONTRACTIONS
-from fxround.runtime.schedule import schedule
+from fxround.runtime.cpu import buffers, matmul
+from fxround.runtime.cpu import contraction as contractions
+from fxround.runtime.schedule import epilogues, schedule
+from fxround.runtime.schedule.epilogues import Epilogue, join_epilogues
+from fxround.runtime.torch_ops import CONTRACTIONS
 
 RNE = "binary32/nearest_even/inf"
 RNG = torch.tensor([7, 2])
@@ -47,7 +48,7 @@ PROGRAMS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many items, and many steps."""
-    caches = contractions._packed, contractions._direct, products._bound
+    caches = contractions._packed, contractions._direct, matmul._bound
     monkeypatch.setattr(contractions, "_CHUNK_BYTES", 1 << 13)
     monkeypatch.setattr(contractions, "_PARKED_BYTES", 1 << 13)
     monkeypatch.setattr(epilogues, "_STEP", 1 << 9)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxround
-from fxround.formulas import FORMULAS
+from fxround.operators.formulas import FORMULAS
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]

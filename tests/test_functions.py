@@ -22,7 +22,7 @@ from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Rounding
-from fxround.runtime.execute import STORAGES
+from fxround.runtime.cpu.pointwise import STORAGES
 
 ROOT = Path(__file__).parents[1]
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs" / "exhaustive.json").read_text())

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.compiler import RoundedModule
-from fxround.passes.fuse import BUDGET
+from fxround.compiler.module import RoundedModule
+from fxround.passes.optimizations.fuse import BUDGET
 
 
 class Graph(nn.Module):

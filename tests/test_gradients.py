@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxround
 from fxround import Policy, Rule
-from fxround.marks import MARKED, MARKED_GRADIENT
+from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
 from fxround.numerics.gradients import Gradient, unclamped
 from fxround.numerics.modes import Rounding
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
+from fxround.capture import Captured, capture
+from fxround.capture.refusals import require_tested_torch
 from fxround.errors import CaptureError
-from fxround.formulas import decompositions
-from fxround.graph import Captured, Port, capture, located
-from fxround.refusals import require_tested_torch, source_line
+from fxround.graph.site import Port, located
+from fxround.graph.source_lines import source_line
+from fxround.operators.formulas import decompositions
 
 aten = torch.ops.aten
 

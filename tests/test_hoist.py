@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.runtime.epilogues import Epilogue
+from fxround.runtime.schedule.epilogues import Epilogue
 
 
 class Moves(nn.Module):

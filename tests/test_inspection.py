@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 import fxround
-from fxround.drawing import DUMMY, GAP, HEIGHT, WIDTH, Legend, svg
-from fxround.graph import META, PORT, Port, Site
-from fxround.inspection import coverage, draw, graph_text, html, operations, summary, to_networkx
+from fxround.graph.site import META, PORT, Port, Site
 from fxround.policy import PRESETS
-from fxround.table import Table
+from fxround.views.graph_views import coverage, draw, graph_text, html, operations, summary, to_networkx
+from fxround.views.svg import DUMMY, GAP, HEIGHT, WIDTH, Legend, svg
+from fxround.views.table import Table
 
 A = torch.ops.aten
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule, check_invariance, cli
-from fxround.analysis.inputs import Call
 from fxround.invariance.cases import AXES, Inapplicable, Row
 from fxround.invariance.difference import Rows
 from fxround.invariance.process import _Rebuilt
 from fxround.invariance.subjects import Compiled, Eager
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.significance.inputs import Call
 
 HERE = ("batch", "slice", "stride", "threads")
 HASTE = ("batch", "slice")

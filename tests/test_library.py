@@ -138,7 +138,7 @@ def test_bad_arguments_are_refused(name: str, change: dict[int, Any], error: typ
 
 
 def test_other_devices_are_refused_by_name() -> None:
-    from fxround.runtime.library import _refuse_cuda
+    from fxround.runtime.torch_ops import _refuse_cuda
 
     with pytest.raises(FxroundError, match="run on the CPU"):
         _refuse_cuda()

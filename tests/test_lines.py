@@ -17,16 +17,17 @@ from test_reductions import OPS, OWN, RNG, scattered
 from test_runtime import DRAW, KEY, same, stored, values
 from torch import Tensor
 
-from fxround.kernel import Exact
+from fxround.kernels.shapes import Exact
+from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime import exact, reducing, reference, scatter
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.execute import STORAGES
-from fxround.runtime.lines import Dim, Lines
-from fxround.runtime.llvm.engine import instruction_sets
-from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
+from fxround.runtime import reference
+from fxround.runtime.cpu import exact_sum, reduction, scatter
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.pointwise import STORAGES
+from fxround.runtime.cpu.strides import Dim, Lines
 
 BINARY32 = Rounding.parse("binary32")
 
@@ -34,7 +35,7 @@ BINARY32 = Rounding.parse("binary32")
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share even the smallest of works."""
-    for module in (reducing, scatter, exact):
+    for module in (reduction, scatter, exact_sum):
         monkeypatch.setattr(module, "_ENOUGH", 1)
 
 

@@ -37,8 +37,8 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 import fxround
-from fxround.analysis.report import CheckFailed
-from fxround.significance import penalty
+from fxround.significance.bits import penalty
+from fxround.significance.report import CheckFailed
 
 Floats = NDArray[np.float64]
 FALSE_ALARM = 2e-9

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.compiler.exported import VERSION
 from fxround.errors import FxroundError
-from fxround.loading import VERSION
 
 
 @pytest.fixture(scope="module")

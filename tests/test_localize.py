@@ -14,10 +14,10 @@ from literature import Cramer, LogSumExp, Muller, NaiveLogSumExp, Textbook, Welf
 from torch import Tensor, nn
 
 import fxround
-from fxround.analysis.culprits import LocalizeReport
-from fxround.analysis.localize import NothingFails, localize
-from fxround.analysis.masks import Masked
-from fxround.analysis.remedy import remaining
+from fxround.localization.localize import NothingFails, localize
+from fxround.localization.masked_model import Masked
+from fxround.localization.remedy import remaining
+from fxround.localization.report import LocalizeReport
 
 
 class Block(nn.Module):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.dynamo import capturing
+from fxround.capture.dynamo import capturing
 from fxround.errors import CaptureError
 from fxround.locks import waited_for
-from fxround.runtime.llvm import engine
+from fxround.runtime.cpu.llvm import engine
 
 SECONDS = 120.0  # a hang is told, not waited for
 
@@ -137,9 +137,9 @@ def test_a_signal_handler_may_round_and_call_in_the_middle_of_a_capture(
         told.append(None)
 
     # In the middle for certain: when the trace has its fake tensors and modes.
-    import fxround.graph as graph
+    import fxround.capture as capturing_module
 
-    joint = graph.joint_of
+    joint = capturing_module.joint_of
 
     def interrupted(*arguments: Any) -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,7 +149,7 @@ def test_a_signal_handler_may_round_and_call_in_the_middle_of_a_capture(
         return joint(*arguments)
 
     alarm(handler, 0)
-    monkeypatch.setattr(graph, "joint_of", interrupted)
+    monkeypatch.setattr(capturing_module, "joint_of", interrupted)
     result = fxround.compile(model, "reproducible")(x)
     assert len(told) == 2
     assert torch.equal(told[0][0], expected[0]) and torch.equal(told[0][1], expected[1])
@@ -233,9 +233,9 @@ def test_a_fork_in_the_middle_of_another_threads_capture_or_compilation() -> Non
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_waits_for_each_lock_and_the_child_finds_it_free() -> None:
-    from fxround.runtime import compiled
+    from fxround.runtime.cpu import code
 
-    for lock in (waited_for(), capturing(), compiled._LOCK, engine._LOCK, engine.llvm.ffi.lib._lock._lock):
+    for lock in (waited_for(), capturing(), code._LOCK, engine._LOCK, engine.llvm.ffi.lib._lock._lock):
         held, leave = threading.Event(), threading.Event()
         ended: list[float] = []
 

@@ -9,10 +9,10 @@ import pytest
 from llvmlite import ir
 
 from fxround.numerics.scalar import Function, lookup, param
-from fxround.runtime.llvm.engine import compile_module, instruction_sets
-from fxround.runtime.llvm.lookups import definitions
-from fxround.runtime.llvm.loops import PTR, define, load_vector, store_vector
-from fxround.runtime.llvm.render import emit
+from fxround.runtime.cpu.llvm.engine import compile_module, instruction_sets
+from fxround.runtime.cpu.llvm.lookups import definitions
+from fxround.runtime.cpu.llvm.loops import PTR, define, load_vector, store_vector
+from fxround.runtime.cpu.llvm.render import emit
 
 
 def looked_up(count: int, lanes: int) -> tuple[str, Function]:

@@ -11,8 +11,8 @@ from models import build
 from torch import Tensor, fx, nn
 
 import fxround
-from fxround.analysis.bundles import bundles, origin
-from fxround.analysis.masks import Masked
+from fxround.localization.bundles import bundles, origin
+from fxround.localization.masked_model import Masked
 
 
 def hashes(value: Any) -> list[str]:

@@ -12,9 +12,9 @@ from models import ZOO, build, unfused
 from torch import Tensor
 
 import fxround
-from fxround.backend import rounding_backend
-from fxround.entry import Entry
-from fxround.runtime import buffers
+from fxround.compiler.executable import Entry
+from fxround.compiler.torch_backend import rounding_backend
+from fxround.runtime.cpu import buffers
 
 
 class Case:

@@ -13,9 +13,9 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
-from fxround.formulas import FORMULAS, decompositions
-from fxround.graph import site
-from fxround.ops import _REFINED, CONSTANTS, RULES, rule_of
+from fxround.graph.site import site
+from fxround.operators.formulas import FORMULAS, decompositions
+from fxround.operators.rules import _REFINED, CONSTANTS, RULES, rule_of
 
 # Every overload of section "operators seen" of the measurements on 36 training graphs and on the layer zoo.
 COVERAGE = """

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import fxround  # noqa: F401  registers the operators
 from fxround import Policy, Rule
 from fxround.errors import PolicyError
+from fxround.kernels.program import Program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
-from fxround.program import Program
 
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "format": Format.parse,

@@ -11,9 +11,11 @@ from layers import Calls
 from torch import Tensor, fx, nn
 
 import fxround
+from fxround.capture import capture
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding, VerificationError
-from fxround.formulas import decompositions
-from fxround.graph import META, Site, capture, settle, site
+from fxround.graph.site import META, Site, site
+from fxround.graph.values import settle
+from fxround.operators.formulas import decompositions
 from fxround.passes import PIPELINE, Plan, lower
 from fxround.passes.verify import verify, verify_accounted
 from fxround.policy import Policy, Rule

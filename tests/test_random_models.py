@@ -20,9 +20,11 @@ from random_reference import quickly
 from fxround.errors import FxroundError
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
-from fxround.runtime import buffers, epilogues, rows, schedule
-from fxround.runtime.epilogues import Epilogue
-from fxround.runtime.rows import Rows
+from fxround.runtime import schedule
+from fxround.runtime.cpu import buffers
+from fxround.runtime.schedule import epilogues, row_chains
+from fxround.runtime.schedule.epilogues import Epilogue
+from fxround.runtime.schedule.row_chains import Rows
 
 QUIET = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
 
@@ -99,7 +101,7 @@ def _one_buffer_twice(pool: Any, size: int) -> Any:
     return found[-1] if found else None
 
 
-FUSE = importlib.import_module("fxround.passes.fuse")
+FUSE = importlib.import_module("fxround.passes.optimizations.fuse")
 _STEPS, _TEXT = epilogues._steps, FUSE._text
 
 
@@ -123,7 +125,7 @@ def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
         (buffers._Pool, "take", _one_buffer_twice),
         (FUSE, "_text", _swapped),
         (epilogues, "_steps", lambda *a: [(items, blocks[1:]) for items, blocks in _STEPS(*a)]),
-        (rows.Rows, "_overwritten", _over_what_is_read),
+        (row_chains.Rows, "_overwritten", _over_what_is_read),
     ],
     ids=["a buffer lent twice", "operands that change places", "a block that is left out", "an input written over"],
 )

@@ -14,19 +14,19 @@ from test_runtime import ACCUMULATORS, BINARY32, DRAW, KEY, layouts, same, store
 from torch import Tensor
 
 import fxround
-from fxround.kernel import Exact, Reduce
+from fxround.kernels.shapes import Exact, Reduce
+from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
 from fxround.runtime import reference
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.exact import run_exact
-from fxround.runtime.execute import STORAGES
-from fxround.runtime.llvm.engine import instruction_sets
-from fxround.runtime.llvm.reduce import WIDE
-from fxround.runtime.reducing import run_reduce, run_scan
-from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.exact_sum import run_exact
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.reduce import WIDE
+from fxround.runtime.cpu.pointwise import STORAGES
+from fxround.runtime.cpu.reduction import run_reduce, run_scan
 
 OPS = torch.ops.fxround
 RNG = torch.tensor([DRAW.seed, DRAW.sample])

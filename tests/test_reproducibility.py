@@ -13,7 +13,7 @@ from benchmarks import determinism
 from benchmarks.experiments import DIGITS_HASH, EARLY, EXPERIMENTS, TEXT_HASH
 from benchmarks.reproducibility import HASHES, POLICIES, SHOWN, elsewhere, run
 from fxround.invariance import AxisResult
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.training.updates import power
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "reproducibility.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.runtime import buffers
-from fxround.runtime.rows import Rows
+from fxround.runtime.cpu import buffers
+from fxround.runtime.schedule.row_chains import Rows
 
 
 class Applied(nn.Module):

@@ -15,20 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxround.kernel import Word
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Word
+from fxround.kernels.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
-from fxround.program import Program
-from fxround.runtime import execute, reference, threads
-from fxround.runtime.compiled import instruction_set
-from fxround.runtime.contractions import run_product
-from fxround.runtime.execute import STORAGES, Draw, run_map
-from fxround.runtime.llvm.engine import instruction_sets
-from fxround.runtime.reducing import run_reduce, run_scan
-from fxround.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
+from fxround.runtime import reference
+from fxround.runtime.cpu import pointwise, threads
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.contraction import run_product
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.pointwise import STORAGES, Draw, run_map
+from fxround.runtime.cpu.reduction import run_reduce, run_scan
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
@@ -163,7 +164,7 @@ def test_map_walks_any_strides(data: st.DataObject) -> None:
     """To nearest even in its own format an addition is PyTorch's."""
     shape = tuple(data.draw(st.lists(SIZES, min_size=1, max_size=4).filter(lambda s: math.prod(s) < 50_000)))
     x, y = (torch.broadcast_to(data.draw(operands(shape)), shape) for _ in range(2))
-    with mock.patch.object(execute, "_ENOUGH", 64):  # every thread begins somewhere in the middle
+    with mock.patch.object(pointwise, "_ENOUGH", 64):  # every thread begins somewhere in the middle
         got = run_map(Program.parse("t0 = add(x0, x1) @ binary32"), [x, y], torch.float32, DRAW)
     assert torch.equal(got, x + y)
 

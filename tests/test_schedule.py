@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 
 import fxround
 from fxround.errors import VerificationError
-from fxround.runtime import buffers
-from fxround.runtime.aliasing import is_view_of, may_share
-from fxround.runtime.library import FUSED, KERNELS, POINTWISE
-from fxround.runtime.verify import verify_schedule
+from fxround.runtime.cpu import buffers
+from fxround.runtime.schedule.aliasing import is_view_of, may_share
+from fxround.runtime.schedule.verify import verify_schedule
+from fxround.runtime.torch_ops import FUSED, KERNELS, POINTWISE
 
 # 68 kB in binary32: large enough for a buffer of the pool.
 SIZE = 132

@@ -13,7 +13,7 @@ from torch import Tensor
 import fxround
 from fxround import selftests
 from fxround.numerics.formats import FORMATS
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.engine import instruction_sets
 
 
 def test_it_passes_and_says_what_was_compared() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fxround.significance import (
+from fxround.significance.bits import (
     bits_from,
     contributing_bits,
     decimal,

@@ -17,10 +17,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from fxround.runtime import threads
-from fxround.runtime.compiled import native, signature
-from fxround.runtime.llvm.loops import I64, PTR, at, count, define
-from fxround.runtime.threads import piece_of, pieces_of, spread
+from fxround.runtime.cpu import threads
+from fxround.runtime.cpu.code import native, signature
+from fxround.runtime.cpu.llvm.loops import I64, PTR, at, count, define
+from fxround.runtime.cpu.threads import piece_of, pieces_of, spread
 
 
 def build_visits(_: None) -> str:
@@ -127,10 +127,10 @@ def test_a_piece_is_worth_its_thread(number: int) -> None:
 FORKING = """
 import os, torch
 torch.set_num_threads(2)
-from fxround.runtime import library
+from fxround.runtime import torch_ops
 x, rng = torch.randn(200, 300), torch.tensor([3, 4])
 def product():
-    return library.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
+    return torch_ops.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
 want = product().tolist()
 child = os.fork()
 same = product().tolist() == want

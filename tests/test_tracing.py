@@ -11,10 +11,10 @@ from models import build
 from torch import Tensor, fx, nn
 
 import fxround
-import fxround.graph
-from fxround.formulas import decompositions
-from fxround.graph import capture
-from fxround.tracing import quickened, uncollected
+import fxround.capture
+from fxround.capture import capture
+from fxround.capture.torch_private import quickened, uncollected
+from fxround.operators.formulas import decompositions
 
 
 def described(name: str) -> list[str]:
@@ -42,7 +42,7 @@ def described(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["digits_cnn", "encoder"])
 def test_quickened_tracing_gives_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = described(name)
-    monkeypatch.setattr(fxround.graph, "quickened", contextlib.nullcontext)
+    monkeypatch.setattr(fxround.capture, "quickened", contextlib.nullcontext)
     slow = described(name)
     assert quick == slow
     assert any("batch" in line for line in quick)

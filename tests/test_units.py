@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxround.errors import VerificationError
-from fxround.units import Unit, in_order, merged
+from fxround.graph.grouping import Unit, in_order, merged
 
 
 def graph_of(edges: dict[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:

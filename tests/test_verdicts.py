@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxround.analysis.checks import parse_check
-from fxround.analysis.masks import Masked
-from fxround.analysis.verdicts import Verdicts
+from fxround.localization.checks import parse_check
+from fxround.localization.masked_model import Masked
+from fxround.localization.verdicts import Verdicts
 
 P = 0.45
 

@@ -22,8 +22,8 @@ from whole import Case, compare, drawn, narrowed
 
 import fxround
 from fxround import Policy, Rule
-from fxround.formulas import FORMULAS
 from fxround.numerics.modes import Rounding
+from fxround.operators.formulas import FORMULAS
 
 aten = torch.ops.aten
 ALL = [True, True, True]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import fxround  # noqa: F401  (registers the operators)
-from fxround.kernel import Contract
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Contract
+from fxround.kernels.specialize import contract_kernel, fused_kernel, map_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
-from fxround.program import Program
 from fxround.runtime import reference
-from fxround.specialize import contract_kernel, fused_kernel, map_kernel
 
 OPS = torch.ops.fxround
 RNG = torch.tensor([0, 0])

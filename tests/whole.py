@@ -19,16 +19,16 @@ from test_whole_range import DETERMINISTIC, NO_KEY, RNG, ROUNDS, SEED, Operands,
 from torch import Tensor, fx
 
 from fxround import Policy, Rule
-from fxround.formulas import decompositions
-from fxround.graph import capture
-from fxround.kernel import Reduce
+from fxround.capture import capture
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Reduce
+from fxround.kernels.specialize import contract_kernel, map_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, lower
-from fxround.program import Program
 from fxround.runtime import reference
-from fxround.specialize import contract_kernel, map_kernel, sum_kernel
 
 OPS = torch.ops.fxround
 STORED: Final = {torch.float64: "f64", torch.float32: "f32"}

@@ -17,8 +17,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.analysis.inputs import Call
-from fxround.runtime.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.significance.inputs import Call
 
 BATCHES: Final = (1, 2, 3, 4, 7, 8, 16)
 THREADS: Final = (1, 2, 3)

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxround.analysis.inputs import Call, calls
-from fxround.compiler import PolicyLike, RoundedModule, compile
+from fxround.compiler import compile
+from fxround.compiler.exported import LoadedModule
+from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.errors import FxroundError
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.invariance.subjects import Compiled, Eager, Outcome, Place, Step, Subject
-from fxround.loading import LoadedModule
-from fxround.runtime.compiled import instruction_set
+from fxround.runtime.cpu.code import instruction_set
+from fxround.significance.inputs import Call, calls
 
 REPRODUCIBLE = "reproducible"
 

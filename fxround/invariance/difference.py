@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxround.hashing import hash
+from fxround.fingerprint import hash
 from fxround.invariance.cases import Row
 from fxround.invariance.subjects import Outcome, Place, Step
 

@@ -23,11 +23,11 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxround.analysis.inputs import Call
-from fxround.compiler import RoundedModule
+from fxround.compiler.module import RoundedModule
 from fxround.errors import FxroundError
 from fxround.invariance.subjects import Outcome, Step, Subject
-from fxround.runtime.compiled import instruction_set
+from fxround.runtime.cpu.code import instruction_set
+from fxround.significance.inputs import Call
 
 Build = Callable[[], nn.Module] | str
 # The child sets sys.path before it imports anything of fxround's or the caller's.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fxround.invariance.subjects import Place
-from fxround.table import Table, Tabled
+from fxround.views.table import Table, Tabled
 
 
 class NotInvariant(AssertionError):

@@ -23,11 +23,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxround.analysis.inputs import Call
-from fxround.compiler import RoundedModule
-from fxround.graph import inside_backward
-from fxround.inspection import described
-from fxround.loading import LoadedModule
+from fxround.capture import inside_backward
+from fxround.compiler.exported import LoadedModule
+from fxround.compiler.module import RoundedModule
+from fxround.significance.inputs import Call
+from fxround.views.graph_views import described
 
 Outcome = dict[str, Tensor]
 

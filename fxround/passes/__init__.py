@@ -14,24 +14,25 @@ from typing import Final
 import torch
 from torch import fx
 
-from fxround.graph import ORIGIN, module_of, settle
+from fxround.capture.torch_private import quickened, uncollected
+from fxround.graph.site import ORIGIN
+from fxround.graph.values import module_of, settle
+from fxround.kernels.program import EXACT
 from fxround.passes.assign import assign
-from fxround.passes.choose import choose
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
-from fxround.passes.draws import lower_draws
-from fxround.passes.entries import add_random_state, round_entries, round_operands
-from fxround.passes.fuse import fuse
-from fxround.passes.gradients import treat_gradients
-from fxround.passes.hoist import hoist
+from fxround.passes.dropout_masks import lower_draws
 from fxround.passes.normalize import normalize
+from fxround.passes.optimizations.choose import choose
+from fxround.passes.optimizations.fuse import fuse
+from fxround.passes.optimizations.hoist import hoist
 from fxround.passes.pointwise import lower_pointwise
 from fxround.passes.reductions import lower_reductions
-from fxround.passes.results import round_results, round_selections
 from fxround.passes.rewrite import Pass, Plan
+from fxround.passes.round_fallbacks import round_results, round_selections
+from fxround.passes.round_inputs import add_random_state, round_entries, round_operands
+from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.verify import verify, verify_accounted
-from fxround.program import EXACT
-from fxround.tracing import quickened, uncollected
 
 PIPELINE: Final[tuple[Pass, ...]] = (
     normalize,

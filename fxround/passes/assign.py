@@ -13,12 +13,12 @@ from typing import Final
 
 from torch import fx
 
-from fxround.graph import META, ROLE, Site, float_values
+from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.site import META, ROLE, Site, float_values
 from fxround.numerics.modes import MODES
-from fxround.ops import CONSTANTS
+from fxround.operators.rules import CONSTANTS
 from fxround.passes.rewrite import Plan, sites
 from fxround.policy import ENTERING, Assignment
-from fxround.refusals import FORMAT_OF
 
 _ASKED: Final = frozenset(
     {"pointwise", "elementary", "contraction", "reduction", "exact", "random", "opaque", "unknown", "placeholder"}

@@ -20,7 +20,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph import (
+from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.graph.site import (
     DIRECTION,
     META,
     PORT,
@@ -35,8 +36,7 @@ from fxround.graph import (
     located,
     operator_of,
 )
-from fxround.marks import MARKED, MARKED_GRADIENT
-from fxround.ops import CONSTANTS, rule_of
+from fxround.operators.rules import CONSTANTS, rule_of
 from fxround.passes.rewrite import Plan
 
 _DIFFERENTIAL: Final = frozenset({"error", "gradient"})

@@ -13,11 +13,11 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fxround.graph import float_value
+from fxround.graph.site import float_value
+from fxround.kernels.specialize import contract_kernel
 from fxround.numerics.accumulation import Accumulation
-from fxround.ops import rule_of
+from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites, size_of
-from fxround.specialize import contract_kernel
 
 aten = torch.ops.aten
 _BACKWARD: Final = aten.convolution_backward.default

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from fxround.errors import CaptureError
-from fxround.graph import float_value, located
-from fxround.ops import rule_of
+from fxround.graph.site import float_value, located
+from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import Plan, insert
 
 aten = torch.ops.aten

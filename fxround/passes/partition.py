@@ -19,7 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph import PORT, PORTS, Port, module_of, site
+from fxround.graph.site import PORT, PORTS, Port, site
+from fxround.graph.values import module_of
 from fxround.passes.rewrite import rng_of
 
 aten = torch.ops.aten

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxround.graph import META
+from fxround.graph.site import META
+from fxround.kernels.program import Program
+from fxround.kernels.specialize import map_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
-from fxround.ops import rule_of
+from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
-from fxround.program import Program
-from fxround.specialize import map_kernel
 
 aten = torch.ops.aten
 

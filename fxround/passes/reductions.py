@@ -15,26 +15,16 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.graph import META, Site, evaluate
+from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.site import META, Site
+from fxround.graph.values import evaluate
+from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_format, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.ops import rule_of
-from fxround.passes.rewrite import (
-    STORAGES,
-    Plan,
-    become,
-    decided,
-    insert,
-    keeps,
-    locating,
-    rng_of,
-    round_after,
-    sites,
-)
+from fxround.operators.rules import rule_of
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, keeps, locating, rng_of, round_after, sites
 from fxround.policy import Assignment
-from fxround.refusals import FORMAT_OF
-from fxround.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_format, sum_kernel
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from fxround.errors import UnsupportedRounding
-from fxround.graph import META, ORIGIN, PORT, Port, Site, evaluate, float_value, site
+from fxround.graph.site import META, ORIGIN, PORT, Port, Site, float_value, site
+from fxround.graph.values import evaluate
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage

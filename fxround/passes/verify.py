@@ -15,7 +15,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.errors import VerificationError
-from fxround.graph import float_value, refresh, site
+from fxround.graph.site import float_value, site
+from fxround.graph.values import refresh
 from fxround.passes.rewrite import decided
 
 

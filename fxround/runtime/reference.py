@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fxround.kernel import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import Rounding
 from fxround.numerics.randomness import coins_function, random_function, seed_function, stream_functions

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fxround.compiler import RoundedModule
+from fxround.compiler.module import RoundedModule
 from fxround.training.optimizer import RNG_KEY, RoundedOptimizer
 
 _SEED: Final = "seed"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxround.runtime.execute import dtype_of, run_kernel
-from fxround.runtime.groups import key_of, map_of
-from fxround.runtime.library import FUSED, POINTWISE
+from fxround.runtime.cpu.pointwise import dtype_of, run_kernel
+from fxround.runtime.schedule.groups import key_of, map_of
+from fxround.runtime.torch_ops import FUSED, POINTWISE
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fxround import inspection
-from fxround.entry import Function
-from fxround.formulas import decompositions
-from fxround.graph import DIRECTION, PORT, ROLE, Captured, capture, module_of, site
-from fxround.loading import random_state, state_of
+from fxround.capture import Captured, capture
+from fxround.compiler.executable import Function
+from fxround.compiler.exported import random_state, state_of
+from fxround.graph.site import DIRECTION, PORT, ROLE, site
+from fxround.graph.values import module_of
+from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
-from fxround.summaries import Coverage, Summary
 from fxround.training.inplace import InPlace, in_place
 from fxround.training.updates import UPDATES, Update, update_of
+from fxround.views import graph_views
+from fxround.views.summaries import Coverage, Summary
 
 RNG_KEY: Final = "fxround_rng"
 # Knuth's multiplicative constant: parameter k draws with seed + (k + 1) * this, modulo 2^63.
@@ -178,18 +180,18 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     def graph_text(self) -> str:
         """Return the graphs of the steps taken so far as text. Raises ValueError before the first step."""
-        return "\n\n".join(inspection.graph_text(compiled.lowered) for compiled in self._taken())
+        return "\n\n".join(graph_views.graph_text(compiled.lowered) for compiled in self._taken())
 
     def summary(self) -> Summary:
         """Return a table of the operations of the latest new graph: node, operator, path, rounding.
 
         Raises ValueError before the first step.
         """
-        return inspection.summary(self._taken()[-1].lowered)
+        return graph_views.summary(self._taken()[-1].lowered)
 
     def coverage(self) -> Coverage:
         """Return what is rounded and what is not in the latest new graph. Raises ValueError before the first step."""
-        return inspection.coverage(self._taken()[-1].lowered)
+        return graph_views.coverage(self._taken()[-1].lowered)
 
     def _taken(self) -> list[_Compiled]:
         if not self._compiled:

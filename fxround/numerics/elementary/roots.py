@@ -13,14 +13,7 @@ from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.exponential import is_infinite
-from fxround.numerics.elementary.pairs import (
-    f64,
-    fast_two_sum,
-    scaled,
-    square_root,
-    two_product,
-    with_sign_of,
-)
+from fxround.numerics.elementary.pairs import f64, fast_two_sum, scaled, square_root, two_product, with_sign_of
 from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, negate, select, sqrt
 
 _THIRD_OF_EXPONENT: Final = 0x553F15A0

@@ -22,7 +22,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-from fxround.kernel import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
+from fxround.kernels.shapes import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, seed_function, stream_functions
 from fxround.numerics.scalar import Function, const, param
 from fxround.numerics.storage import CARRIER_OF, Storage

@@ -1,0 +1,366 @@
+"""Capture: trace a model and its arguments to one ATen graph.
+
+Dynamo captures the whole model as one graph, or raises a ``CaptureError`` that names the line. AOTAutograd turns that
+into functional ATen operators and splits composite ones by the formulas that it is given: ``self.fc(x.relu())`` becomes
+``aten.relu``, ``aten.mm`` and ``aten.add``. Every graph input and output has a ``Port``, which says what it is, and
+every operator a ``Site``, which says where it comes from. The batch dimension stays symbolic; ``Sizes`` keeps what the
+trace assumed about sizes, and is checked before another call uses the graph. Features that hide arithmetic (fused
+attention, oneDNN, the encoder fast path, skipped LSTMs) are off while tracing, and what a graph cannot represent
+(complex or quantized numbers, ``.item()``) is refused by name.
+The rooms capture/ and graph/ hold PyTorch's private interfaces, but for a table of its formulas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._guards import tracing
+
+from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
+from fxround.capture.gradient_marks import mark_values
+from fxround.capture.refusals import (
+    EXPECTED,
+    RESULT,
+    LeftToPython,
+    explained,
+    refuse_unsupported_tensors,
+    refused_kind,
+    require_tested_torch,
+)
+from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
+from fxround.capture.torch_private import (
+    asked_sizes,
+    joint_of,
+    quickened,
+    redefine,
+    separate_results,
+    tracing_switches,
+    uncollected,
+)
+from fxround.errors import CaptureError
+
+if TYPE_CHECKING:
+    pass
+from fxround.graph.site import PORT, PORTS, Port, located
+from fxround.graph.values import fake_mode, module_of
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, with ports in the same order.
+
+    Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients).
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    out_spec: pytree.TreeSpec
+    sizes: Sizes
+    reads: tuple[Read | Kept, ...] = ()
+
+    @property
+    def entering(self) -> tuple[Port, ...]:
+        """The ports of state and arguments: all inputs except the tangents."""
+        return tuple(port for port in self.inputs if port.kind != "tangent")
+
+    @property
+    def results(self) -> tuple[Port, ...]:
+        """The ports of results and mutations: all outputs except the gradients."""
+        return tuple(port for port in self.outputs if port.kind != "gradient")
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What AOTAutograd returned, and the example that was traced."""
+
+    joint: Any
+    leaves: list[Any] = field(repr=False)
+    reads: tuple[Read | Kept, ...]
+
+
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    from torch._decomp import core_aten_decompositions, get_decompositions
+
+    table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
+    table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
+    return table
+
+
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    decompositions: Decompositions,
+    marked: bool = False,
+) -> Captured:
+    """Return the ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
+
+    marked: whether a graph with gradients records which gradient belongs to which value (``gradient_marks``).
+
+    If all tensors have size 1 in dimension 0, they are duplicated for the trace, so that the batch stays symbolic. One
+    thread of the process captures at a time; the model is not changed. Raises CaptureError with the line of the model
+    and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
+    """
+    require_tested_torch()
+    refuse_unsupported_tensors(model, args, kwargs)
+    with alone(type(model).__name__), uncollected():
+        return _captured(model, args, kwargs, decompositions, marked)
+
+
+def _captured(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions, marked: bool
+) -> Captured:
+    error: CaptureError | None = None
+    for example, doubled in _examples((tuple(args), dict(kwargs))):
+        try:
+            traced = _trace(model, example, decompositions, doubled, marked)
+        except LeftToPython:
+            raise
+        except CaptureError as e:
+            error = error or e
+            continue
+        if traced is None:
+            continue
+        captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads)
+        if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
+            return captured
+    raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
+
+
+def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments as they are traced: copies, with a batch of one duplicated."""
+    example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))[0]
+    return example
+
+
+def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
+    """Return ``torch.export.export`` of a module whose arguments keep the symbolic dimensions of ``sizes``.
+
+    The module's ``forward`` must name its parameters: torch 2.13 loses the shapes of ``**kwargs``.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
+    positional, named = pytree.tree_unflatten(dynamic, spec)
+    shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
+    with asked_sizes():
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:
+    if not isinstance(leaf, torch.Tensor) or dimensions is None:
+        return None
+    return {i: torch.export.Dim.AUTO for i, size in enumerate(dimensions) if not isinstance(size, int)}
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _trace(
+    model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool, marked: bool
+) -> _Traced | None:
+    """Return the joint graph.
+
+    None if the example's batch was doubled and the model treats a batch of one differently.
+    """
+    args, kwargs = example
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing_switches())
+        stack.enter_context(quickened())
+        try:
+            graph, reads = dynamo_graph(model, args, kwargs)
+            redefine(graph, decompositions)
+            if doubled and _excludes_one(graph):
+                return None
+            if torch.is_grad_enabled():
+                separate_results(graph)
+                if marked:
+                    mark_values(graph)
+            stack.enter_context(tracing(graph.meta["tracing_context"]))
+            joint = joint_of(stack, graph, args, kwargs, decompositions)
+        except LeftToPython:
+            raise
+        except Exception as e:  # whatever the model's own code raises
+            made = re.match(r"Found <class '([^']+)'> in output", str(e))
+            if made:
+                raise LeftToPython(model, [(made[1], RESULT, "")]) from None
+            raise explained(model, e) from e
+    refuse_unsupported_nodes(joint.graph_module)
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads)
+
+
+def _excludes_one(graph: fx.GraphModule) -> bool:
+    """Whether a condition that the trace met fails for a batch of one. Only batches have symbols."""
+    environment = graph.meta["tracing_context"].fake_mode.shape_env
+    conditions = [environment.replace(guard.expr) for guard in environment.guards]
+    return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
+
+
+def describe(joint: Any, arguments: int) -> Captured:
+    """Return what AOTAutograd returned as a ``Captured``, with a Port for every input and output.
+
+    joint: AOTAutograd's result. arguments: the number of the model's arguments, flattened.
+    """
+    graph: fx.GraphModule = joint.graph_module
+    _drop_tokens(graph)
+    _drop_aliases(graph)
+    ask_arguments_for_sizes(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
+    for node, port in zip(placeholders, inputs, strict=True):
+        node.meta[PORT] = port
+    _describe_constants(graph)
+    output = graph.graph.output_node()
+    outputs = tuple(_port(desc) for desc in output.meta["desc"])
+    output.meta[PORTS] = outputs
+    pairs = zip(placeholders, inputs, strict=True)
+    values = {port.index: node.meta.get("val") for node, port in pairs if port.kind == "argument"}
+    sizes = sizes_of([values.get(i) for i in range(arguments)])
+    return Captured(_renamed(graph), inputs, outputs, joint.out_spec, sizes)
+
+
+def _drop_tokens(graph: fx.GraphModule) -> None:
+    """Call checks (of a linear algebra routine's success) directly: a graph that runs in order needs no token."""
+    nodes = graph.graph.nodes
+    for node in [n for n in nodes if n.target is torch.ops.higher_order.with_effects]:
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_function(node.args[1], node.args[2:], node.kwargs)
+        call.meta = {**node.meta, "val": None}
+        for taken in list(node.users):
+            taken.replace_all_uses_with(node.args[0] if taken.args[1] == 0 else call)
+            graph.graph.erase_node(taken)
+        graph.graph.erase_node(node)
+    output = graph.graph.output_node()
+    kept = [i for i, d in enumerate(output.meta["desc"]) if d is not None and "Token" not in type(d).__name__]
+    results: Any = output.args[0]
+    output.args = (tuple(results[i] for i in kept),)
+    output.meta["desc"] = [output.meta["desc"][i] for i in kept]
+    for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
+        graph.graph.erase_node(node)
+
+
+def _drop_aliases(graph: fx.GraphModule) -> None:
+    """Remove ``alias``, which marks values that are not differentiated further.
+
+    A graph that holds its gradients has no use for it.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+
+
+def _describe_constants(graph: fx.GraphModule) -> None:
+    """Give the tensors of the program text, which are attributes, a fake value."""
+    mode = fake_mode(graph)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target)), torch.Tensor):
+            node.meta["val"] = mode.from_tensor(constant, static_shapes=True)
+
+
+def _renamed(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return the same graph with inputs named after their ports and operators numbered without gaps."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = _input_name(node.meta[PORT]) if node.op == "placeholder" else re.sub(r"_\d+$", "", node.name)
+        new = copy.create_node(node.op, node.target, args, kwargs, name)
+        new.target = new.name if node.op == "placeholder" else node.target
+        new.meta = dict(node.meta)
+        copies[node] = new
+    return module_of(graph, copy)
+
+
+def _input_name(port: Port) -> str:
+    prefix = "tangent" if port.kind == "tangent" else "input"
+    return port.name.replace(".", "_") if port.name else f"{prefix}_{port.index}"
+
+
+def _port(desc: Any) -> Port:
+    kind = type(desc).__name__
+    if kind == "InputMutationAOTOutput":
+        return replace(_port(desc.mutated_input), mutation=True)
+    if kind in ("ParamAOTInput", "BufferAOTInput"):
+        return Port("parameter" if kind == "ParamAOTInput" else "buffer", name=desc.target)
+    if kind in ("PlainAOTInput", "PlainAOTOutput"):
+        return Port("argument" if kind == "PlainAOTInput" else "result", index=desc.idx)
+    if kind == "GradAOTOutput":
+        return replace(_port(desc.grad_of), kind="gradient")
+    if kind == "TangentAOTInput":
+        return _tangent(_port(desc.output))
+    raise CaptureError(
+        f"the captured graph has a port of kind {kind}, which fxround does not know. "
+        "A model whose outputs are views of one mutated tensor does this: return clones of them."
+    )
+
+
+def _tangent(result: Port) -> Port:
+    if result.mutation:
+        raise CaptureError(
+            f"the model changes {result.name or f'argument {result.index}'} in place, and a gradient flows through the "
+            "change: compute a new tensor and return it."
+        )
+    return replace(result, kind="tangent")
+
+
+def _examples(example: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield examples to trace with, the preferred one first, and whether the batch was doubled.
+
+    The first has a batch of at least two, with a symbolic dimension; the second has the batch unchanged.
+    """
+    leaves, spec = pytree.tree_flatten(example)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    twice = sizes == {1}
+    symbolic = [_copied(leaf, twice, symbolic=twice or _shape(leaf) not in (None, ())) for leaf in leaves]
+    yield pytree.tree_unflatten(symbolic, spec), twice
+    yield pytree.tree_unflatten([_copied(leaf, False, symbolic=False) for leaf in leaves], spec), False
+
+
+def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:
+    """Return a copy of a tensor.
+
+    Marking a dimension symbolic writes to the tensor object, and tracing must not change the caller's.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    copy = torch.cat([copy, copy]) if twice and copy.dim() else copy
+    copy.requires_grad_(leaf.requires_grad)
+    if symbolic and copy.dim() and copy.shape[0] > 1:
+        torch._dynamo.maybe_mark_dynamic(copy, 0)
+    return copy
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+
+
+def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
+    """Raise CaptureError, with the line of the model, for nodes after which no rounding is possible."""
+    for node in graph.graph.nodes:
+        if node.target in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
+            raise CaptureError(
+                f"{located(node)}: ctc_loss adds over alignments in an order that no formula of fxround defines. "
+                "Compile the model up to its log probabilities, and compute this loss outside."
+            )
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError(
+                f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "
+                "Keep it a tensor (x.sum() in place of x.sum().item())."
+            )
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)):
+                raise CaptureError(f"{located(node)} yields {kind} numbers ({value.dtype}); {EXPECTED}.")

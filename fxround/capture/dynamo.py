@@ -1,0 +1,315 @@
+"""Dynamo's graph of a model, on copies of the model's modules, and what Dynamo would leave to Python.
+
+Tracing replaces parameters by stand-ins. It does so in twins of the model's modules, so that every other thread finds
+the model unchanged at every moment. Dynamo would carry out some changes after its graph (an assignment to an attribute,
+an item of a dict), and may read tensors that are neither state nor arguments: this file finds both and reports them by
+name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxround.capture.refusals import LeftToPython, explained
+from fxround.errors import CaptureError
+from fxround.graph.source_lines import TORCH
+from fxround.locks import waited_for
+
+_LOCKS: Final[list[Any]] = []
+_TRACING: Final[list[int]] = []
+_NOTHING: Final = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of Python state by the model's code: its source as Dynamo spells it, its type, the line."""
+
+    source: str
+    kind: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tensor that is neither state nor argument.
+
+    The graph holds it as a constant, which is right while nothing changes it.
+    """
+
+    source: str
+    tensor: Tensor = field(repr=False)
+    version: int
+    scope: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """The tensor's type, for messages."""
+        return type(self.tensor).__name__
+
+    def is_current(self) -> bool:
+        """Whether the source still gives the same tensor, unchanged."""
+        return _found(self.source, self.scope) is self.tensor and _version(self.tensor) == self.version
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An attribute that a call sets to the value that it already has: no change, as long as it has that value."""
+
+    source: str
+    holder: Any = field(repr=False)
+    attribute: str
+    value: bool | int | float | str | None
+
+    @property
+    def kind(self) -> str:
+        """The type, for messages."""
+        return "attribute"
+
+    def is_current(self) -> bool:
+        """Whether the attribute has the value that a call leaves."""
+        same: bool = _plain(vars(self.holder).get(self.attribute, _NOTHING)) == _plain(self.value)
+        return same
+
+
+def _plain(value: Any) -> Any:
+    """Return a key that distinguishes plain values by type and digits, and every other object by identity."""
+    return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else (object, id(value))
+
+
+def capturing() -> Any:
+    """Return the only lock of the process under which models are traced.
+
+    It is Dynamo's own, which ``torch.compile`` takes too.
+    """
+    # Imported at the first capture: it costs as much time as the rest of torch.
+    from torch._dynamo import convert_frame
+
+    if not _LOCKS:
+        with convert_frame.compile_lock:
+            if not _LOCKS:
+                _LOCKS.append(waited_for(convert_frame.compile_lock))
+    return _LOCKS[0]
+
+
+@contextlib.contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Trace in this block, one thread at a time. Raises CaptureError in the middle of a trace of the same thread."""
+    with capturing():
+        if _TRACING:
+            raise CaptureError(
+                f"{name} is to be captured in the middle of another capture, by a signal handler or a hook: call it "
+                "once beforehand."
+            )
+        _TRACING.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            _TRACING.clear()
+
+
+def aside() -> contextlib.AbstractContextManager[object]:
+    """Return a context for a call that computes.
+
+    In a signal handler such a call may interrupt a trace; the context disables the trace's modes.
+    """
+    if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
+        return _disable_current_modes()
+    return _NOTHING
+
+
+# A model may need a graph for each value of an attribute that it reads as a number.
+_GRAPHS: Final = 64
+
+
+@contextlib.contextmanager
+def replaying(model: nn.Module) -> Iterator[None]:
+    """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError."""
+    from torch._dynamo import config, exc
+
+    with config.patch(
+        allow_rnn=True,
+        specialize_float=True,
+        recompile_limit=_GRAPHS,
+        accumulated_recompile_limit=8 * _GRAPHS,
+        suppress_errors=False,
+    ):
+        try:
+            yield
+        except exc.TorchDynamoException as error:
+            raise explained(model, error) from error
+
+
+def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...]]:
+    """Return Dynamo's graph of the call, and what it relies on besides state and arguments.
+
+    The graph uses twins of the model's modules. Raises LeftToPython if the model changes Python state, or reads tensors
+    through an argument that is no tensor, tuple, list or dict.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+    from torch._export.utils import _compiling_state_context
+
+    # As in PyTorch's dynamo_graph_capture_for_export, except that what it warns of is an error here.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_compiling_state_context())
+        stack.enter_context(config.patch(replay_side_effects=False, side_effect_replay_policy="info"))
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("fullgraph_capture"))
+        found = stack.enter_context(_changes())
+        captured = fullgraph_capture(model, args, kwargs)
+    graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, model, args, kwargs)
+    # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
+    if captured.backend_input is not None:
+        captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
+    changes = [c for c in found if isinstance(c, Change)]
+    if changes:
+        raise LeftToPython(model, [(_spelled(c.source), c.kind, c.line) for c in changes])
+    _keep_apart(graph, model)
+    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept)))
+
+
+@contextlib.contextmanager
+def _changes() -> Iterator[list[Change | Kept]]:
+    """Collect what Dynamo would replay after the graph that it traces inside of the block."""
+    from torch._dynamo.side_effects import SideEffects
+
+    found: list[Change | Kept] = []
+    generate = SideEffects.codegen_update_mutated
+
+    def watched(self: Any, *rest: Any, **named: Any) -> Any:
+        found[:] = [c for v in self._get_modified_vars() if _lasts(v) for c in _described(self, v)]
+        found.extend(Change("a hook on a tensor", "hook", "") for _ in self.tensor_hooks)
+        return generate(self, *rest, **named)
+
+    with mock.patch.object(SideEffects, "codegen_update_mutated", watched):
+        yield found
+
+
+def _lasts(variable: Any) -> bool:
+    """Whether the change is visible after the call.
+
+    It is if the object existed before, and is not the **kwargs of the call.
+    """
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    existed = isinstance(getattr(variable, "mutation_type", None), AttributeMutationExisting | ValueMutationExisting)
+    return existed and not getattr(variable.source, "is_varkw", False)
+
+
+def _described(effects: Any, variable: Any) -> Iterator[Change | Kept]:
+    """Yield the changes of one object: of each attribute, or of what it holds.
+
+    Many models, transformers' among them, set a flag and reset it before they return, which Dynamo counts as a change.
+    """
+    stacks = effects.mutation_user_stacks.get(variable, ())
+    frames = [frame for stack in stacks for frame in stack if not frame.filename.startswith(TORCH)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    name = getattr(variable, "local_name", None) or str(getattr(variable.source, "name", variable.source))
+    attributes = effects.store_attr_mutations.get(variable, ())
+    for attribute in attributes:
+        kept = _kept(f"{name}.{attribute}", variable, attribute, attributes[attribute])
+        yield kept or Change(f"{name}.{attribute}", "attribute", line)
+    if not attributes:
+        yield Change(name, variable.python_type_name(), line)
+
+
+def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:
+    """Return the attribute, if its last value is plain and equal to the one that it has now, before any replay."""
+    from torch._dynamo.variables import ConstantVariable
+
+    holder = getattr(variable, "value", None)
+    if not isinstance(last, ConstantVariable) or not hasattr(holder, "__dict__"):
+        return None
+    value: Any = last.as_python_constant()
+    kept = Kept(_spelled(source), holder, attribute, value)
+    return kept if isinstance(value, bool | int | float | str | None) and kept.is_current() else None
+
+
+def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Let the graph hold the model's tensors in modules of its own, and look up tensors of the model by identity."""
+    twins: dict[int, nn.Module] = {}
+    places: dict[int, tuple[dict[str, Any], str]] = {}
+
+    def fill(twin: nn.Module, module: nn.Module) -> nn.Module:
+        twins[id(module)] = twin
+        for kind in ("_parameters", "_buffers"):
+            held = dict(getattr(module, kind))
+            setattr(twin, kind, held)
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), (held, name))
+        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            known = None if child is None else twins.get(id(child))
+            twin._modules[name] = known if child is None or known is not None else fill(nn.Module(), child)
+        return twin
+
+    fill(graph, model)
+    codegen: Any = graph.graph._codegen
+    flatten, unflatten = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
+    count, names = flatten.input_processor.num_args, flatten.input_processor.kwarg_names
+
+    def called(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (model, *inputs[:count]), dict(zip(names, inputs[count:], strict=False))
+
+    flatten.input_processor = unflatten.input_processor = called
+
+    def present(value: Any) -> Any:
+        held, name = places.get(id(value), (None, ""))
+        return value if held is None else held[name]
+
+    def flat(*inputs: Any) -> Any:
+        return tuple(present(value) for value in flatten(*inputs))
+
+    def unflat(computed: Any, inputs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, present, unflatten(computed, inputs))
+
+    codegen.dynamo_bytecode_flatten = graph.__dict__["_dynamo_bytecode_flatten"] = flat
+    codegen.dynamo_bytecode_unflatten = graph.__dict__["_dynamo_bytecode_unflatten"] = unflat
+
+
+def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> tuple[Read, ...]:
+    """Return the tensors among the graph's inputs that are neither parameters, nor buffers, nor arguments."""
+    codegen: Any = graph.graph._codegen
+    inputs = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    known = {id(t) for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs)))}
+    foreign = [
+        (str(getattr(node, "_dynamo_source").name), value)  # noqa: B009 (no attribute of the class)
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        if isinstance(value, Tensor) and id(value) not in known
+    ]
+    globals_ = getattr(codegen.dynamo_bytecode_unflatten, "f_globals", None)
+    scope = {"L": {"self": model}, "G": globals_ or getattr(type(model).forward, "__globals__", {})}
+    unguarded = [(_spelled(s), type(v).__name__, "") for s, v in foreign if _found(s, scope) is not v]
+    if unguarded:
+        raise LeftToPython(model, unguarded, reads=True)
+    return tuple(Read(source, value, _version(value), scope) for source, value in foreign)
+
+
+def _found(source: str, scope: Mapping[str, Any]) -> Any:
+    """Return what a source of Dynamo's names now; None if it cannot be read."""
+    try:
+        return eval(source, {"__builtins__": {}}, dict(scope))
+    except Exception:  # whatever the model's own attributes raise: then the tensor is not the one that was read
+        return None
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _spelled(source: str) -> str:
+    """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source)

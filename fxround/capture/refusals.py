@@ -1,0 +1,141 @@
+"""Errors for what fxround does not capture, worded so that the reader knows what to change.
+
+A message says what came (a dtype, a version, a line of the model), what was expected and what to do, for example
+
+    Net cannot be captured as one graph.
+      at      net.py:12: if x.sum() > 0:
+      reason  Data-dependent branching
+      change  choose with torch.where, or pass the decision as a Python argument
+
+PyTorch's own explanation is kept as the cause of the exception.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+
+from fxround.errors import CaptureError
+from fxround.graph.source_lines import TORCH, source_line
+
+TESTED_TORCH: Final = ("2.13",)
+
+
+# The format of every floating-point dtype that may occur in a model.
+FORMAT_OF: Final = MappingProxyType(
+    {
+        torch.float32: "binary32",
+        torch.float64: "binary64",
+        torch.float16: "binary16",
+        torch.bfloat16: "bfloat16",
+        torch.float8_e5m2: "e5m2",
+        torch.float8_e4m3fn: "e4m3fn",
+        torch.float8_e8m0fnu: "e8m0fnu",
+    }
+)
+EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
+
+
+def refused_kind(tensor: torch.Tensor) -> str:
+    """Return complex, quantized or unknown for a tensor that fxround cannot treat, and "" for any other."""
+    if tensor.is_complex() or tensor.is_quantized:
+        return "complex" if tensor.is_complex() else "quantized"
+    return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
+
+
+def require_tested_torch(version: str = torch.__version__) -> None:
+    """Raise CaptureError outside the tested range.
+
+    Capture uses private APIs of PyTorch, which may change with every minor version.
+    """
+    if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
+        raise CaptureError(
+            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
+            f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
+        )
+
+
+def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
+    leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        kind = refused_kind(tensor)
+        if kind:
+            advice = "Split it into real and imaginary parts" if kind == "complex" else "Pass the float model"
+            raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. {advice}.")
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
+        if tensor.device.type != "cpu":
+            raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
+
+
+# The kind of an object that a model makes and returns and that is no tensor, tuple, list or dict.
+RESULT: Final = "result"
+
+
+class LeftToPython(CaptureError):
+    """Raised for what a graph cannot hold: a change of Python state, or a tensor that is found through a Python object.
+
+    A call of a compiled module handles it by way of ``torch.compile``; every other use of the module raises this error.
+    """
+
+    def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
+        self.reads = reads
+        verb = "relies on" if reads else "changes"
+        lines = [
+            f"  {'returns' if kind == RESULT else verb} {source} ({kind}){f' at {line}' if line else ''}"
+            for source, kind, line in found[:8]
+        ]
+        more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
+        super().__init__(
+            "\n".join(
+                [
+                    f"{type(model).__name__} uses Python objects that a graph cannot hold:",
+                    *lines,
+                    *more,
+                    "  A call of the compiled module does this in the way of torch.compile. To observe, evaluate or "
+                    "export the model, return what it changes, register it as a buffer, or pass it as a tensor; "
+                    "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False).",
+                ]
+            )
+        )
+
+
+_ADVICE: Final = (
+    (
+        "_ctc_loss",
+        "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
+    ),
+    ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
+    ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
+    ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
+    ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
+)
+
+
+def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
+    """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change."""
+    text = str(error)
+    if "backend_input must not be None" in text:
+        return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
+    frames = list(getattr(error, "real_stack", None) or ())
+    outside = [frame for frame in frames if not frame.filename.startswith(TORCH)]
+    where = ": ".join(source_line(text))
+    if frames:
+        frame = (outside or frames)[-1]
+        where = f"{frame.filename}:{frame.lineno}: {frame.line}"
+    hint = re.search(r"Hint: ([^\n]+)", text)
+    advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
+    explanation = re.search(r"Explanation: ([^\n]+)", text)
+    said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph.\n"
+        f"  at      {where}\n  reason  {said}\n  change  {advice}"
+    )

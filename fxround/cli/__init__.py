@@ -1,0 +1,290 @@
+"""The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize``, ``invariance`` and ``doctor``.
+
+Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
+argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
+status 1, a command interrupted by Ctrl-C with 130. Examples::
+
+    $ fxround demo --policy up_down --samples 20
+    $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
+    $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
+    $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
+    $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from fxround.cli.invariance import add_invariance
+from fxround.cli.localize import add_localize
+from fxround.compiler.signature import REFUSED
+from fxround.errors import FxroundError
+
+FOLDER: Final = "fxround-demo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a failed check, 2 for a wrong argument, 130 for Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (FxroundError, ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fxround: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if REFUSED not in getattr(error, "__notes__", ()):
+            raise
+        print(f"fxround: the model refuses these inputs: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fxround: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="how many bits of a digit classifier survive rounding every operation?")
+    demo.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
+    demo.add_argument("--samples", type=int, default=10, help="perturbed runs (default 10)")
+    demo.add_argument("--seed", type=int, default=0, help="of the training and of the samples (default 0)")
+    demo.add_argument("--output", type=Path, default=Path(FOLDER), help=f"folder for the full table ({FOLDER})")
+    demo.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    demo.set_defaults(command=_demo)
+    inspect = commands.add_parser("inspect", help="what would a policy round in a model of yours?")
+    inspect.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, example inputs)")
+    inspect.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
+    inspect.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
+    inspect.add_argument("--shape", action="append", default=[], help="of a float32 example input, like 1,3,224,224")
+    inspect.add_argument("--graph", action="store_true", help="print the graph as well")
+    inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
+    inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
+    inspect.set_defaults(command=_inspect)
+    _add_variability(commands)
+    add_localize(commands, _loaded, _named)
+    add_invariance(commands, _loaded)
+    doctor = commands.add_parser("doctor", help="does this installation work, and what is it made of?")
+    doctor.add_argument("--json", action="store_true", help="print what was found as JSON and nothing else")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_variability(commands: Any) -> None:
+    study = commands.add_parser(
+        "variability", help="how many bits of a model's results are real, and which layers lose them?"
+    )
+    study.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    study.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
+    study.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
+    study.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
+    study.add_argument(
+        "--samples", type=_samples, default=10, metavar="N|auto", help="runs of every batch (default 10)"
+    )
+    study.add_argument("--tolerance", type=float, default=0.5, help="in bits, of --samples auto (default 0.5)")
+    study.add_argument("--capture", choices=("outputs", "layers", "nodes"), default="layers", help="what is looked at")
+    study.add_argument("--isolate", choices=("layers", "operators"), help="perturb them one at a time as well")
+    study.add_argument(
+        "--metric", action="append", metavar="NAME", help="may be given several times (default: what fits)"
+    )
+    study.add_argument("--reference", choices=("binary64", "none"), default="binary64", help="what the mean is held to")
+    study.add_argument("--method", choices=("cnh", "general"), default="cnh", help="of the significant bits")
+    study.add_argument("--batch-size", type=int, help="split the inputs")
+    study.add_argument("--seed", type=int, default=0, help="of the samples (default 0)")
+    study.add_argument("--jobs", type=int, default=1, help="worker processes (default 1, -1: all cores)")
+    for flag, what in _CHECKS:
+        study.add_argument(flag, type=float, help=f"exit with status 1 {what}")
+    study.add_argument("--html", metavar="FILE", type=Path, help="write the report as one page")
+    study.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
+    study.set_defaults(command=_variability)
+
+
+_CHECKS: Final = (
+    ("--min-bits", "if a result has fewer bits in the mean"),
+    ("--min-worst", "if an element of a result has fewer bits"),
+    ("--max-flips", "if a larger share of labels changes"),
+    ("--max-outside", "if a larger share of elements is beyond its spread from a reference"),
+)
+
+
+def _samples(text: str) -> int | str:
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of runs, or auto")
+
+
+def _variability(arguments: argparse.Namespace) -> int:
+    import fxround
+    from fxround.significance.report import CheckFailed
+
+    model, inputs = _loaded(arguments)
+    found = fxround.variability(
+        model,
+        inputs,
+        arguments.policy,
+        arguments.samples,
+        tolerance=arguments.tolerance,
+        capture=arguments.capture,
+        isolate=arguments.isolate,
+        metrics=tuple(arguments.metric) if arguments.metric else "auto",
+        reference=None if arguments.reference == "none" else arguments.reference,
+        method=arguments.method,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        n_jobs=arguments.jobs,
+        progress=False if arguments.json == "-" else None,
+    )
+    print(found.to_json() if arguments.json == "-" else found)
+    if arguments.json and arguments.json != "-":
+        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    if arguments.html:
+        found.to_html(arguments.html)
+    try:
+        checks = {flag[2:].replace("-", "_") for flag, _ in _CHECKS}
+        asked = {name: value for name in checks if (value := getattr(arguments, name)) is not None}
+        found.check(**asked, allow_nonfinite=not asked)
+    except CheckFailed as error:
+        print(f"fxround: {error}", file=sys.stderr)
+        return 1 if found.complete else INTERRUPTED
+    return 0
+
+
+INTERRUPTED: Final = 130
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fxround import demo, demo_page
+    from fxround.significance.bits import require
+    from fxround.significance.progress import tracked
+
+    require("sklearn", "demo")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    progress = partial(tracked, shown=not arguments.json)
+    drawing = arguments.output / "graph.svg"
+    found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing)
+    found.write_rows(arguments.output / "table.csv")
+    text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
+    (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
+    print(text) if arguments.json else demo_page.demo(found, arguments.output)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from fxround.cli.doctor import diagnose
+
+    found = diagnose()
+    print(found.to_json() if arguments.json else found)
+    return 1 if found.problems else 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    import fxround
+
+    model, inputs = _loaded(arguments)
+    compiled = fxround.compile(model, arguments.policy, example_inputs=inputs)
+    summary, coverage = compiled.summary(), compiled.coverage()
+    if arguments.draw:
+        compiled.draw(arguments.draw)
+    if arguments.json:
+        print(json.dumps({"summary": summary.to_dict(), "coverage": coverage.to_dict()}, indent=2))
+        return 0
+    texts = [compiled.graph_text()] if arguments.graph else []
+    print("\n\n".join([*texts, str(summary), str(coverage)]))
+    return 0
+
+
+def load_inputs(spec: str) -> Any:
+    """Return the inputs of a .pt (weights only), .npy (one tensor) or .npz (keywords) file, or of a callable."""
+    import numpy as np
+    import torch
+
+    path = Path(spec)
+    if path.suffix in (".pt", ".pth", ".npy", ".npz") and not path.is_file():
+        raise ValueError(f"--inputs {spec}: no such file")
+    if path.suffix in (".pt", ".pth"):
+        return torch.load(path, weights_only=True)
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.load(path))
+    if path.suffix == ".npz":
+        return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+    return _called(spec)
+
+
+def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that the callable returned."""
+    model, inputs = _built(arguments.model)
+    inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
+    if inputs is None or inputs == ():
+        raise ValueError(f"{arguments.model} returned no inputs: return (model, inputs), or give --inputs or --shape")
+    return model, inputs
+
+
+def _built(spec: str) -> tuple[Any, Any]:
+    """Return a model in eval mode, and the inputs that came with it; () if there are none."""
+    import torch
+
+    built = _called(spec)
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{spec} returned {type(model).__name__}: expected a torch.nn.Module, or (module, inputs)")
+    return model.eval(), inputs
+
+
+def _called(spec: str) -> Any:
+    """Call ``MODULE:CALLABLE`` and return its result."""
+    return _named(spec)()
+
+
+def _named(spec: str) -> Callable[..., Any]:
+    """Return the object that ``MODULE:CALLABLE`` names."""
+    name, colon, attribute = spec.partition(":")
+    if not colon or not name or not attribute:
+        raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
+    build = getattr(_module(name), attribute, None)
+    if not callable(build):
+        raise ValueError(f"{name} has no callable {attribute!r}")
+    found: Callable[..., Any] = build
+    return found
+
+
+def _examples(shapes: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(_example(shape) for shape in shapes)
+
+
+def _module(name: str) -> Any:
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ValueError(f"{name}: no such file")
+        sys.path.insert(0, str(path.resolve().parent))
+        return importlib.import_module(path.stem)
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _example(shape: str) -> Any:
+    import torch
+
+    try:
+        sizes = [int(size) for size in shape.split(",")]
+    except ValueError:
+        raise ValueError(f"--shape {shape!r}: expected sizes like 1,3,224,224") from None
+    try:
+        return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
+    except (RuntimeError, TypeError) as error:  # negative, beyond 64 bits, or more than there is memory for
+        raise ValueError(f"--shape {shape!r}: {str(error).partition(chr(10))[0]}") from None

@@ -1,0 +1,81 @@
+"""``fxround localize``: the arguments of the command, and its exit status for continuous integration.
+
+The status is 0 if the check passes with everything perturbed, 1 if culprits were found, 130 after Ctrl-C; a wrong
+argument raises an exception, which the command line prints. The report is written to standard output, as JSON with
+``--json -``. Example::
+
+    $ fxround localize net.py:build --min-bits 10 --level modules --cache .localize
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from fxround.localization.localize import NothingFails, localize
+from fxround.localization.masked_model import QUIET
+from fxround.localization.report import LEVELS
+
+FAILS: Final = 1
+INTERRUPTED: Final = 130
+
+
+def add_localize(
+    commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]], named: Callable[[str], Any]
+) -> None:
+    """Add the command to a parser's commands.
+
+    load: returns model and inputs of parsed arguments (``model``, ``inputs``, ``shape``). named: resolves
+    ``MODULE:NAME``.
+    """
+    parser = commands.add_parser("localize", help="which operations make a result wrong when they are perturbed?")
+    parser.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    parser.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+    )
+    parser.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
+    right = parser.add_mutually_exclusive_group(required=True)
+    right.add_argument("--check", metavar="MODULE:FUNCTION", help="of the output: True where it passes")
+    right.add_argument("--min-bits", type=float, help="to which every element agrees with the quiet run")
+    right.add_argument("--metric", nargs=2, metavar=("NAME", "THRESHOLD"), help="like: label_flips 0, sqnr 40")
+    parser.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
+    parser.add_argument("--quiet", default=QUIET, help=f"the policy of what is off ({QUIET})")
+    parser.add_argument("--level", choices=LEVELS, default="nodes", help="how far down (nodes)")
+    parser.add_argument("--runs", type=int, default=5, help="samples a set (5)")
+    parser.add_argument("--limit", type=int, help="stop after so many sets")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="of verdicts: an interrupted search goes on from them"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
+    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments), named))
+
+
+def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[[str], Any]) -> int:
+    """Search, print, and return the exit status."""
+    check = named(arguments.check) if arguments.check else None
+    if arguments.metric:
+        check = _threshold(*arguments.metric)
+    asked = {
+        name: getattr(arguments, name) for name in ("quiet", "level", "min_bits", "runs", "limit", "seed", "cache")
+    }
+    quietly = arguments.json == "-"
+    try:
+        found = localize(model, inputs, check, arguments.policy, progress=False if quietly else None, **asked)
+    except NothingFails as answer:
+        print(json.dumps({"sets": [], "reason": str(answer)}) if quietly else f"Nothing to localize: {answer}")
+        return 0
+    print(found.to_json() if quietly else found)
+    if arguments.json and not quietly:
+        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    return INTERRUPTED if found.ended == "interrupted" else FAILS
+
+
+def _threshold(name: str, text: str) -> tuple[str, float]:
+    try:
+        return name, float(text)
+    except ValueError:
+        raise ValueError(f"--metric {name} {text}: expected a number as the threshold, like --metric sqnr 40") from None

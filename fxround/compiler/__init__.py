@@ -1,0 +1,111 @@
+"""``fxround.compile``, and the modules that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from fxround.compiler.executable import Function, Method
+from fxround.compiler.exported import LoadedModule
+from fxround.compiler.module import PolicyLike, RoundedModule
+from fxround.compiler.signature import (
+    arguments,
+)
+from fxround.policy import Policy
+
+
+@overload
+def compile(
+    model: nn.Module | Callable[..., Any],
+    policy: PolicyLike,
+    *,
+    example_inputs: Any = None,
+    strict: bool | None = None,
+    seed: int = 0,
+    fuse: bool = True,
+    advance: bool = False,
+) -> RoundedModule: ...
+
+
+@overload
+def compile(
+    *, policy: PolicyLike, strict: bool | None = None, seed: int = 0, fuse: bool = True, advance: bool = False
+) -> Callable[[nn.Module | Callable[..., Any]], RoundedModule]: ...
+
+
+def compile(
+    model: nn.Module | Callable[..., Any] | None = None,
+    policy: PolicyLike = None,
+    *,
+    example_inputs: Any = None,
+    strict: bool | None = None,
+    seed: int = 0,
+    fuse: bool = True,
+    advance: bool = False,
+) -> Any:
+    """Return a module that computes ``model`` with the roundings of ``policy``; without a model, return a decorator.
+
+    Args:
+        model: a ``torch.nn.Module`` that can be captured as one graph, which is shared and not copied; a function of
+            tensors; or a method of a module, which is compiled with everything that it calls. The decorator form
+            ``@fxround.compile(policy=...)`` takes a function, or a method (``forward``) in a class of modules, each of
+            which then compiles its own.
+        policy: a preset's name, a format or rounding (text, ``Format``, ``Rounding`` or a floating-point dtype), a path
+            to a TOML file, a dict or a ``Policy``.
+        example_inputs: arguments for which the graph is captured at once: a tensor, a tuple of positional arguments, a
+            dict of keyword arguments, or a tuple and a dict. None: the first call captures.
+        strict: whether a floating-point operator that cannot be rounded is an error; None takes the policy's setting.
+        seed: 0 to 2^63 - 1, the seed of all random bits.
+        fuse: whether chains of pointwise operations run in one pass over memory. The bits do not change. False runs
+            ``compiled.graph`` node by node.
+        advance: whether every call advances the sample, and not only calls that train. Use it for a module that is
+            iterated (a time step, a sampler), which otherwise draws the same bits at every call.
+
+    Returns:
+        A ``RoundedModule``, called like the model. Floating-point tensors are float32, float64, float16 or bfloat16, on
+        the CPU; results have the model's shapes and dtypes.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        PolicyError: for an invalid policy, and at capture for a rule that matches nothing.
+        CaptureError: at capture, if the model is not one graph.
+        UnsupportedOperator, UnsupportedRounding: at capture, for an operation that cannot be rounded as requested.
+
+    Example::
+
+        compiled = fxround.compile(model, "stochastic", seed=1)
+        samples = torch.stack([compiled.reseed(1, sample=i)(x) for i in range(10)])
+    """
+    if policy is None:
+        raise TypeError("no policy is given: fxround.compile(model, 'stochastic'), or @fxround.compile(policy=...)")
+    if model is None:
+        if example_inputs is not None:
+            raise TypeError("example_inputs is for a model that is given: a decorated function is captured by its call")
+        settings = {"strict": strict, "seed": seed, "fuse": fuse, "advance": advance}
+        return partial(compile, policy=Policy.parse(policy), **settings)
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}: pass an instance, or decorate the class's forward")
+    if isinstance(model, RoundedModule | LoadedModule):
+        raise TypeError(f"the model is a {type(model).__name__} already; compile the original module")
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module or a function of tensors")
+    if not isinstance(model, nn.Module):
+        holder = getattr(model, "__self__", None)
+        method = isinstance(model, MethodType) and isinstance(holder, nn.Module)
+        model = Method(model) if method else Function(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
+    compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
+    compiled.advance = advance
+    if example_inputs is not None:
+        args, kwargs = arguments(example_inputs)
+        compiled.prepare(*args, **kwargs)
+    return compiled
+
+
+__all__ = ["RoundedModule", "compile"]

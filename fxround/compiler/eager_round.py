@@ -1,0 +1,209 @@
+"""``fxround.round``: round a tensor or an array eagerly.
+
+The function runs the program ``t0 = identity(x0) @ R`` by the kernel that compiled graphs use. The carrier is binary64
+for float64 operands and binary32 for all others, so that a float64 value is rounded once, from its own bits. A
+gradient passes straight through, is zeroed where the rounding clamped, or is rounded itself (``numerics.gradients``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from fxround.capture.dynamo import aside
+from fxround.kernels.program import Program, Statement
+from fxround.numerics.formats import Format
+from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
+from fxround.numerics.modes import Rounding
+from fxround.runtime.cpu.pointwise import Draw, run_map, storage_of
+
+FloatArray = npt.NDArray[np.floating[Any]]
+RoundingLike = str | Rounding | Format | torch.dtype
+
+
+def rounding_program(rounding: Rounding) -> Program:
+    """Return the program that rounds its one operand."""
+    return Program((Statement("t0", "identity", ("x0",), rounding),))
+
+
+@overload
+def round(
+    x: Tensor,
+    rounding: RoundingLike,
+    seed: int = 0,
+    sample: int = 0,
+    out: Tensor | None = None,
+    gradient: RoundingLike | Gradient = STRAIGHT,
+) -> Tensor: ...
+
+
+@overload
+def round(
+    x: FloatArray, rounding: RoundingLike, seed: int = 0, sample: int = 0, out: FloatArray | None = None
+) -> FloatArray: ...
+
+
+def round(
+    x: Any,
+    rounding: RoundingLike,
+    seed: int = 0,
+    sample: int = 0,
+    out: Any = None,
+    gradient: RoundingLike | Gradient = STRAIGHT,
+) -> Any:
+    """Round every element of ``x`` to the values of a format.
+
+    Args:
+        x: a torch tensor (float32, float64, float16 or bfloat16) or a NumPy array (float32, float64 or float16), of any
+            shape and strides.
+        rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
+            a floating-point dtype, for example ``torch.bfloat16``.
+        seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
+            sample, row-major index of the element).
+        out: a tensor or array of x's type, shape and dtype that receives the result; x itself, or memory apart from
+            x's.
+        gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
+            rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
+            example ``"zero_clamped e5m2/stochastic"``.
+
+    Returns:
+        A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
+
+    Raises:
+        TypeError: for another type of operand, or an array of another dtype.
+        ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
+            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, an ``out`` of another shape or dtype,
+            one that needs a gradient, and an ``out`` whose elements share memory with each other or with other elements
+            of x.
+
+    Example::
+
+        fxround.round(torch.rand(3), "e5m2/stochastic/saturate", seed=1)
+    """
+    with aside():
+        return _rounded(x, rounding, seed, sample, out, gradient)
+
+
+def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any) -> Any:
+    parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
+    if how.zero_clamped and not clamps(parsed):
+        raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
+    if isinstance(x, Tensor):
+        _check_out(x, out, Tensor)
+        if x.requires_grad and torch.is_grad_enabled():
+            if out is not None:
+                raise ValueError("out= cannot be differentiated; detach x or leave out= away")
+            result: Tensor = _Round.apply(x, parsed, seed, sample, how, 0)  # type: ignore[no-untyped-call]
+            return result
+        return _round_tensor(x, parsed, seed, sample, out)
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
+    if how != Gradient():
+        raise ValueError(f"gradient = {str(how)!r}: a NumPy array has no gradient")
+    _check_out(x, out, np.ndarray)
+    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample)
+    if out is None:
+        return rounded.numpy()
+    out[...] = rounded.numpy()
+    return out
+
+
+def _as_tensor(x: FloatArray) -> Tensor:
+    if x.dtype not in (np.float32, np.float64, np.float16):
+        raise TypeError(f"x has dtype {x.dtype}; expected float16, float32 or float64 in native byte order")
+    # A tensor has no negative strides and is always writable, so such an array is copied.
+    return torch.from_numpy(x if x.flags.writeable and all(s >= 0 for s in x.strides) else x.copy())
+
+
+def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
+    if out is None:
+        return
+    if kind is Tensor and isinstance(out, Tensor):
+        storage_of(out.resolve_neg(), "out")
+    if not isinstance(out, kind) or out.shape != x.shape or out.dtype != x.dtype:
+        got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {tuple(getattr(out, 'shape', ()))}"
+        raise ValueError(f"out is a {got}; expected {kind.__name__} {x.dtype} {tuple(x.shape)}, as x")
+    strides = out.stride() if isinstance(out, Tensor) else [step // out.itemsize for step in out.strides]
+    if _repeats(out.shape, strides):
+        raise ValueError(f"out has elements that share memory (strides {tuple(strides)}); pass a tensor without them")
+    if isinstance(out, Tensor):
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out= cannot be differentiated; pass a tensor that requires no gradient")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out is an inference tensor, which is written in inference mode alone; pass a clone")
+
+
+def _round_tensor(
+    x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None = None, stream: int = 0
+) -> Tensor:
+    x = x.resolve_neg()
+    storage_of(x, "x")
+    program, draw = rounding_program(rounding), Draw(seed, sample, stream)
+    if out is None:
+        return run_map(program, (x,), x.dtype, draw)
+    shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
+    if shared and all(map(is_non_overlapping_and_dense_or_false, (x, out))):
+        raise ValueError("out shares some of x's memory, so that x would change while it is read; pass x.clone()")
+    with torch.no_grad():
+        if shared or not out.is_contiguous() or out.is_neg():
+            return out.copy_(run_map(program, (x,), x.dtype, draw))
+    run_map(program, (x,), x.dtype, draw, out)
+    # The new version makes autograd raise if out was saved for a backward.
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory ranges of two tensors overlap, gaps between elements included."""
+
+    def end(x: Tensor) -> int:
+        span = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+        return x.data_ptr() + span * x.itemsize
+
+    return a.numel() > 0 and a.data_ptr() < end(b) and b.data_ptr() < end(a)
+
+
+def _repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements share memory."""
+    span = 0
+    walked = sorted((abs(step), n) for n, step in zip(shape, strides, strict=True) if n > 1)
+    if 0 in shape:
+        return False
+    for step, n in walked:
+        if step <= span:
+            break
+        span += step * (n - 1)
+    else:
+        return False
+    places = np.zeros(1, np.int64)
+    for step, n in walked:
+        places = (places[:, None] + step * np.arange(n)).reshape(-1)
+    return len(np.unique(places)) < len(places)
+
+
+class _Round(torch.autograd.Function):
+    """A rounding with the requested gradient, which draws from the stream numbered one after the rounding's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int, how: Gradient, stream: int) -> Tensor:
+        x = x.detach()
+        ctx.how, ctx.draw = how, (seed, sample, Gradient(), stream + 1)
+        if how.zero_clamped:
+            wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
+            ctx.save_for_backward(wide.abs() > rounding.format.maximum)
+        return _round_tensor(x, rounding, seed, sample, stream=stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        g = gradients[0]
+        for clamped in ctx.saved_tensors:
+            g = g.masked_fill(clamped, 0.0)
+        if ctx.how.rounding is not None:
+            g = _Round.apply(g, ctx.how.rounding, *ctx.draw)  # type: ignore[no-untyped-call]
+        return g, None, None, None, None, None

@@ -1,0 +1,212 @@
+"""Entry: a captured graph with the modules that own its state, ready to run.
+
+Parameters and buffers are read at every call, so that an assignment to a module takes effect. Values that the model
+changes in place are written after the graph has run. A graph is functional; only this module writes to the caller's
+tensors, and it refuses to if another input would show the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.capture import Captured
+from fxround.compiler.training_step import Step, differentiable
+from fxround.errors import FxroundError
+from fxround.graph.site import Port
+from fxround.numerics.lazy import cached_property
+
+# The module and the attribute name that hold an input; None for an argument of the call.
+Owner = tuple[nn.Module, str] | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A captured graph, its lowering, and the modules that own its parameters and buffers.
+
+    fused       the lowering in fewer passes over memory, with the same bits
+    running     the graph that a call runs
+    step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
+    """
+
+    captured: Captured
+    lowered: fx.GraphModule
+    fused: fx.GraphModule
+    running: fx.GraphModule
+    owners: tuple[Owner, ...]
+    step: Step | None = None
+
+    def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
+
+        Raises FxroundError if such a change would be visible through another input.
+        """
+        inputs = self._inputs(leaves)
+        outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
+        with torch.no_grad():
+            for port, output in zip(self.captured.results, outputs, strict=True):
+                if port.mutation:
+                    self._target(port, leaves).copy_(output)
+        return self._result(outputs)
+
+    def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+        """Return the same result without writing anything."""
+        return self._result(self.running(*self._inputs(leaves), rng))
+
+    def steps(
+        self, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of every operation as it runs, then ``("output", result)``; nothing is written.
+
+        tangents: for a joint graph, the gradient of each result by its position.
+        """
+        interpreter = fx.Interpreter(self.lowered)
+        given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
+        interpreter.args_iter = iter([*self._inputs(leaves), *given, rng])
+        for node in self.lowered.graph.nodes:
+            value = interpreter.env[node] = interpreter.run_node(node)
+            for spent in interpreter.user_to_last_uses.get(node, ()):
+                del interpreter.env[spent]
+            if node.op == "output":
+                ports = zip(self.captured.outputs, value, strict=True)
+                yield node.name, self._result([v for port, v in ports if port.kind != "gradient"])
+            elif node.op == "call_function":
+                yield node.name, value
+
+    def _result(self, outputs: Sequence[Any]) -> Any:
+        results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
+        return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        pairs = zip(self.captured.entering, self.owners, strict=True)
+        inputs = [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+        self._refuse_shared_memory(inputs)
+        return resolved(inputs)
+
+    @cached_property
+    def _changed(self) -> frozenset[int]:
+        """The positions of the inputs that the model changes in place."""
+        changed = {(port.name, port.index) for port in self.captured.results if port.mutation}
+        return frozenset(i for i, p in enumerate(self.captured.entering) if (p.name, p.index) in changed)
+
+    def _refuse_shared_memory(self, inputs: Sequence[Any]) -> None:
+        """Raise FxroundError if another input shows a change in place: the graph treats inputs as separate."""
+        if not self._changed:
+            return
+        memory: dict[int, list[int]] = {}
+        for i, tensor in enumerate(inputs):
+            if isinstance(tensor, Tensor):
+                memory.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+        for i in sorted(self._changed):
+            for other in memory[inputs[i].untyped_storage()._cdata]:
+                if other != i and _overlap(inputs[i], inputs[other]):
+                    changed, seen = (_described(self.captured.entering[k]) for k in (i, other))
+                    raise FxroundError(
+                        f"the model changes {changed} in place, and {seen} shares its memory: the captured graph takes "
+                        f"them for separate tensors. Pass a copy of one of them (.clone())."
+                    )
+
+    def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
+        pairs = zip(self.captured.entering, self.owners, strict=True)
+        owner = next(o for p, o in pairs if (p.name, p.index) == (port.name, port.index))
+        target: Tensor = leaves[port.index] if owner is None else _tensor(*owner)
+        return target
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    tensor: Tensor = getattr(module, name)
+    return tensor
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the ranges of two tensors in one storage overlap, gaps between elements included."""
+    (first, end), (begin, last) = _range(a), _range(b)
+    return first < last and begin < end
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte and the end of a tensor's range, from the beginning of its storage."""
+    extent = sum((int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = int(tensor.storage_offset())
+    return first * tensor.itemsize, (first + (extent if tensor.numel() else 0)) * tensor.itemsize
+
+
+def _described(port: Port) -> str:
+    return f"{port.kind} {port.name or port.index}"
+
+
+def resolved(values: Iterable[Any]) -> list[Any]:
+    """Return the values, with the signs of negative views in memory, because kernels ignore the negative bit."""
+    return [value.resolve_neg() if isinstance(value, Tensor) else value for value in values]
+
+
+def owner_of(model: nn.Module, port: Port) -> Owner:
+    """Return the module and the attribute name that hold a parameter or buffer; None for an argument."""
+    if port.kind == "argument":
+        return None
+    path, _, name = port.name.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class Sharing(nn.Module):
+    """A module with the parameters, buffers, submodules and training flag of another, under the same names."""
+
+    source: nn.Module
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        self.__dict__.update({name: getattr(source, name) for name in shared}, source=source)
+
+    @property
+    def training(self) -> bool:
+        """The other module's own flag: train() and eval() on either are seen by both."""
+        return bool(self.source.training) if "source" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """The other module's own flag, so that train() and eval() on either change both."""
+        if "source" in self.__dict__:
+            self.source.training = mode
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the other module's submodule; the other module itself for ""."""
+        return self.source.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return the other module's parameter."""
+        return self.source.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """Return the other module's buffer."""
+        return self.source.get_buffer(target)
+
+
+class Function(nn.Module):
+    """A function of tensors as a module without parameters, so that it is captured like one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the function's result."""
+        return self.function(*args, **kwargs)
+
+
+class Method(Function, Sharing):
+    """A method of a module, as a module that shares its state; only that method is captured."""
+
+    def __init__(self, function: Any) -> None:
+        Sharing.__init__(self, function.__self__)
+        self.__dict__["function"] = function
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag by the module's own ``train``."""
+        self.source.train(mode)
+        return self

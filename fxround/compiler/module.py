@@ -1,0 +1,445 @@
+"""Compile: turn a model and a policy into a module with explicit roundings.
+
+A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It captures lazily, once
+for each combination of training flags, grad mode, dtypes and sizes (the batch is free), lowers the graph by the policy,
+and runs it for arguments that the graph admits. A call is a function of arguments, state and (seed, sample) alone. A
+call that trains (training mode, gradients wanted) advances the sample by one; with ``advance``, every call does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.arithmetic import require_ieee_arithmetic
+from fxround.capture import Captured, capture, export_program, inside_backward, trace_example
+from fxround.capture.dynamo import aside, capturing
+from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
+from fxround.compiler.executable import Entry, Owner, owner_of, resolved
+from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
+from fxround.compiler.from_backend import received
+from fxround.compiler.iteration import Repeats
+from fxround.compiler.replay import Replay
+from fxround.compiler.shown import Shown
+from fxround.compiler.signature import (
+    arguments,
+    asked,
+    baked,
+    class_of,
+    is_opaque,
+    kind,
+    require_arguments,
+    require_dtypes,
+)
+from fxround.compiler.training_step import Step, differentiable_later, step_of
+from fxround.compiler.watching import unwatched
+from fxround.errors import CaptureError, FxroundError
+from fxround.operators.formulas import decompositions
+from fxround.passes import Plan, lower, optimize
+from fxround.policy import Policy
+from fxround.runtime import torch_ops
+from fxround.runtime.schedule import schedule
+
+PolicyLike = Any
+
+
+class RoundedModule(Shown):
+    """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
+
+    Calling captures if no graph admits the arguments, and raises what capturing raises. Gradients flow to the shared
+    parameters and to the arguments through a backward graph that is rounded by the same policy. ``policy``, ``source``
+    (the model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are its own
+    attributes; other names are the model's. Example::
+
+        compiled = fxround.compile(model, "bfloat16", example_inputs=x)
+        print(compiled.summary(), compiled.coverage())
+        compiled(x).square().sum().backward()
+    """
+
+    def __new__(cls, model: nn.Module, *rest: Any, **named: Any) -> RoundedModule:
+        """Make an instance of a class whose ``forward`` has the model's signature."""
+        made: RoundedModule = super().__new__(class_of(model, cls) if cls is RoundedModule else cls)
+        return made
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
+    ) -> None:
+        rng = random_state(seed, sample)
+        super().__init__(model)
+        if is_plain(model):
+            self.__dict__.update(names_of(model.function))
+        self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
+        self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
+        self.__dict__["_repeats"] = Repeats()
+        self.__dict__.update(_differentiated=set(), _told=set())
+
+    strict: bool | None
+    fuse: bool
+    advance: bool
+    _repeats: Repeats
+    _rank: int
+    _world_size: int
+    _entries: dict[Any, list[Entry]]
+    _left: dict[Any, LeftToPython]
+    _replay: Replay | None
+    _differentiated: set[int]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
+        if instance is None or not is_plain(self.source):
+            return self
+        return bound(self, instance, self._like)
+
+    def _like(self, model: nn.Module) -> RoundedModule:
+        """Compile another model with the same policy, settings and seed, from sample 0."""
+        made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
+        made.advance = self.advance
+        return made
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.policy.strict if self.strict is None else self.strict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the model's result, rounded as the policy says.
+
+        Raises FxroundError for a training call inside a backward (``torch.utils.checkpoint`` around the module).
+        """
+        leaves = pytree.tree_leaves((args, kwargs))
+        wanted = self._wants_gradients(leaves)
+        if wanted and self.training and inside_backward():
+            raise FxroundError(
+                "a compiled module is run again inside of a backward (torch.utils.checkpoint around it), where its "
+                "sample has moved on: checkpoint inside of the model, or not at all."
+            )
+        before = self.rng
+        with aside(), unwatched():
+            result = self._called_with(args, kwargs, leaves, wanted)
+        if self.advance and self.rng is before:
+            self.reseed(*following(*before.tolist()))
+        elif self.rng is before and self.policy.draws:
+            self._repeats.warn(self.source, leaves, result, before)
+        return result
+
+    def _called_with(self, args: Any, kwargs: Any, leaves: Sequence[Any], wanted: bool) -> Any:
+        try:
+            with torch.set_grad_enabled(wanted and self.training):
+                entry = self._entry(args, kwargs, replays=True)
+        except LeftToPython:
+            return self._replayed().call(args, kwargs)
+        if wanted and not self.training:
+            return self._differentiable_in_eval(entry, args, kwargs)
+        with torch.set_grad_enabled(wanted):
+            return self.run(entry, leaves)
+
+    def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
+        """Return the results of a captured graph for flat arguments; a training call advances the sample."""
+        if not entry.step or not self.training:
+            return entry.run(leaves, self.rng)
+        seed, sample = self.rng.tolist()
+        result = entry.run(leaves, random_state(seed, sample + self._rank))
+        self.reseed(*following(seed, sample, self._world_size))
+        return result
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+        """Lower a graph that Dynamo hands over with its example inputs."""
+        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
+        captured, owners, _ = received(graph, inputs, formulas, marked)
+        self._latest = self._lowered(captured, owners)
+        return self._latest
+
+    def _replayed(self) -> Replay:
+        if self._replay is None:
+            with capturing():
+                self._replay = self._replay or Replay(self)
+        return self._replay
+
+    def _differentiable_in_eval(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        """Return results that save nothing for a backward until a gradient is first requested."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if id(entry) in self._differentiated or any(port.mutation for port in entry.captured.outputs):
+            with torch.enable_grad():
+                return self._entry(args, kwargs).run(leaves, self.rng)
+        key, sources = self._key(args, kwargs), self._sources(leaves)
+
+        def step() -> tuple[Step, list[int]]:
+            if self._key(args, kwargs) != key:
+                raise FxroundError(
+                    "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
+                    "backward of its kind: run the backward before the change."
+                )
+            with torch.enable_grad():
+                joint = self._entry(args, kwargs)
+            if joint.step is None:
+                raise FxroundError("no result of this call depends on anything that requires a gradient")
+            self._differentiated.add(id(entry))
+            places = list(sources)
+            return joint.step, [places.index((port.name, port.index)) for port in joint.captured.entering]
+
+        results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
+        later = differentiable_later(results, step, resolved(sources.values()), self.rng)
+        return pytree.tree_unflatten(later, spec)
+
+    def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
+        """Return state by name and arguments by position, as ports name them."""
+        named = (self.source.named_parameters, self.source.named_buffers)
+        state = {(name, -1): t for group in named for name, t in group(remove_duplicate=False)}
+        return state | {("", i): leaf for i, leaf in enumerate(leaves)}
+
+    def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
+        """Capture and lower for arguments like these, without running; returns the module itself.
+
+        In training mode the graph includes gradients, unless they are disabled (``torch.no_grad``). Raises what
+        ``compile`` raises at capture.
+        """
+        with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
+            try:
+                self._entry(args, kwargs, replays=True)
+            except LeftToPython:
+                self._replayed().prepare(args, kwargs)
+        return self
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a call without gradients; buffers and arguments are not written."""
+        return self._entry(args, kwargs).evaluate(pytree.tree_leaves((args, kwargs)), self.rng)
+
+    @torch.no_grad()
+    def observe(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Run one operation at a time, and yield the name and value of each, then ``("output", result)``.
+
+        Names are those of ``summary()``. The values are those of a call with the same seed and sample, bit for bit.
+        Each is dropped after its last use, so that a caller who keeps none needs no more memory than a call. Buffers
+        and arguments that the model changes are not written.
+        """
+        yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
+
+    @torch.no_grad()
+    def observe_step(self, tangents: Mapping[int, Tensor], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the operations of a training step, forward and backward, as ``observe`` does.
+
+        tangents: the gradient of each result, by its position among the leaves of the result. No gradient is
+        accumulated, and the sample does not change.
+        """
+        with torch.enable_grad():
+            entry = self._entry(args, kwargs)
+        yield from entry.steps(pytree.tree_leaves((args, kwargs)), self.rng, tangents)
+
+    def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
+        """Return the same model under another policy, with the same seed and sample, and the same numbering of nodes.
+
+        Captured graphs are lowered again, not captured again, unless the policy has other definitions of composite
+        operators, or one of the two policies treats gradients of roundings.
+
+        policy, strict: as for ``compile``. Raises PolicyError and what lowering raises.
+        """
+        seed, sample = self.rng.tolist()
+        other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
+        other.advance = self.advance
+        same = other.policy.definitions == self.policy.definitions
+        as_marked = other.policy.treats_gradients == self.policy.treats_gradients
+        for key, entries in self._entries.items():
+            if not same or not (as_marked or all(entry.step is None for entry in entries)):
+                continue
+            other._entries[key] = [other._lowered(entry.captured) for entry in entries]
+            if self._latest in entries:
+                other._latest = other._entries[key][entries.index(self._latest)]
+        return other
+
+    def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
+        """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1) without capturing again; returns the module itself.
+
+        Raises TypeError and ValueError for other values.
+        """
+        self.rng = random_state(seed, sample)
+        return self
+
+    def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
+        """Train as one of several processes, each of which draws its own random bits; returns the module itself.
+
+        A call that trains draws with sample + rank and advances the sample by world_size. So (seed, sample) is the same
+        in every process, and one process that makes the calls of all, in the order of their ranks, draws the same bits.
+        Other calls draw with the sample.
+
+        Args:
+            rank, world_size: as ``torch.distributed`` counts them.
+            processes: an older name of world_size.
+
+        Raises:
+            ValueError: for a rank outside 0 to world_size - 1.
+        """
+        world_size = world_size or processes
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of a world_size of {world_size}: expected 0 to world_size - 1")
+        self.__dict__.update(_rank=rank, _world_size=world_size)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state, and under ``"fxround_rng"`` the (seed, sample) of the next call, int64 of shape
+        [2].
+
+        ``load_state_dict`` restores both, and leaves seed and sample unchanged if the key is missing.
+        """
+        state = super().state_dict(*args, **kwargs)
+        state[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{RNG_BUFFER}"] = self.rng.clone()
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)
+        if saved is not None:
+            self.reseed(*state_of(saved, f"{prefix}{RNG_BUFFER}"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @property
+    def _graphs(self) -> int:
+        """The number of captured graphs: by training flags, grad mode, dtypes and sizes."""
+        replayed = len(self._replay.entries) if self._replay else 0
+        return sum(map(len, self._entries.values())) + replayed
+
+    def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
+        """Write a .pt2 file that gives the same bits; returns the path.
+
+        ``fxround.load`` reads it, and so does ``torch.export.load`` after ``import fxround``. Seed and sample are a
+        buffer of the program.
+
+        Args:
+            path: the file, which is replaced when the new one is complete.
+            example_inputs: as for ``compile``; the batch size stays free.
+            keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
+
+        Raises:
+            OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
+        """
+        args, kwargs = arguments(example_inputs)
+        with torch.no_grad():
+            entry = self._entry(args, kwargs)
+            args, kwargs = trace_example(args, kwargs)
+            program = export_program(_Exportable(self, entry), args, kwargs, entry.captured.sizes)
+        return save(program, path, keep_inputs)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        name = global_name(self)
+        if name is not None:
+            return name
+        seed, sample = self.rng.tolist()
+        args = self.source, self.policy, self.strict, seed, sample, self.fuse
+        return RoundedModule, args, {"advance": self.advance}
+
+    def _key(self, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return spec, tuple(kind(leaf) for leaf in leaves), self._state_key()
+
+    def _entry(self, args: Any, kwargs: Any, replays: bool = False) -> Entry:
+        """Return the graph for these arguments, with gradients if they are enabled.
+
+        replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it.
+        """
+        require_ieee_arithmetic()
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
+            refuse_unsupported_tensors(self.source, args, kwargs)
+        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
+        if opaque:
+            raise LeftToPython(self.source, opaque, reads=True)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (*self._key(args, kwargs), torch.is_grad_enabled())
+        entry = self._admitting(key, shapes, replays)
+        if entry is None:
+            with capturing():
+                # Another thread may have captured it meanwhile.
+                entry = self._admitting(key, shapes, replays)
+                if entry is None:
+                    entry = self._compile(args, kwargs, key)
+                    self._entries.setdefault(key, []).append(entry)
+        self._latest = entry
+        return entry
+
+    def _admitting(self, key: Any, shapes: Sequence[Any], replays: bool) -> Entry | None:
+        """Return a captured graph that may be used for these arguments."""
+        left = self._left.get(key)
+        if left is not None and (replays or not left.reads):
+            raise left.with_traceback(None)
+        for entry in self._entries.get(key, ()):
+            if not entry.captured.sizes.admit(shapes):
+                continue
+            changed = [read for read in entry.captured.reads if not read.is_current()]
+            if not changed:
+                return entry
+            if replays:
+                found = [(read.source, read.kind, "") for read in changed]
+                self._left[key] = LeftToPython(self.source, found, reads=True)
+                raise self._left[key]
+        return None
+
+    def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
+        refuse_compiled(self.source)
+        require_arguments(self.source, args, kwargs)
+        require_dtypes(self.source, args, kwargs)
+        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
+        try:
+            captured = capture(self.source, args, kwargs, formulas, marked)
+        except LeftToPython as error:
+            self._left[key] = error
+            raise
+        except CaptureError as error:
+            refusal = error
+        else:
+            return self._lowered(captured)
+        asked(self.source, args, kwargs)
+        raise refusal
+
+    def _lowered(self, captured: Captured, owners: tuple[Owner, ...] | None = None) -> Entry:
+        lowered = lower(captured.graph, Plan(self.policy, self._is_strict))
+        if owners is None:
+            owners = tuple(owner_of(self.source, port) for port in captured.entering)
+        step = step_of(captured, lowered, self.fuse)
+        fused = optimize(lowered) if self.fuse and not step else lowered
+        return Entry(captured, lowered, fused, fused if step else schedule(fused, self.fuse), owners, step)
+
+    def _state_key(self) -> Any:
+        """Return what a graph depends on beside its arguments.
+
+        That is: modules with their plain attributes and hooks, dtypes and shapes of the state, and autocast. What a
+        model reads from elsewhere (a global, a nested object) is not part of it.
+        """
+        # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
+        modules = tuple((m, baked(m)) for m in self.source.modules())
+        tensors = (*self.source.parameters(), *self.source.buffers())
+        state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return modules, state, torch.get_default_dtype(), cast
+
+    def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+
+
+class _Exportable(nn.Module):
+    """The lowered graph with the model's own state, and (seed, sample) as one more buffer."""
+
+    def __init__(self, compiled: RoundedModule, entry: Entry) -> None:
+        super().__init__()
+        source = compiled.source
+        self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
+        self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
+        self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
+        root = source.get_submodule("")
+        owners = tuple((self if o[0] is root else o[0], o[1]) if o else None for o in entry.owners)
+        entry = replace(entry, running=entry.fused, owners=owners)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
+
+        forward.__signature__ = inspect.signature(source.forward)  # type: ignore[attr-defined]
+        self.__dict__["forward"] = forward
+
+
+assert torch_ops.NAMESPACE == "fxround"

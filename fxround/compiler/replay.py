@@ -1,0 +1,117 @@
+"""Replay: calls of a model that changes Python state, captured and guarded by ``torch.compile``.
+
+Before each call Dynamo checks that the constants of its graph still hold. After it, Dynamo applies the model's changes
+of lists, dicts, attributes and counters, with the values of the lowered graph. A call that did not run a graph of
+fxround's raises, so that stock kernels compute nothing unnoticed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from fxround.capture.dynamo import replaying
+from fxround.compiler.executable import Entry
+from fxround.errors import CaptureError, FxroundError
+
+
+class Host(Protocol):
+    """The interface that a replay needs of its compiled module."""
+
+    source: nn.Module
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+        """Lower Dynamo's graph."""
+
+    def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
+        """Return the results of a call."""
+
+
+class _Prepared(Exception):
+    """Raised in place of running a graph that was only to be prepared."""
+
+
+class _Thread(threading.local):
+    """The state of a thread's current call: whether it only prepares, and whether a graph has run."""
+
+    preparing = False
+    ran = False
+
+
+class Replay:
+    """The calls of one compiled module, its host, by ``torch.compile``."""
+
+    def __init__(self, host: Host) -> None:
+        # Dynamo stores its backend with the model's code, which outlives the model: weak references let both be freed.
+        self._host = weakref.ref(host)
+        self.entries: list[Entry] = []
+        self._thread = _Thread()
+        self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True)
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
+        model, thread = self.living.source, self._thread
+        thread.ran = False
+        with replaying(model):
+            result = self._call(*args, **kwargs)
+        if not thread.ran:
+            raise CaptureError(
+                f"{type(model).__name__} changes Python state, which needs torch.compile: it is switched off "
+                "(TORCH_COMPILE_DISABLE, torch.compiler.set_stance), or the call computes no tensor."
+            )
+        return result
+
+    def prepare(self, args: Any, kwargs: Any) -> None:
+        """Capture and lower for these arguments, without running or changing anything."""
+        self._thread.preparing = True
+        try:
+            self.call(args, kwargs)
+        except _Prepared:
+            pass
+        finally:
+            self._thread.preparing = False
+
+    @property
+    def living(self) -> Host:
+        """The compiled module, which is alive while it is called."""
+        host = self._host()
+        assert host is not None
+        return host
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
+        """Lower a new graph and return its number."""
+        self.entries.append(self.living.receive(graph, inputs))
+        return len(self.entries) - 1
+
+    def run(self, number: int, inputs: Sequence[Any]) -> Any:
+        """Return the results of a graph."""
+        self._thread.ran = True
+        if self._thread.preparing:
+            raise _Prepared
+        return self.living.run(self.entries[number], inputs)
+
+
+def _backend(replay: weakref.ref[Replay]) -> Callable[..., Any]:
+    def living() -> Replay:
+        found = replay()
+        assert found is not None
+        return found
+
+    def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            number = living().receive(graph, inputs)
+        except (FxroundError, TypeError, ValueError) as error:
+            refusal = error  # raised where the graph would run: Dynamo would wrap it in an error of its own
+
+            def refuse(*inputs: Any) -> Any:
+                raise refusal
+
+            return refuse
+        return lambda *inputs: living().run(number, inputs)
+
+    return compiled

@@ -1,0 +1,188 @@
+"""Admission: the arguments that a compiled module takes, and the Python values on which a captured graph depends.
+
+A graph holds Python values that it found as constants. These values are part of the key under which the graph is kept,
+so that a changed number, flag or hook is captured anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxround.compiler.executable import Function, Method
+from fxround.errors import CaptureError
+
+# The note that distinguishes an error of the model from one of fxround.
+REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of ``example_inputs``. Raises TypeError for another form."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple) and tuple(map(type, example)) == (tuple, dict):
+        return example[0], example[1]
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise TypeError(
+        f"example_inputs is a {type(example).__name__}; expected a tensor, a tuple of arguments, a dict of "
+        "keywords, or a tuple and a dict"
+    )
+
+
+def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
+
+
+def require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise what the model itself raises for arguments of another floating dtype than its state.
+
+    Tracing promotes dtypes where a kernel would refuse them; so if the dtypes differ, a copy of the model is called.
+    Raises CaptureError if the model cannot be copied.
+    """
+    state = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+    given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
+    if state and given - state and not asked(model, args, kwargs):
+        raise CaptureError(
+            f"{type(model).__name__} has state of {_listed(state)} and is given {_listed(given)}: whether it takes "
+            "that only a call of a copy can tell, and it cannot be copied. Convert the arguments, or the model."
+        )
+
+
+def _listed(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype) for dtype in dtypes))
+
+
+def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Call a copy of the model, and raise what it raises for these arguments; return False if it cannot be copied.
+
+    A copy is called because a call may change buffers and arguments.
+    """
+    try:
+        copied = copy.deepcopy(model)
+    except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer
+        return False
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+    with torch.random.fork_rng():
+        try:
+            copied(*args, **kwargs)
+        except Exception as error:
+            error.add_note(REFUSED)
+            raise
+    return True
+
+
+def baked(module: nn.Module) -> Any:
+    """Return the values of a module that tracing turns into constants: numbers, texts and lists of them, and its hooks.
+
+    Other objects are represented by their type, so that None in place of an object gives another key.
+    """
+    if isinstance(module, Method):
+        module = module.source
+    values = tuple((name, _constant(value)) for name, value in vars(module).items() if name not in _MODULE)
+    # The number of a hook is unique in a process.
+    return values, module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, dict) and all(isinstance(item, _PLAIN | None) for item in value.values()):
+        return repr(value)
+    return type(value)
+
+
+_PLAIN: Final = bool | int | float | str | bytes | torch.dtype | list | tuple | set | frozenset
+# The attributes of every module: its parameters, hooks and so on.
+_MODULE: Final = frozenset(vars(nn.Module()))
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether an argument is an object that can change while it stays the same object, so that a key cannot hold it."""
+    if isinstance(leaf, _LASTING):
+        return False
+    by_identity: Any = object.__hash__
+    return isinstance(leaf, nn.Module) or type(leaf).__hash__ in (None, by_identity)
+
+
+_LASTING: Final = (
+    Tensor
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | bytes
+    | None
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | Enum
+    | type
+    | range
+    | slice
+    | FunctionType
+    | BuiltinFunctionType
+)
+
+
+def kind(leaf: Any) -> Any:
+    """Return the part of a leaf that the graph depends on: a tensor's dtype and rank, anything else itself.
+
+    A float is represented by its digits, because 0.0 == -0.0 and no NaN equals itself.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    if isinstance(leaf, float):
+        return type(leaf), leaf.hex()
+    if isinstance(leaf, slice):  # has no hash before Python 3.12
+        return type(leaf), leaf.start, leaf.stop, leaf.step
+    return type(leaf), leaf
+
+
+def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
+    """Return a subclass of ``base`` whose ``forward`` has the signature of the model's, for ``inspect.signature``."""
+    function = model.function if isinstance(model, Function) else model.forward
+    key: Any = getattr(function, "__func__", function)
+    found = _CLASSES.get(key)
+    if found is None:
+        try:
+            signature = inspect.signature(key)
+        except (TypeError, ValueError):  # a builtin function without a signature
+            return base
+        parameters = list(signature.parameters.values())
+        if key is function:  # not a method, so that there is no parameter for the instance
+            name = next(n for n in ("self", "compiled", "compiled_") if all(n != p.name for p in parameters))
+            parameters.insert(0, inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return base.forward(self, *args, **kwargs)
+
+        forward.__doc__ = base.forward.__doc__
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        names = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+        found = type(base.__name__, (base,), names)
+        try:
+            _CLASSES[key] = found
+        except TypeError:  # an object without weak references is not cached
+            return found
+    return found
+
+
+_CLASSES: Final[weakref.WeakKeyDictionary[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,192 @@
+"""Differentiation: make one autograd function of a forward and a backward graph.
+
+The forward graph saves the values that the backward graph reads; the backward graph runs with the (seed, sample) of its
+own forward, even if the module's has changed. A result that no loss uses has the gradient zero; a gradient that depends
+on unused results alone is None, as in PyTorch. In eval mode nothing is saved until a gradient is first requested; then
+the forward graph runs again, with the same bits. Values are saved by ``save_for_backward``, so that a change in place
+raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. A second derivative raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from fxround.arithmetic import require_ieee_arithmetic
+from fxround.capture import Captured
+from fxround.capture.torch_private import uncollected
+from fxround.compiler.watching import unwatched
+from fxround.errors import FxroundError
+from fxround.graph.site import Port
+from fxround.passes import optimize
+from fxround.passes.partition import Parts, partition
+from fxround.runtime.schedule import schedule
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, as two graphs.
+
+    shown       the parts of the lowered graph, one node per operation
+    forward     the running graph (*inputs, rng) -> (*results, *saved)
+    backward    the running graph (*saved, *tangents, rng) -> gradients
+    results     how many of the forward graph's outputs are the model's
+    gradients   the position among the inputs to which each gradient belongs
+    reached     the tangents on which each gradient depends
+    tangents    the position among the results to which each tangent belongs
+    mutated     the positions of the inputs to which results are written after the forward
+    """
+
+    shown: Parts
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    results: int
+    gradients: tuple[int, ...]
+    reached: tuple[frozenset[int], ...]
+    tangents: tuple[int, ...]
+    mutated: frozenset[int]
+
+
+@uncollected()
+def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | None:
+    """Return the step of a lowered joint graph, its parts fused or not; None for a graph without gradients."""
+    tangents = [port for port in captured.inputs if port.kind == "tangent"]
+    if not tangents:
+        return None
+    parts = partition(lowered)
+    entering, results = captured.entering, captured.results
+    return Step(
+        parts,
+        schedule(optimize(parts.forward) if fuse else parts.forward, fuse),
+        schedule(optimize(parts.backward) if fuse else parts.backward, fuse),
+        len(results),
+        tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
+        parts.reached,
+        tuple(next(i for i, r in enumerate(results) if r == replace(t, kind="result")) for t in tangents),
+        frozenset(_position(entering, port) for port in results if port.mutation),
+    )
+
+
+def _position(entering: Sequence[Port], port: Port) -> int:
+    """Return the position of the input to which a gradient or a mutation belongs."""
+    return next(i for i, p in enumerate(entering) if (p.name, p.index) == (port.name, port.index))
+
+
+def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor) -> tuple[Any, ...]:
+    """Return the results of the forward graph, which autograd can differentiate if they have a tangent."""
+    results: tuple[Any, ...] = _Step.apply(step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+    return results
+
+
+def differentiable_later(
+    results: Sequence[Any], step: Callable[[], tuple[Step, Sequence[int]]], inputs: Sequence[Any], rng: Tensor
+) -> tuple[Any, ...]:
+    """Return computed results with a step that is only made when one of them is differentiated.
+
+    ``step()`` returns the step and the positions of its inputs among ``inputs``. Its forward graph runs again.
+    """
+    later: tuple[Any, ...] = _Later.apply(tuple(results), step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+    return later
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, rng: Tensor, *inputs: Any) -> tuple[Any, ...]:
+        outputs = step.forward(*inputs, rng)
+        results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
+        ctx.step, ctx.rng = step, rng
+        ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        ctx.set_materialize_grads(False)
+        ctx.like = [(results[i].shape, results[i].dtype) for i in step.tangents]
+        passive = [r for i, r in enumerate(results) if isinstance(r, Tensor) and i not in step.tangents]
+        ctx.mark_non_differentiable(*passive)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if value is None else value for value in ctx.others]
+        with unwatched():
+            found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng)
+        return None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 2))
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, results: tuple[Any, ...], step: Any, rng: Tensor, *inputs: Any) -> tuple[Any, ...]:
+        ctx.step, ctx.rng = step, rng
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        tensors = iter(ctx.saved_tensors)
+        inputs = [next(tensors) if value is None else value for value in ctx.others]
+        with unwatched():
+            step, positions = ctx.step()
+            with torch.no_grad():
+                outputs = step.forward(*(inputs[i] for i in positions), ctx.rng)
+            like = [(outputs[i].shape, outputs[i].dtype) for i in step.tangents]
+            found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
+        by_input = {positions[i]: gradient for i, gradient in found.items()}
+        return None, None, None, *(_final(by_input.get(i)) for i in range(len(ctx.others)))
+
+
+def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any, rng: Tensor) -> dict[int, Tensor]:
+    """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
+    found = [given[i] for i in step.tangents]
+    pairs = zip(found, like, strict=True)
+    tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
+    require_ieee_arithmetic()
+    with torch.no_grad():
+        gradients = step.backward(*saved, *tangents, rng)
+    used = {i for i, tangent in enumerate(found) if tangent is not None}
+    rows = zip(step.gradients, step.reached, gradients, strict=True)
+    return _owned({i: g for i, reached, g in rows if g is not None and reached & used}, [*saved, *tangents])
+
+
+def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
+    """Return the values to save: copies of inputs that the call is about to overwrite, and detached views."""
+    overwritten = {id(inputs[i]) for i in step.mutated}
+    kept = [value.clone() if id(value) in overwritten else value for value in saved]
+    return [value.detach() if isinstance(value, Tensor) and value._is_view() else value for value in kept]
+
+
+def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Tensor]:
+    """Return gradients that own their memory, because autograd adds to them in place."""
+    taken = {value.untyped_storage().data_ptr() for value in others if isinstance(value, Tensor)}
+    owned = {}
+    for position, gradient in gradients.items():
+        address = gradient.untyped_storage().data_ptr()
+        owned[position] = gradient.clone() if address in taken else gradient
+        taken.add(address)
+    return owned
+
+
+def _final(gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient; under ``create_graph=True``, one that raises if it is differentiated again."""
+    if gradient is None or not torch.is_grad_enabled():
+        return gradient
+    anchor = torch.zeros((), requires_grad=True)
+    final: Tensor = _Final.apply(anchor, gradient)  # type: ignore[no-untyped-call]
+    return final
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise FxroundError(
+            "this gradient was computed by fxround's backward graph, which has no derivative of its own: second "
+            "derivatives (create_graph=True, torch.autograd.functional.hessian) are those of the original model."
+        )

@@ -1,0 +1,128 @@
+"""Site and Port: where a node of a graph comes from, what was decided about it, and what its inputs and outputs are."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fxround.graph.source_lines import source_line
+
+if TYPE_CHECKING:
+    from fxround.policy import Assignment
+
+
+META: Final = "fxround"
+PORT: Final = "fxround_port"
+# The direction and role of a value, if they are known before the passes run: an optimizer's graph declares them.
+DIRECTION: Final = "fxround_direction"
+ROLE: Final = "fxround_role"
+PORTS: Final = "fxround_ports"  # of the output node: one for each output
+ORIGIN: Final = "fxround_origin"
+
+Status = Literal["rounded", "native", "movement", "exact", "integer"]
+Direction = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a value of the graph comes from, and what was decided about it (``node.meta["fxround"]``).
+
+    ``path`` and ``module_type``: the module. ``operator``: the ATen overload. ``source`` and ``code``: the line of the
+    model. ``kind``, ``role``, ``direction``: what the operator does and what the value is to the model
+    (passes.classify). ``number``: the stream of its random bits. ``assignment``: what the policy said. ``status`` and
+    ``reason``: what was done.
+    """
+
+    path: str
+    module_type: str
+    operator: str
+    kind: str
+    role: str
+    source: str
+    code: str
+    number: int = -1
+    assignment: Assignment | None = None
+    status: Status = "native"
+    reason: str = ""
+    direction: Direction = "forward"
+
+    def __str__(self) -> str:
+        return placed(self.operator, self.path, self.source, self.code)
+
+
+def placed(operator: str, path: str, source: str, code: str) -> str:
+    """Return an operator and where it comes from, for messages: module path, source line and its text."""
+    where = f" at {source}: {code}" if source else ""
+    return f"{operator} in {path or 'the root module'}{where}"
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a graph input or output stands for.
+
+    A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or position
+    of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the parameter
+    ``name`` or the argument ``index``.
+    """
+
+    kind: Literal["parameter", "buffer", "argument", "result", "random", "tangent", "gradient"]
+    name: str = ""
+    index: int = -1
+    mutation: bool = False
+
+
+def float_value(node: fx.Node) -> torch.Tensor | None:
+    """Return the (fake) tensor that the node yields, if it is one of floating point, else None."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+
+def float_values(node: fx.Node) -> list[torch.Tensor]:
+    """Return the floating-point tensors that the node yields, alone or in a tuple."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def site(node: fx.Node) -> Site | None:
+    """Return the node's Site; None before classification and for nodes that yield no tensor."""
+    found: Site | None = node.meta.get(META)
+    return found
+
+
+def located(node: fx.Node) -> Site:
+    """Return a Site that has only the node's origin: module path and type, operator, line of the model.
+
+    ``getitem`` has the operator of the tuple that it takes from.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, module = list(stack.values())[-1] if stack else ("", "")
+    source, code = source_line(node.meta.get("stack_trace") or "")
+    name = module if isinstance(module, str) else module.__name__
+    return Site(_module_path(path), name.rpartition(".")[2], operator_of(node), "", "", source, code)
+
+
+def operator_of(node: fx.Node) -> str:
+    """Return the name of the node's operator; for ``getitem``, of the operator that yields the tuple."""
+    producer = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(producer, fx.Node)
+    return operator_name(producer)
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return the name of an operator, such as ``aten.mm.default``, or of a function, such as ``getitem``."""
+    if node.op != "call_function":
+        return node.op
+    target: Any = node.target
+    return str(target) if isinstance(target, torch._ops.OperatorBase) else getattr(target, "__name__", str(target))
+
+
+def _module_path(path: str) -> str:
+    """Return ``layer1.0`` for Dynamo's ``L['self'].layer1.0``. The path of a compiled method is its module's."""
+    path = re.sub(r"^function\.__self__\.?", "", re.sub(r"^L\['\w+'\]\.?", "", path))
+    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")

@@ -1,0 +1,52 @@
+"""The texts of graph arguments as objects, parsed once each.
+
+A graph carries its arithmetic as text, and a call looks the parsed object up. Every parsed object is frozen, so it can
+be shared.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, cast, get_args
+
+from fxround.errors import shown
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Map
+from fxround.kernels.specialize import draws, fused_kernel, map_kernel
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import Rounding
+from fxround.numerics.orders import Order
+from fxround.numerics.storage import Storage
+
+program: Final = lru_cache(maxsize=4096)(Program.parse)
+rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
+accumulation: Final = lru_cache(maxsize=1024)(Accumulation.parse)
+order: Final = lru_cache(maxsize=64)(Order.parse)
+
+
+@lru_cache(maxsize=256)
+def storages(text: str) -> tuple[Storage, ...]:
+    """A text like ``f32 bf16`` as storages. Raises ValueError for a name that is not a storage."""
+    names = get_args(Storage)
+    for name in text.split():
+        if name not in names:
+            raise ValueError(f"{shown(name)} is no storage; expected some of {', '.join(names)}")
+    return cast(tuple[Storage, ...], tuple(text.split()))
+
+
+@lru_cache(maxsize=4096)
+def drawn(text: str) -> int:
+    """The number of statements of a program that draw random bits."""
+    return sum(map(draws, program(text).statements))
+
+
+@lru_cache(maxsize=4096)
+def pointwise(text: str, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """The kernel of a program's text."""
+    return map_kernel(program(text), loads, result)
+
+
+@lru_cache(maxsize=4096)
+def fused(text: str, loads: tuple[Storage, ...], results: str) -> Map:
+    """The kernel of a fused program's text; ``results`` as in ``storages``."""
+    return fused_kernel(program(text), loads, storages(results))

@@ -1,0 +1,169 @@
+"""Checks: decide whether an output is right.
+
+A check is a function of the output; or a metric that compares the output with a reference, and a threshold; or a
+number of bits to which every element must agree with the reference. A NaN passes no threshold, and a value that is
+finite where the reference is not, or the reverse, agrees to 0 bits. The ``key`` of a check changes with its code, its
+defaults, its closure and the plain globals that it names. Examples::
+
+    parse_check(lambda y: y.isfinite().all())
+    parse_check((metric, 1e-3), reference=y)
+    parse_check(None, min_bits=10, reference=y)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxround.capture.refusals import FORMAT_OF
+from fxround.fingerprint import hash
+from fxround.numerics.formats import Format
+from fxround.significance.inputs import Call
+from fxround.significance.metrics import chosen
+
+CheckLike = Callable[[Any], Any] | tuple[str | Callable[[Any, Any], Any], float] | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: ``passes(output)``, ``seen(output)`` as text, and ``key``, equal for checks of equal code."""
+
+    passes: Callable[[Any], bool]
+    seen: Callable[[Any], str]
+    key: str
+
+
+def require_check(check: CheckLike, min_bits: float | None) -> None:
+    """Raise unless the check has one of the three forms.
+
+    TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an unknown
+    metric.
+    """
+    if (check is None) == (min_bits is None):
+        raise TypeError(
+            "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
+        )
+    if check is None or callable(check):
+        return
+    if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
+        raise TypeError(
+            f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
+            "threshold) with a metric's name or a function of the output and the reference"
+        )
+    chosen(check[0], None)
+
+
+def parse_check(
+    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
+) -> Check:
+    """Return the check; metrics and bits compare with ``reference``, the output of ``call``.
+
+    Raises what ``require_check`` raises.
+    """
+    require_check(check, min_bits)
+    key = str([hash(leaf) for leaf in _tensors(reference)])
+    if min_bits is not None:
+        return _threshold(lambda output: agreement(output, reference), float(min_bits), "bits", key, higher=True)
+    if callable(check):
+        return Check(partial(_asked, check), lambda output: "", _key(check))
+    assert isinstance(check, tuple)
+    metric, limit = check
+    if not isinstance(metric, str):
+        return _threshold(lambda output: float(metric(output, reference)), limit, "", _key(metric) + key, higher=False)
+    (row,) = chosen(metric, reference)
+
+    def measure(output: Any) -> float:
+        return row.finish(row.measure(output, reference, call or Call(())))
+
+    return _threshold(measure, limit, row.unit, row.name + key, higher=row.better == "higher")
+
+
+def agreement(output: Any, reference: Any) -> float:
+    """Return the bits to which the worst element of ``output`` agrees with ``reference``: -log2 of its relative error.
+
+    Both are tensors or equal structures of them. The result is between 0 and the precision of the output's dtype, 0 if
+    the structure or a shape differs, and infinite if there are no elements.
+    """
+    pairs = [_tensors(output), _tensors(reference)]
+    if [x.shape for x in pairs[0]] != [x.shape for x in pairs[1]]:
+        return 0.0
+    return min((_bits(x, r) for x, r in zip(*pairs, strict=True) if x.numel()), default=float("inf"))
+
+
+def _bits(x: Tensor, reference: Tensor) -> float:
+    precision = Format.parse(FORMAT_OF[x.dtype]).precision if x.is_floating_point() else 53
+    a, r = x.detach().double(), reference.detach().double()
+    bits = -((a - r).abs() / r.abs()).log2()
+    bits = torch.where((a == r) | (a.isnan() & r.isnan()), float(precision), bits.nan_to_num(0.0, precision, 0.0))
+    return float(bits.clamp(0, precision).min())
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(output)
+    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray | float | int)]
+
+
+def _threshold(measure: Callable[[Any], float], limit: float, unit: str, key: str, *, higher: bool) -> Check:
+    """Return a check that passes on the right side of the limit; a NaN is on neither side."""
+
+    def passes(output: Any) -> bool:
+        return measure(output) >= limit if higher else measure(output) <= limit
+
+    def seen(output: Any) -> str:
+        return (
+            f"{' '.join(f'{measure(output):.4g} {unit}'.split())}, at {'least' if higher else 'most'} {limit:g} asked"
+        )
+
+    return Check(passes, seen, f"{key} {limit} {unit}")
+
+
+def _asked(check: Callable[[Any], Any], output: Any) -> bool:
+    answer = check(output)
+    if isinstance(answer, Tensor) and answer.numel() == 1:
+        return bool(answer.item())
+    if not isinstance(answer, bool | np.bool_):
+        raise TypeError(
+            f"check returned {type(answer).__name__} {answer!r}; expected True where the output passes, or False"
+        )
+    return bool(answer)
+
+
+def _key(function: Any) -> str:
+    """Return a digest of a function's code, defaults, closure and plain globals, or of an object's ``repr``."""
+    return hashlib.sha256(repr(_described(function, ())).encode()).hexdigest()
+
+
+def _described(value: Any, outer: tuple[int, ...]) -> Any:
+    """Return plain data that changes with the value; ``outer`` holds the ids of the enclosing values."""
+    inside = (*outer, id(value))
+    if id(value) in outer:
+        return "itself"
+    if isinstance(value, Tensor | np.ndarray | nn.Module):
+        return type(value).__qualname__, hash(value)
+    if isinstance(value, partial):
+        return tuple(_described(v, inside) for v in (value.func, value.args, tuple(value.keywords.items())))
+    if isinstance(value, MethodType):
+        return _described(value.__func__, inside), _described(value.__self__, inside)
+    if isinstance(value, FunctionType):
+        seen = inspect.getclosurevars(value)
+        named = {**seen.nonlocals, **{k: v for k, v in seen.globals.items() if isinstance(v, _PLAIN)}}
+        parts = (value.__code__, value.__defaults__ or (), tuple(sorted(named.items())))
+        return tuple(_described(part, inside) for part in parts)
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, _described(value.co_consts, inside)
+    if isinstance(value, tuple | list):
+        return tuple(_described(item, inside) for item in value)
+    return repr(value)
+
+
+_PLAIN: Final = (bool, int, float, str, tuple, list, Tensor, np.ndarray, FunctionType)

@@ -1,0 +1,95 @@
+"""``fxround.localize``: find the roundings that make a model's result wrong, by delta debugging.
+
+A search switches sites between a perturbing and a quiet policy (``masks``) without compiling the model again. It
+searches whole modules first, then the nodes of the modules found, then, if requested, the elements of a node's
+result. It first checks that the test fails with all sites on and passes with all sites off, and ends when the
+remaining sites pass together. Every reported set was observed to fail. A verdict is a function of (graph, inputs,
+sites, seed), so that the same call finds the same sets, and a cache directory lets an interrupted search continue.
+
+Source of the method: Févotte and Lathuilière, Debugging and optimization of HPC programs with the Verrou tool,
+Correctness 2019 (rddmin); Zeller and Hildebrandt, IEEE TSE 28(2), 2002 (ddmin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxround.compiler.module import PolicyLike
+from fxround.localization.checks import CheckLike, parse_check, require_check
+from fxround.localization.masked_model import QUIET, Masked
+from fxround.localization.report import LEVELS, Level, LocalizeReport
+from fxround.localization.search import NothingFails, Search
+from fxround.localization.verdicts import Verdicts
+
+__all__ = ["NothingFails", "localize"]
+
+
+def localize(
+    model: nn.Module,
+    inputs: Any,
+    check: CheckLike = None,
+    policy: PolicyLike = "stochastic",
+    *,
+    quiet: PolicyLike = QUIET,
+    level: Level = "nodes",
+    min_bits: float | None = None,
+    reference: Any = None,
+    runs: int = 5,
+    seed: int = 0,
+    cache: str | Path | None = None,
+    limit: int | None = None,
+    progress: bool | Callable[[str], None] | None = None,
+) -> LocalizeReport:
+    """Find the smallest sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
+
+    Args:
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
+            DataLoader, of which the first batch is used.
+        check: a function of the output that returns True if it passes; or (metric, threshold), where metric is a name
+            of ``fxround.significance.metrics.METRICS`` (worse than the threshold fails) or a function of (output,
+            reference) whose value must not exceed the threshold; or None with ``min_bits``.
+        policy: the policy of the sites that are on, as for ``fxround.compile``.
+        quiet: the policy of the sites that are off.
+        level: ``"modules"``, ``"nodes"`` or ``"elements"``: how far the search goes.
+        min_bits: the number of leading bits in which every element must agree with the reference.
+        reference: what metrics and ``min_bits`` compare with, shaped like the output; None takes the output of the
+            quiet run.
+        runs: samples per set, at least 1; a set fails if one of its samples fails. One run is used if neither policy
+            draws random bits.
+        seed: 0 to 2^63 - 1, the seed of all random bits.
+        cache: a directory for verdicts, from which a later call continues; None stores nothing.
+        limit: the number of sets after which the search stops; None finds all.
+        progress: True, a function of a line of text, or None to show progress in a terminal.
+
+    Returns:
+        A ``LocalizeReport``. Ctrl-C ends the search and returns the report of the sets found so far.
+
+    Raises:
+        NothingFails: a ValueError, if the check passes with every site on.
+        ValueError: for wrong arguments, or if the check fails with every site off.
+        TypeError: for another kind of check; also what ``fxround.compile`` raises.
+
+    Example::
+
+        report = fxround.localize(model, x, lambda y: y.isfinite().all())
+        print(report)
+        fixed = fxround.compile(model, report.remedy)
+
+    Source: Févotte and Lathuilière 2019 (rddmin); Zeller and Hildebrandt 2002 (ddmin).
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
+    if runs < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
+    require_check(check, min_bits)
+    masked = Masked(model, policy, inputs, quiet=quiet)
+    compared = masked.run(seed=seed) if reference is None else reference
+    judged = parse_check(check, min_bits, compared, masked.call)
+    samples = runs if masked.random else 1
+    verdicts = Verdicts(masked, judged, runs=samples, seed=seed, cache=Path(cache) if cache is not None else None)
+    return Search(verdicts, level, limit, progress).run(type(model).__name__)

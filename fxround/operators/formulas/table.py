@@ -1,0 +1,113 @@
+"""The table of formulas and the helpers that they share.
+
+``@formula(overload)`` makes a function the definition of an operator on floating-point operands. Where a formula calls
+``widened``, float16 and bfloat16 operands are first widened to binary32, which is exact, and the result is rounded back
+at the end, as PyTorch does. A formula that does not apply returns NotImplemented; the operator then stays in the graph,
+where the passes find it in the table of rules or report it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxround.capture import core_decompositions
+from fxround.policy import DEFINITIONS, OWN
+
+aten = torch.ops.aten
+Formula = Callable[..., Any]
+# The formulas of each set of definitions. An operator that a set lacks has fxround's own formula.
+TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
+FORMULAS: Final = TABLES[OWN]
+
+
+def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Formula]:
+    """Register a function as the definition of these operators, for floating-point operands only.
+
+    operators: overloads, which are replaced after differentiation (their gradients have overloads of their own), or
+    functions that a model calls (``torch.nn.functional.cross_entropy``), which are replaced before differentiation:
+    their gradients are the definition's.
+    """
+
+    def register(function: Formula) -> Formula:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            floating = any(t.is_floating_point() for t in tensors)
+            return function(*args, **kwargs) if floating or not tensors else NotImplemented
+
+        for operator in operators:
+            overload = isinstance(operator, torch._ops.OpOverload)
+            TABLES[definitions][operator] = guarded if overload else _or_else(guarded, operator)
+        return guarded
+
+    return register
+
+
+def _or_else(function: Formula, original: Formula) -> Formula:
+    """Return ``function``, with ``original`` where it returns NotImplemented."""
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    return chosen
+
+
+def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
+    """Return the table for capture: PyTorch's core decompositions, overridden by the formulas."""
+    # Dynamo makes this operator of PyTorch's compiler from addcmul_, addcdiv_ and add_ with a factor. Importing fxround
+    # must not load that compiler, so the operator cannot be a key of FORMULAS.
+    from torch._inductor.inductor_prims import fma
+
+    return {**core_decompositions(), fma: _multiplied_and_added, **FORMULAS, **TABLES[definitions]}
+
+
+def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return c + a * b
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return x in binary32 if its dtype has 16 bits, else x."""
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """Return the sum over dims; x itself if there are none."""
+    return torch.sum(x, list(dims), keepdim) if dims else x
+
+
+def count(x: Tensor, dims: Sequence[int]) -> int:
+    """Return the number of elements that a reduction over dims adds up (symbolic where the batch is)."""
+    return math.prod(x.shape[d] for d in dims)
+
+
+def reduced_dims(x: Tensor, dims: Sequence[int] | int | None) -> list[int]:
+    """Return dims as non-negative numbers: None or an empty list means all, negative ones count from the end."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        return list(range(x.dim()))
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    return sorted(d % x.dim() for d in listed) if x.dim() else []
+
+
+def scaled(x: Tensor, factor: Any) -> Tensor:
+    """Return x * factor; x itself, without an operation, if the factor is 1."""
+    return x if factor == 1 else x * factor
+
+
+def channels(v: Tensor, x: Tensor) -> Tensor:
+    """Return a vector of the channels of x, shaped to broadcast over x."""
+    return v.reshape([1, -1] + [1] * (x.dim() - 2))
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x * weight + bias, without what is None."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias

@@ -1,0 +1,102 @@
+"""Results: round the result of every stock kernel once, and record why the kernel was kept.
+
+After this pass every floating-point value is rounded, exact, moved, left alone by the policy, or native with a reason.
+A selection (relu, maximum, where) rounds nothing unless its operands may lie outside the format that the policy gives
+to its result. Under ``strict`` an operator without a kernel is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxround.capture.refusals import FORMAT_OF
+from fxround.errors import UnsupportedOperator
+from fxround.graph.site import META, Site, float_value, float_values
+from fxround.numerics.exact import round_float
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import Rounding
+from fxround.passes.rewrite import STORAGES, Plan, decided, keeps, round_after, sites
+
+LEFT_ALONE = "the policy leaves it alone"
+_ROUNDED = "; its result is rounded once"
+
+
+def round_results(graph: fx.GraphModule, plan: Plan) -> None:
+    """Round after the operators that kept their stock kernel, and give each of them a reason."""
+    for node, place in sites(graph):
+        if place.status != "native":
+            continue
+        wanted = decided(place)
+        if wanted is None:
+            node.meta[META] = replace(place, reason=place.reason or LEFT_ALONE)
+            continue
+        reason = place.reason or _reason(place, node)
+        if plan.strict and wanted[0].accumulate != "native":
+            raise UnsupportedOperator(
+                f"{place}: node {node.name} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
+                "Pass strict=False to keep the stock kernel and round its result once, or replace the operator."
+            )
+        rounded = [_round_if_stored(graph, result) for result in _results(node)]
+        node.meta[META] = replace(place, reason=reason + (_ROUNDED if any(rounded) else ""))
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """Return the node itself, or the nodes that take its values if it yields several."""
+    return [node] if float_value(node) is not None else list(node.users)
+
+
+def _round_if_stored(graph: fx.GraphModule, node: fx.Node) -> bool:
+    place, value = node.meta.get(META), float_value(node)
+    wanted = decided(place) if place is not None else None
+    if place is None or value is None or wanted is None or value.dtype not in STORAGES:
+        return False
+    round_after(graph, node, wanted[1], place.number)
+    return True
+
+
+def _reason(place: Site, node: fx.Node) -> str:
+    if place.assignment is not None and place.assignment.accumulate == "native":
+        return "the policy keeps the stock kernel"
+    return f"no kernel stores {float_values(node)[0].dtype}"
+
+
+def round_selections(graph: fx.GraphModule, plan: Plan) -> None:
+    """Round the result of an exact operator if an operand may lie outside the result's format."""
+    grids: dict[fx.Node, Format] = {}
+    for node in list(graph.graph.nodes):
+        values, place = float_values(node), node.meta.get(META)
+        if not values or values[0].dtype not in FORMAT_OF:
+            continue
+        grids[node] = _grid(node, place, grids)
+        wanted = decided(place) if place is not None and place.kind == "exact" else None
+        if wanted is None or place.status == "rounded" or float_value(node) is None:
+            continue
+        if not keeps(wanted[1], grids[node]) and not _unmoved(wanted[1], grids[node]):
+            grids[round_after(graph, node, wanted[1], place.number)] = wanted[1].format
+
+
+def _unmoved(rounding: Rounding, grid: Format) -> bool:
+    """Whether up_down leaves the value: it moves results of operations, not a selection among values of the format."""
+    return rounding.mode.jitter and grid.within(rounding.format)
+
+
+def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Format:
+    """Return a format that holds every value of the node: the one it was rounded to, or one that its operands have."""
+    own = Format.parse(FORMAT_OF[float_values(node)[0].dtype])
+    if place is None or place.status == "native" or node.op != "call_function":
+        return own
+    wanted = decided(place)
+    if place.status == "rounded":
+        return wanted[1].format if wanted else own
+    found = [grids[source] for source in node.all_input_nodes if source in grids]
+    widest = next((f for f in found if all(other.within(f) for other in found)), None)
+    return widest if widest is not None and _holds(widest, node) else own
+
+
+def _holds(grid: Format, node: fx.Node) -> bool:
+    """Whether the format has zero and the numbers in the node's arguments (the bounds of a clamp)."""
+    numbers = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, float | int)]
+    nearest = Rounding.parse(grid.name)
+    return all(round_float(float(n), nearest) == float(n) for n in (0.0, *numbers))

@@ -1,0 +1,136 @@
+"""Entries: make the random state an input of the graph, and round values that enter the graph or an operation.
+
+The last placeholder is ``rng``, an int64 tensor (seed, sample): it is a run-time value, so a new seed needs no new
+graph. A weight, input, buffer or constant with an assignment is rounded once, before its first use. An operand that a
+rule's ``operands`` matches is rounded before the operation, in the tensor that it is a view of, and draws from that
+tensor's stream: every operation that reads the value, forward or backward, sees the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
+from fxround.graph.values import fake_mode
+from fxround.numerics.formats import Format
+from fxround.operators.rules import rule_of
+from fxround.passes.rewrite import RNG, STORAGES, Plan, decided, insert, keeps, rng_of, round_after, sites
+from fxround.policy import ENTERING
+
+# Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
+_OPERAND_STREAMS: Final = 1 << 28
+_BACKWARD: Final = torch.ops.aten.convolution_backward.default
+
+
+def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
+    """Append the placeholder of (seed, sample)."""
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = fake_mode(graph)
+    with graph.graph.inserting_after(last[-1]) if last else graph.graph.inserting_before(next(iter(graph.graph.nodes))):
+        rng = graph.graph.placeholder(RNG)
+    # The placeholder's target becomes a parameter of the generated code; a buffer of the model may already have this
+    # name.
+    rng.target = rng.name
+    rng.meta[PORT] = Port("random")
+    rng.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
+
+
+def round_entries(graph: fx.GraphModule, plan: Plan) -> None:
+    """Round the weights, inputs, buffers and constants that the policy names."""
+    for node, place in reversed(sites(graph)):
+        wanted = decided(place)
+        stored = place.role in ENTERING or node.meta.get(ROLE) == "state"
+        enters = place.kind == "placeholder" or (place.status == "movement" and stored)
+        if not enters or wanted is None or node.meta["val"].dtype not in STORAGES:
+            continue
+        if not keeps(wanted[1], Format.parse(FORMAT_OF[node.meta["val"].dtype])):
+            round_after(graph, node, wanted[1], place.number)
+
+
+def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
+    """Round the operands of operations that rules name; raise PolicyError for such a rule that matches nothing."""
+    rules = [i for i, rule in enumerate(plan.policy.rules) if rule.operands is not None]
+    if not rules:
+        return
+    streams: dict[fx.Node, list[str]] = {}
+    matched: set[int] = set()
+    found = sites(graph)
+    for node, place in found:
+        if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder"):
+            continue
+        for operand in _operands(node):
+            source = _source(operand)
+            own, value = site(source), float_value(source)
+            if own is None or value is None or value.dtype not in STORAGES or own.kind == "coordinate":
+                continue
+            kind = "contraction" if node.target is _BACKWARD else place.kind
+            asked = {"path": place.path, "operator": place.operator, "kind": kind}
+            asked |= {"role": own.role, "direction": own.direction}
+            matched.update(plan.policy.matching_operand(**asked))
+            wanted = plan.policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
+            if wanted is None:
+                continue
+            assert wanted.rounding is not None
+            texts = streams.setdefault(source, [])
+            if str(wanted.rounding) not in texts:
+                texts.append(str(wanted.rounding))
+            stream = _OPERAND_STREAMS + 8 * own.number + texts.index(str(wanted.rounding))
+            rounded = replace(place, role=own.role, assignment=wanted, number=-1)
+            node.replace_input_with(operand, _rounded(graph, node, operand, rounded, stream))
+    others = set(range(len(plan.policy.rules))) - set(rules)
+    plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the floating-point operands, in order.
+
+    A convolution's bias is not one: its addition is an operation of its own.
+    """
+    given: Sequence[Any] = node.all_input_nodes
+    if node.target is _BACKWARD:
+        wanted = node.args[10]
+        given = [node.args[0], *(node.args[2 - i] for i in range(2) if wanted[i])]  # type: ignore[index]
+    elif node.target is torch.ops.aten.convolution.default:
+        given = node.args[:2]
+    return [n for n in dict.fromkeys(given) if float_value(n) is not None]
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the value that a node is a view or a copy of, element for element."""
+    while (moved := _moved(node)) is not None:
+        node = moved
+    return node
+
+
+def _moved(node: fx.Node) -> fx.Node | None:
+    """Return the operand of an operator that moves one tensor and keeps its dtype; None for any other node."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    value, before = float_value(node), float_value(inputs[0]) if len(inputs) == 1 else None
+    moves = rule is not None and rule.kind == "movement" and value is not None and before is not None
+    return inputs[0] if moves and value.dtype == before.dtype else None  # type: ignore[union-attr]
+
+
+def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, stream: int) -> fx.Node:
+    """Return the operand with its source rounded as ``place`` is assigned.
+
+    It is computed before ``near`` and for ``near`` alone.
+    """
+    before, wanted = _moved(operand), decided(place)
+    assert wanted is not None
+    if before is not None:
+        moved = _rounded(graph, near, before, place, stream)
+        args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
+        return insert(graph, near, operand.target, args, **operand.kwargs)
+    program, dtype = f"t0 = identity(x0) @ {wanted[1]}", operand.meta["val"].dtype
+    rounding = torch.ops.fxround.pointwise.default
+    new = insert(graph, near, rounding, ([operand], program, dtype, rng_of(graph), stream))
+    new._rename(f"{near.name}_operand")
+    new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
+    return new

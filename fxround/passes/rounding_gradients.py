@@ -1,0 +1,96 @@
+"""Gradients: what a rounding does to the gradient that passes it, if the policy does not say straight_through.
+
+A rounding that zeroes the gradient of what it clamps becomes two: one of the same precision and unbounded range,
+followed by the policy's own, which changes only what overflowed. The gradient is filled with zeros where the first
+result exceeds the maximum (``masked_fill(g, |m| > 448, 0)`` for e4m3fn), and is then rounded if the policy says so. The
+pass removes all marks. The result has the bits of the single rounding: the first of the two draws the same random bits
+and rounds to the same multiples, and the second does not move exact values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.graph.site import META, Site, site
+from fxround.numerics.gradients import Gradient, clamps, unclamped
+from fxround.numerics.modes import Rounding
+from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, rng_of, round_after
+from fxround.policy import Assignment
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A value that is rounded, its assignment, and the movements from it to its mark, the last first."""
+
+    node: fx.Node
+    place: Site
+    assignment: Assignment
+    rounding: Rounding
+    moves: tuple[fx.Node, ...]
+
+
+def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
+    """Zero and round the gradients of rounded values as the policy says, and remove the marks."""
+    gradients = {node.args[1]: node for node in graph.graph.nodes if node.target is MARKED_GRADIENT}
+    for mark in [node for node in graph.graph.nodes if node.target is MARKED]:
+        gradient, value = gradients.get(mark.args[1]), _rounded(mark)
+        if gradient is None or value is None:
+            continue
+        how = value.assignment.gradient
+        if how.zero_clamped and clamps(value.rounding):
+            _zero_clamped(graph, value, gradient)
+        if how.rounding is not None:
+            _round(graph, gradient, value, how.rounding)
+    for node in [node for node in graph.graph.nodes if node.target in (MARKED, MARKED_GRADIENT)]:
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+
+
+def _rounded(mark: fx.Node) -> _Rounded | None:
+    """Return the marked value where it is rounded: the value itself, or the only tensor that was moved to make it."""
+    value = mark.args[0]
+    moves: list[fx.Node] = []
+    while isinstance(value, fx.Node) and (place := site(value)) is not None:
+        wanted = decided(place)
+        if wanted is not None:
+            return _Rounded(value, place, *wanted, tuple(moves)) if value.meta["val"].dtype in STORAGES else None
+        if place.kind != "movement" or value.op != "call_function" or len(_tensors(value)) != 1:
+            return None
+        moves.append(value)
+        value = value.args[0]
+    return None
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [used for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
+
+
+def _zero_clamped(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> None:
+    """Round in two steps, and fill the gradient with zeros where the second one clamps."""
+    final = round_after(graph, value.node, value.rounding, value.place.number)
+    final.meta[META] = replace(final.meta[META], kind="pointwise")
+    wide = replace(value.assignment, rounding=unclamped(value.rounding))
+    value.node.meta[META] = replace(value.place, assignment=wide)
+    source, last = value.node, final
+    for move in reversed(value.moves):
+        sizes = {used: used for used in move.all_input_nodes}
+        args = fx.map_arg(move.args, {**sizes, last: source}.__getitem__)
+        source, last = insert(graph, gradient, move.target, args, **move.kwargs), move
+    magnitude = insert(graph, gradient, aten.abs.default, (source,))
+    clamped = insert(graph, gradient, aten.gt.Scalar, (magnitude, value.rounding.format.maximum))
+    gradient.update_arg(0, insert(graph, gradient, aten.masked_fill.Scalar, (gradient.args[0], clamped, 0.0)))
+
+
+def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: Rounding) -> None:
+    place, dtype = site(gradient), gradient.meta["val"].dtype
+    assert place is not None
+    program = f"t0 = identity(x0) @ {rounding}"
+    become(graph, gradient, "pointwise", ([gradient.args[0]], program, dtype, rng_of(graph), place.number))
+    own = replace(value.assignment, rounding=rounding, gradient=Gradient())
+    gradient.meta[META] = replace(place, operator="fxround.round", kind="pointwise", assignment=own, status="rounded")

@@ -1,0 +1,1 @@
+"""The CPU: shapes and layouts of operands, threads, memory, and machine code by LLVM."""

@@ -1,0 +1,83 @@
+"""The Contract shape as LLVM: packed rows and panels, register tiles, k ascending.
+
+An item of work is a chunk of rows by some panels of columns. For each block of k it packs its rows of the first
+operand, then each panel of the second one, and runs the tiles over the block; between blocks the accumulators are
+parked in scratch. Two tables of offsets say where element (k, n) of the second operand is stored, so a matrix of any
+strides and the windows of an image are one case.
+
+Parking does not change an accumulator, so every result takes the steps k = 0, 1, 2, ... whatever the blocks, tiles and
+threads are. Lanes beyond the last column compute on zeros, and their results are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.runtime.cpu.llvm.loops import I64, PTR, count, define, told
+from fxround.runtime.cpu.llvm.packing import pack_left, pack_right
+from fxround.runtime.cpu.llvm.tile import Block, ContractVariant, Item
+
+SIZES: Final = ("rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
+STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch", "out_batch", "out_row")
+POINTERS: Final = ("layout", "a", "b", "b_k", "b_n", "out_n", "out", "scratch", "key", "flags")
+
+
+def build_contract(variant: ContractVariant) -> str:
+    """The LLVM text of ``contract(begin, end, POINTERS...)``; the array ``layout`` holds SIZES and STRIDES as int64.
+
+    Items count (batch, chunk of rows, ``wide`` panels), the panels fastest.
+
+        a      element (g, m, k) at g * a_batch + m * a_row + k * a_k, g = batch mod groups (groups 0: g = batch)
+        b      element (k, n) at batch * b_batch + b_k[k] + b_n[n]
+        out    element (batch, m, n), and its stream, at batch * out_batch + m * out_row + out_n[n]; out_n ascends
+        flags  an i32, set to nonzero where the results of a kernel with a rounding direction do not count
+    """
+    module = ir.Module("contract")
+    args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
+    b, a = define(module, "contract", args, variant.kernel.direction, variant.kernel.watched)
+    a = told(b, a, SIZES + STRIDES)
+    work = Item(b, a, variant)
+    # A sum of no products still has one block of no steps, which stores the rounded +0.
+    some = b.icmp_signed(">", a["length"], I64(0))
+    length = b.select(some, a["length"], I64(1))
+    with count(b, a["begin"], a["end"]) as item:
+        work.enter(item)
+        if variant.kernel.streams:
+            with count(b, work.first_panel, work.last_panel) as panel:
+                work.enter_panel(panel)
+                work.each_row(work.start_stream)
+        with count(b, I64(0), length, a["block"]) as k:
+            # Ascending blocks of ascending steps: each result sees k = 0, 1, 2, ... once.
+            _block(work, _block_at(b, a, k))
+    work.steps.report(a["flags"])
+    b.ret_void()
+    return str(module)
+
+
+def _block_at(b: ir.IRBuilder, a: dict[str, Any], k: Any) -> Block:
+    """The block that begins at step k; the last one may be short."""
+    left = b.sub(a["length"], k)
+    last = b.icmp_signed("<=", left, a["block"])
+    return Block(k, b.select(last, left, a["block"]), b.icmp_signed("==", k, I64(0)), last)
+
+
+def _block(work: Item, block: Block) -> None:
+    """Take the block's steps for all results of the item."""
+    b, variant = work.b, work.variant
+    pack_left(work, block)
+    with count(b, work.first_panel, work.last_panel) as panel:
+        work.enter_panel(panel)
+        pack_right(work, block)
+        row = work.first_row
+        # The tallest tiles first, then lower ones for the rows that are left; the last height is 1, so none is left
+        # over. Tile heights differ in speed alone: a lane does not know its neighbours.
+        for rows in variant.rows:
+            end = b.add(row, b.mul(b.sdiv(b.sub(work.last_row, row), I64(rows)), I64(rows)))
+            with count(b, row, end, rows) as r:
+                work.multiply(r, rows, block)
+            row = end
+        waiting = b.not_(work.whole) if variant.stores_from_registers else ir.Constant(ir.IntType(1), 1)
+        with b.if_then(b.and_(block.last, waiting)):
+            work.each_row(work.finish_parked)

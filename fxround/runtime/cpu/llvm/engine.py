@@ -1,0 +1,161 @@
+"""From LLVM IR text to object code to callable addresses, for the host or for a lesser instruction set that it has.
+
+``object_code`` optimizes for one named instruction set; ``link`` loads object code, of this process or of another one,
+for as long as the process lives. An instruction set changes how many lanes an instruction has, never a bit of a result:
+the optimizer gets no licence to change floating point, and the tests run the same kernels as avx512, avx2 and sse2.
+Object code names the library functions that it calls (the C library's fma, where the processor has none) and is bound
+to them when it is loaded. All code is linked in the same way, whether it is fresh or was stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from fxround.locks import waited_for
+from fxround.runtime.cpu.llvm.lookups import definitions
+
+# sse2 has no fused multiply-add: LLVM calls the C library's fma, which is correctly rounded by its contract.
+_FEATURES: Final[dict[str, tuple[str, str]]] = {
+    "avx512": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,-prefer-256-bit"),
+    "avx2": ("haswell", "+avx2,+fma"),
+    "sse2": ("x86-64", "+sse2"),
+}
+_WIDE_BYTES: Final = 64
+# A module of this name is not optimized: it is straight-line code whose values are in registers already.
+STRAIGHT: Final = "straight"
+# The lock that every call into LLVM takes: in a forked child it must not be held by a thread of the parent.
+_CALLS: Final = waited_for(llvm.ffi.lib._lock._lock)
+_LOCK: Final = waited_for()
+_DEPTH: Final = [0]
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """``host`` and the named instruction sets that this host can run, widest first."""
+    _initialize()
+    has = llvm.get_host_cpu_features()
+    wide = all(has.get(f, False) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
+    middle = has.get("avx2", False) and has.get("fma", False)
+    return ("host", *(["avx512"] if wide else []), *(["avx2"] if middle else []), *(["sse2"] if "sse2" in has else []))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The registers of an instruction set: the bytes of a vector, and how many registers there are.
+
+    wide_products: whether it multiplies 52-bit integers (AVX-512 IFMA).
+    """
+
+    vector_bytes: int
+    registers: int
+    wide_products: bool = False
+
+
+@cache
+def machine_of(isa: str) -> Machine:
+    """The registers of a named instruction set; for ``host``, those of the widest one."""
+    name = next((n for n in instruction_sets() if n != "host"), "sse2") if isa == "host" else isa
+    wide_products = isa == "host" and name == "avx512" and llvm.get_host_cpu_features().get("avx512ifma", False)
+    return {"avx512": Machine(64, 32, wide_products), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
+
+
+def _target(isa: str) -> tuple[str, str]:
+    """The processor's name and features as LLVM spells them; ValueError for a set that this host lacks."""
+    _initialize()
+    if isa not in instruction_sets():
+        raise ValueError(f"this host cannot run {isa!r} code; it can: {', '.join(instruction_sets())}")
+    if isa != "host":
+        return _FEATURES[isa]
+    # LLVM prefers 256-bit vectors on some processors because 512-bit ones lower their clock; these kernels gain from
+    # 512.
+    wide = ",-prefer-256-bit" if "avx512" in instruction_sets() else ""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten() + wide
+
+
+@cache
+def identity(isa: str) -> str:
+    """What object code depends on beside its text: the processor as LLVM sees it, and the compiler's versions."""
+    version = ".".join(map(str, llvm.llvm_version_info))
+    return "\n".join((isa, llvm.get_default_triple(), *_target(isa), f"llvmlite {llvmlite.__version__}", version))
+
+
+def _target_machine(isa: str) -> Any:
+    cpu, features = _target(isa)
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+
+@cache
+def _compiler(isa: str) -> Any:
+    return _target_machine(isa)
+
+
+@cache
+def _linker(isa: str, depth: int) -> Any:
+    # The execution engine owns its target machine. A signal handler that links in the middle of a link has an engine of
+    # its own: in a shared one, looking a name up could find the function of the other object.
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(isa))
+
+
+def _optimize(module: Any, machine: Any, level: int = 2) -> None:
+    # The kernels are vector code already: the loop and SLP vectorizers would only take time.
+    options = llvm.create_pipeline_tuning_options(speed_level=level)
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+
+
+def _optimized(text: str, isa: str) -> Any:
+    module, machine = llvm.parse_assembly(text), _compiler(isa)
+    tables = definitions(text, machine_of(isa).vector_bytes == _WIDE_BYTES)
+    if tables:
+        module.link_in(llvm.parse_assembly(tables))
+    module.verify()
+    _optimize(module, machine, 0 if text.startswith(f'; ModuleID = "{STRAIGHT}"') else 2)
+    return module
+
+
+def object_code(text: str, isa: str = "host") -> bytes:
+    """The relocatable object file (ELF) of an LLVM module, as bytes."""
+    with _LOCK:
+        machine = _compiler(isa)
+        code: bytes = machine.emit_object(_optimized(text, isa))
+        return code
+
+
+def link(code: bytes, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
+    """Load object code for the life of the process; returns the addresses of its functions with these names."""
+    with _LOCK:
+        _DEPTH[0] += 1
+        try:
+            linker = _linker(isa, _DEPTH[0])
+            linker.add_object_file(llvm.ObjectFileRef.from_data(code))
+            linker.finalize_object()
+            # A later object may define the same names; the addresses found here are those of this one.
+            return {name: linker.get_function_address(name) for name in names}
+        finally:
+            _DEPTH[0] -= 1
+
+
+def compile_module(text: str, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
+    """Compile and load an LLVM module; returns the addresses of the named functions."""
+    return link(object_code(text, isa), names, isa)
+
+
+def assembly(text: str, isa: str = "host") -> str:
+    """The optimized assembly of a module, as text."""
+    with _LOCK:
+        machine = _compiler(isa)
+        return str(machine.emit_assembly(_optimized(text, isa)))

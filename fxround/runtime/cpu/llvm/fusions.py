@@ -1,0 +1,114 @@
+"""Several operators of the scalar IR as one instruction, where the processor has it.
+
+Three idioms are recognized: the sum with the high bits of a 32-bit random word, the next state of a random stream, and
+the test whether a binary64 value is finite and not zero, which is left as it is otherwise. Each instruction is defined
+as exactly these integer operators, so the bits are the same. ``vpmadd52huq`` adds bits 52 and up of a product of two
+numbers, of which it reads the 52 lowest bits, so a factor of 2^(52-n) shifts right by n; ``vpmadd52luq`` adds the bits
+below; ``vfixupimmpd`` chooses by a value's class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.scalar import WIDTH, Expr
+from fxround.runtime.cpu.llvm.engine import Machine
+from fxround.runtime.cpu.llvm.loops import declared
+from fxround.runtime.cpu.llvm.render import Fusion, literal, llvm_type
+
+# Four bits for each class, from the lowest: quiet NaN, signalling NaN, zero, one, -inf, inf, negative, positive. The
+# code 1 keeps the value.
+_SPECIAL: Final = 0x00110111
+# The 64-bit lanes of a 512-bit vector, and the bits of a factor that a 52-bit product reads.
+_LANES: Final = 8
+_FACTOR_BITS: Final = 52
+
+
+def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
+    """The fusions that the processor has for vectors of this many 64-bit lanes; None if it has none."""
+    if machine.vector_bytes != 64 or lanes % _LANES:
+        return None
+
+    def fuse(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
+        if node.op == "add" and machine.wide_products:
+            return _shifted_sum(node, b, env, lanes) or _congruential(node, b, env, lanes)
+        return _choice(node, b, env) if node.op == "select" and lanes == _LANES else None
+
+    return fuse
+
+
+def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """x + (y >> n) for a 32-bit y; if y is bits 20 and up of a word z, computed from z itself."""
+    x, shifted = node.args
+    if node.type != "u64" or shifted.op != "shr" or shifted.args[0].op != "widen" or shifted.args[1].op != "const":
+        return None
+    word, left = shifted.args[0], _FACTOR_BITS - int(shifted.args[1].attr or 0)
+    # (z >> 20) cut to 32 bits, then >> n, is bits 20 + n to 51 of z: the product reads no bit above 51, and shifts by
+    # both.
+    narrowed = word.args[0]
+    if narrowed.op == "narrow" and _is_shift(narrowed.args[0], _FACTOR_BITS - WIDTH["u32"]):
+        word, left = narrowed.args[0].args[0], left - (_FACTOR_BITS - WIDTH["u32"])
+    return _wide_product("h", b, env[x], env[word], 1 << left, lanes)
+
+
+def _congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """(x * A mod 2^52) + C, the next state of a stream; A must have at most 52 bits."""
+    product, constant = node.args
+    if node.type != "u64" or product.op != "and" or constant.op != "const":
+        return None
+    whole, mask = product.args
+    if mask.attr != (1 << _FACTOR_BITS) - 1 or whole.op != "mul" or whole.args[1].op != "const":
+        return None
+    factor = int(whole.args[1].attr or 0)
+    if factor >> _FACTOR_BITS:
+        return None
+    addend = literal("u64", int(constant.attr or 0), lanes)
+    return _wide_product("l", b, addend, env[whole.args[0]], factor, lanes)
+
+
+def _is_shift(node: Expr, places: int) -> bool:
+    return node.op == "shr" and node.type == "u64" and node.args[1].op == "const" and node.args[1].attr == places
+
+
+def _wide_product(half: str, b: ir.IRBuilder, addend: Any, x: Any, factor: int, lanes: int) -> Any:
+    """addend + the low (``l``) or high (``h``) 52 bits of (x mod 2^52) * factor."""
+    if lanes > _LANES:
+        parts = [
+            _wide_product(half, b, _part(b, addend, first, lanes), _part(b, x, first, lanes), factor, lanes // 2)
+            for first in (0, lanes // 2)
+        ]
+        return b.shuffle_vector(*parts, _numbers(0, lanes))
+    kind = llvm_type("u64", _LANES)
+    callee = declared(b, f"llvm.x86.avx512.vpmadd52{half}.uq.512", ir.FunctionType(kind, [kind] * 3))
+    return b.call(callee, [addend, x, literal("u64", factor, _LANES)])
+
+
+def _part(b: ir.IRBuilder, x: Any, first: int, lanes: int) -> Any:
+    """Half of the lanes, from ``first`` on."""
+    return b.shuffle_vector(x, x, _numbers(first, lanes // 2))
+
+
+def _numbers(first: int, count: int) -> ir.Constant:
+    word = ir.IntType(32)
+    return ir.Constant(ir.VectorType(word, count), [word(first + i) for i in range(count)])
+
+
+def _choice(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
+    """y if (x without sign) - 1 < infinity - 1, that is, if x is finite and not zero, else x."""
+    carrier = CARRIERS["f64"]
+    condition, y, x = node.args
+    if condition.op != "lt" or condition.args[1].attr != carrier.infinity - 1 or condition.args[0].op != "sub":
+        return None
+    ordinal, one = condition.args[0].args
+    if one.attr != 1 or ordinal.op != "and" or ordinal.args[0] is not x or ordinal.args[1].attr != (1 << 63) - 1:
+        return None
+    floats, word = llvm_type("f64", 8), ir.IntType(32)
+    kind = ir.FunctionType(floats, [floats, floats, llvm_type("u64", 8), word, ir.IntType(8), word])
+    callee = declared(b, "llvm.x86.avx512.mask.fixupimm.pd.512", kind)
+    table = literal("u64", _SPECIAL, 8)
+    # All lanes are computed; 4 is the current rounding direction.
+    operands = [b.bitcast(env[y], floats), b.bitcast(env[x], floats), table, word(0), ir.IntType(8)(-1), word(4)]
+    return b.bitcast(b.call(callee, operands), llvm_type("u64", 8))

@@ -1,0 +1,357 @@
+"""The Map shape as LLVM: blocks of 64 elements, vectors inside a block.
+
+Element i of the row-major result belongs to block i div 64. A block finds each operand as 64 consecutive elements, in
+place where they are adjacent, copied to a stack buffer where they are strided, broadcast or too few; draws its random
+words (16 Philox counters give 64 words); and runs the body vector by vector. So a map is one pass over memory whatever
+the strides are. Blocks are fixed by the index of the element, so threads may take any of them with the same bits. Only
+elements below ``total`` are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Literal
+
+from llvmlite import ir
+
+from fxround.kernels.shapes import Map
+from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words
+from fxround.numerics.scalar import Function, param
+from fxround.numerics.storage import Storage
+from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
+from fxround.runtime.cpu.llvm.fusions import fusions_for
+from fxround.runtime.cpu.llvm.loops import (
+    I32,
+    I64,
+    MEMORY,
+    MEMORY_BYTES,
+    PTR,
+    Carried,
+    at,
+    copy_elements,
+    count,
+    define,
+    iota,
+    load_vector,
+    scratch,
+    store_vector,
+)
+from fxround.runtime.cpu.llvm.render import emit, needed, splat
+
+# ``inner`` and ``row`` serve results whose innermost dimension is a multiple of 64: a block's elements are adjacent in
+# the operand, or are all one element of it, and are not copied.
+Access = Literal["contiguous", "scalar", "inner", "row", "strided"]
+MAX_DIMS: Final = 16
+# The largest number of operators of a body that LLVM optimizes: optimizing saves a tenth of a call's time, and doubles
+# that of compiling.
+_OPTIMIZED: Final = 2000
+
+
+@dataclass(frozen=True)
+class MapVariant:
+    """A Map specialised for how each operand is stored, and for a processor.
+
+    told: after seed and sample, the key holds the node and the number of each draw, in turn; otherwise only the nodes.
+    """
+
+    kernel: Map
+    access: tuple[Access, ...]
+    machine: Machine
+    told: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The key of the compiled code."""
+        return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.told else ''}"
+
+
+@cache
+def words_function() -> Function:
+    """The function (counter, key, draw) -> the four Philox words of one lane of a block."""
+    counter, key, draw = param("counter", "u64"), Key.params(), param("draw", "u32")
+    return Function("words", (counter, *key.exprs, draw), block_words(counter, draw, key))
+
+
+def lanes_of(body: Function) -> int:
+    """The lanes of a vector that fills one AVX-512 register: 16 if all that is always needed has 32 bits, else 8."""
+    return 8 if any(n.type in ("u64", "f64") for n in needed(body.results, {})) else 16
+
+
+def build_map(variant: MapVariant) -> str:
+    """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, outs, key)``.
+
+    begin, end       block numbers
+    sizes            ndim sizes of the result, neighbouring dimensions merged
+    operands, outs   one pointer each
+    strides          ndim strides for each operand, in elements
+    key              seed low, seed high, sample, then the node numbers (see ``MapVariant``)
+    """
+    kernel = variant.kernel
+    module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
+    args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
+    b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
+    lanes = lanes_of(kernel.body)
+    fuse = fusions_for(variant.machine, lanes)
+    pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
+    # Twice a block: a repeated element is written as a whole block at any place of the first one (``_copy_run``).
+    buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
+    outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
+    ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
+    random = scratch(b, I32, BLOCK * len(kernel.draws))
+    numbers = _numbers(b, a["key"], variant) if kernel.draws else None
+    seed = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3)]
+    walks = bool({"inner", "row", "strided"} & set(variant.access))
+    place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
+    with count(b, a["begin"], a["end"]) as block:
+        base = b.mul(block, I64(BLOCK))
+        left = b.sub(a["total"], base)
+        short = b.icmp_signed("<", left, I64(BLOCK))
+        number = b.select(short, left, I64(BLOCK))
+        sources = [
+            _neighbours(b, a, i, kernel.loads[i], pointers[i], place)
+            if access in ("inner", "row")
+            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
+            for i, access in enumerate(variant.access)
+        ]
+        if numbers is not None:
+            with count(b, I64(0), I64(len(kernel.draws))) as d:
+                node, draw = numbers(d)
+                _draw(b, at(b, random, b.mul(d, I64(BLOCK)), I32), block, [*seed, node], draw)
+        heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
+        # The body always computes 64 elements. In a short block those beyond ``total`` are stale, and stay on the
+        # stack: the results go to ``ends``, from which only ``number`` are copied.
+        targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
+        with count(b, I64(0), I64(BLOCK), lanes) as i:
+            values = [
+                splat(b, load_vector(b, source, s, 1), lanes)
+                if access in ("scalar", "row")
+                else load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
+                for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
+            ]
+            vector = ir.VectorType(I32, lanes)
+            # Word 64 d + i of ``random`` is that of draw d for element i of the block: the element alone gives its
+            # number.
+            words = [b.add(i, I64(d * BLOCK)) for d in range(len(kernel.draws))]
+            values += [b.load(at(b, random, word, I32), typ=vector, align=4) for word in words]
+            for value, target, s in zip(
+                emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
+            ):
+                # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
+                # loaded before the same elements are stored.
+                store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
+        with b.if_then(short):
+            for head, end, s in zip(heads, ends, kernel.results, strict=True):
+                copy_elements(b, head, end, number, MEMORY[s])
+        if walks:
+            _advance(b, a, place)
+    b.ret_void()
+    return str(module)
+
+
+def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], tuple[Any, Any]]:
+    """A function from the place of a draw in the kernel to its node number and draw number (u32)."""
+
+    def load(array: Any, index: Any) -> Any:
+        return b.load(at(b, array, index, I32), typ=I32)
+
+    if variant.told:
+        own = at(b, key, I64(3), I32)
+        return lambda d: (load(own, b.mul(d, I64(2))), load(own, b.add(b.mul(d, I64(2)), I64(1))))
+    words = variant.kernel.draws
+    nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw for w in words])
+    return lambda d: (load(key, load(nodes, d)), load(draws, d))
+
+
+def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
+    """A constant array of u32 in the module."""
+    content = ir.Constant(ir.ArrayType(I32, len(values)), values)
+    table = ir.GlobalVariable(b.module, content.type, name)
+    table.linkage, table.global_constant, table.initializer = "internal", True, content
+    return table.bitcast(PTR)
+
+
+def _draw(b: ir.IRBuilder, words: Any, block: Any, key: list[Any], draw: Any) -> None:
+    """Emit 64 random words: Philox of 16 counters, word w of counter l for element 16 w + l of the block."""
+    first = b.add(splat(b, b.mul(block, I64(STRIDE)), STRIDE), iota(STRIDE))
+    results = emit(words_function(), b, [first, *(splat(b, k, STRIDE) for k in (*key, draw))], STRIDE)
+    for w, value in enumerate(results):
+        b.store(value, at(b, words, I64(w * STRIDE), I32), align=4)
+
+
+def _fetch(
+    b: ir.IRBuilder,
+    module: ir.Module,
+    a: dict[str, Any],
+    access: Access,
+    operand: int,
+    storage: Storage,
+    pointer: Any,
+    buffer: Any,
+    base: Any,
+    number: Any,
+    place: Any,
+) -> Any:
+    """The address of 64 consecutive elements of an operand (of one element for a scalar)."""
+    memory = MEMORY[storage]
+    if access == "scalar":
+        return pointer
+    if access == "strided":
+        strides = at(b, a["strides"], b.mul(I64(operand), a["ndim"]), I64)
+        gather = gather_function(module, storage)
+        return b.call(gather, [buffer, pointer, place, number, a["ndim"], a["sizes"], strides])
+    here = at(b, pointer, base, memory)
+    short = b.icmp_signed("<", number, I64(BLOCK))
+    with b.if_then(short):
+        copy_elements(b, buffer, here, number, memory)
+    # Vectors of a short block would read beyond the operand's last element: they read the copy.
+    return b.select(short, buffer, here)
+
+
+def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
+    """The coordinates of element number ``base``, one for each dimension."""
+    place = scratch(b, I64, MAX_DIMS)
+    with b.goto_entry_block():
+        rest = b.alloca(I64)
+    b.store(base, rest)
+    with count(b, I64(0), a["ndim"]) as j:
+        d = b.sub(b.sub(a["ndim"], I64(1)), j)
+        size = b.load(at(b, a["sizes"], d, I64), typ=I64)
+        before = b.load(rest, typ=I64)
+        after = b.udiv(before, size)
+        b.store(b.sub(before, b.mul(after, size)), at(b, place, d, I64))
+        b.store(after, rest)
+    return place
+
+
+def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> None:
+    """Move the coordinates on by one block, with carries outwards; only a carry costs a division."""
+    last = b.sub(a["ndim"], I64(1))
+    # The outermost coordinate has no carry: after the last block it is beyond its size, and is not used.
+    dimension, moved = Carried(b, [last]), Carried(b, [b.add(b.load(at(b, place, last, I64), typ=I64), I64(BLOCK))])
+    loop, carry, done = (b.append_basic_block(n) for n in ("advance", "carry", "settled"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    (d,), (reached,) = dimension.load(), moved.load()
+    size = b.load(at(b, a["sizes"], d, I64), typ=I64)
+    b.store(reached, at(b, place, d, I64))
+    b.cbranch(b.and_(b.icmp_signed(">=", reached, size), b.icmp_signed(">", d, I64(0))), carry, done)
+    b.position_at_end(carry)
+    over, outer = b.udiv(reached, size), b.sub(d, I64(1))
+    b.store(b.sub(reached, b.mul(over, size)), at(b, place, d, I64))
+    moved.store([b.add(b.load(at(b, place, outer, I64), typ=I64), over)])
+    dimension.store([outer])
+    b.branch(loop)
+    b.position_at_end(done)
+
+
+def _neighbours(b: ir.IRBuilder, a: dict[str, Any], operand: int, storage: Storage, pointer: Any, place: Any) -> Any:
+    """The address of an operand's element at ``place``."""
+    strides = at(b, a["strides"], b.mul(I64(operand), a["ndim"]), I64)
+    return at(b, pointer, _offset(b, place, a["ndim"], strides), MEMORY[storage])
+
+
+def _offset(b: ir.IRBuilder, place: Any, ndim: Any, strides: Any) -> Any:
+    """The offset of the element at ``place``."""
+    offset = Carried(b, [I64(0)])
+    with count(b, I64(0), ndim) as d:
+        step = b.mul(b.load(at(b, place, d, I64), typ=I64), b.load(at(b, strides, d, I64), typ=I64))
+        offset.store([b.add(offset.load()[0], step)])
+    return offset.load()[0]
+
+
+def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
+    """The function gather(buffer, x, place, number, ndim, sizes, strides): ``number`` elements of a strided array.
+
+    They start at ``place``. A whole block that is consecutive is returned in place; anything else is copied to the
+    buffer, run by run of the innermost dimension. Elements of the buffer after them are overwritten.
+    """
+    memory = MEMORY[storage]
+    name = f"gather_{storage}"
+    found = module.globals.get(name)
+    if found is not None:
+        return found
+    function = ir.Function(module, ir.FunctionType(PTR, [PTR, PTR, PTR, I64, I64, PTR, PTR]), name)
+    function.linkage = "internal"
+    buffer, x, place, number, ndim, sizes, strides = function.args
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    last = b.sub(ndim, I64(1))
+    inner, size = (b.load(at(b, array, last, I64), typ=I64) for array in (strides, sizes))
+    first, begin = b.load(at(b, place, last, I64), typ=I64), _offset(b, place, ndim, strides)
+    room = b.sub(size, first)
+    whole = b.and_(b.icmp_signed("==", number, I64(BLOCK)), b.icmp_signed(">=", room, number))
+    with b.if_then(b.and_(whole, b.icmp_signed("==", inner, I64(1)))):
+        b.ret(at(b, x, begin, memory))
+    # A copy: the caller advances ``place`` itself, for all operands.
+    here = scratch(b, I64, MAX_DIMS)
+    copy_elements(b, here, place, ndim, I64)
+    state = Carried(b, [I64(0), room, begin])
+    loop, more, done = (b.append_basic_block(n) for n in ("run", "more", "done"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    filled, room, offset = state.load()
+    left = b.sub(number, filled)
+    length = b.select(b.icmp_signed("<", left, room), left, room)
+    _copy_run(b, at(b, buffer, filled, memory), at(b, x, offset, memory), length, inner, storage)
+    filled = b.add(filled, length)
+    b.cbranch(b.icmp_signed("<", filled, number), more, done)
+    b.position_at_end(more)
+    # The run has reached the end of its row: go back to the row's beginning, then to the next row.
+    row = b.sub(offset, b.mul(b.sub(size, room), inner))
+    state.store([filled, size, _next_row(b, here, row, last, sizes, strides)])
+    b.branch(loop)
+    b.position_at_end(done)
+    b.ret(buffer)
+    return function
+
+
+def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: Any, storage: Storage) -> None:
+    """Copy ``length`` elements of a row that are ``stride`` apart; may write up to 64 elements after the first."""
+    memory, lanes = MEMORY[storage], STRIDE
+    vector, align = ir.VectorType(memory, lanes), MEMORY_BYTES[storage]
+
+    def move(first: Any) -> None:
+        several = b.load(at(b, source, first, memory), typ=vector, align=align)
+        b.store(several, at(b, target, first, memory), align=align)
+
+    with b.if_else(b.icmp_signed("==", stride, I64(0))) as (repeated, apart):
+        with repeated:
+            # A whole block of the element: a loop would have an end that is hard to predict. Later runs overwrite the
+            # excess.
+            one = splat(b, b.load(source, typ=memory), lanes)
+            for i in range(0, BLOCK, lanes):
+                b.store(one, at(b, target, I64(i), memory), align=align)
+        with apart:
+            long = b.and_(b.icmp_signed("==", stride, I64(1)), b.icmp_signed(">=", length, I64(lanes)))
+            with b.if_else(long) as (vectors, elements):
+                with vectors:
+                    # The last vector ends with the run and may overlap the one before it: nothing beyond the run is
+                    # read.
+                    end = b.sub(length, I64(lanes))
+                    with count(b, I64(0), end, lanes) as i:
+                        move(i)
+                    move(end)
+                with elements, count(b, I64(0), length) as i:
+                    one = b.load(at(b, source, b.mul(i, stride), memory), typ=memory)
+                    b.store(one, at(b, target, i, memory))
+
+
+def _next_row(b: ir.IRBuilder, place: Any, offset: Any, last: Any, sizes: Any, strides: Any) -> Any:
+    """The offset at which the next row of the innermost dimension begins, in row-major order."""
+    state = Carried(b, [last, offset])
+    loop, again, done = (b.append_basic_block(n) for n in ("carry", "again", "settled"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    inner, here = state.load()
+    d = b.sub(inner, I64(1))
+    size, stride = (b.load(at(b, array, d, I64), typ=I64) for array in (sizes, strides))
+    moved, there = b.add(b.load(at(b, place, d, I64), typ=I64), I64(1)), b.add(here, stride)
+    full = b.icmp_signed("==", moved, size)
+    b.store(b.select(full, I64(0), moved), at(b, place, d, I64))
+    state.store([d, b.select(full, b.sub(there, b.mul(size, stride)), there)])
+    b.cbranch(b.and_(full, b.icmp_signed(">", d, I64(0))), again, done)
+    b.position_at_end(again)
+    b.branch(loop)
+    b.position_at_end(done)
+    return state.load()[1]

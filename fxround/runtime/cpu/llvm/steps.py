@@ -1,0 +1,136 @@
+"""The arithmetic of a contraction on vectors of results: start, step, combine and finish, each with its random bits.
+
+The values that a loop over k carries are one list: the accumulators, then their stream states in the same order, then,
+where 32 steps share a word, one word of coins for each accumulator. A kernel that draws nothing has no states. All
+three loop nests of a contraction (``tile``, ``direct`` and ``planes``) compute through ``Steps``, so they cannot differ
+in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from llvmlite import ir
+
+from fxround.kernels.shapes import Contract
+from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.scalar import WIDTH, Function
+from fxround.runtime.cpu.llvm.engine import Machine
+from fxround.runtime.cpu.llvm.fusions import fusions_for
+from fxround.runtime.cpu.llvm.loops import I32, I64, Carried, count, load_vector, scratch
+from fxround.runtime.cpu.llvm.render import emit, literal, splat
+from fxround.runtime.cpu.llvm.streams import advance, apply, toss
+
+_COINS: Final = 32
+
+
+class Steps:
+    """A kernel's functions on vectors of ``lanes`` results; notes whether a result was infinite or NaN."""
+
+    def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine) -> None:
+        self.b, self.kernel, self.lanes = b, kernel, lanes
+        self.fuse = fusions_for(machine, lanes)
+        # Set once and never cleared in a call: one bad result makes all results of the call's items not count.
+        self.bad = scratch(b, I32, 1)
+        b.store(I32(0), self.bad)
+
+    @property
+    def zero(self) -> Any:
+        """The value that an accumulator starts from."""
+        return literal(self.kernel.accumulator, 0, self.lanes)
+
+    def lift(self, operand: int, value: Any, lanes: int) -> Any:
+        """Convert stored elements of an operand to the accumulator's type, which is exact."""
+        (lifted,) = emit(self.kernel.lifts[operand], self.b, [value], lanes)
+        return lifted
+
+    def load_lifted(self, operand: int, address: Any, lanes: int) -> Any:
+        """Load ``lanes`` stored elements of an operand and convert them to the accumulator's type."""
+        return self.lift(operand, load_vector(self.b, address, self.kernel.loads[operand], lanes), lanes)
+
+    def carried(self, accumulators: Sequence[Any], states: Sequence[Any]) -> Carried:
+        """The values that a loop over k carries: accumulators, states and, for coins, empty words."""
+        words = [literal("u32", 0, self.lanes)] * (len(accumulators) if self.kernel.coins else 0)
+        return Carried(self.b, [*accumulators, *states, *words])
+
+    @contextmanager
+    def along(self, begin: Any, end: Any, carried: Carried, places: int) -> Iterator[Any]:
+        """Emit ``for (k = begin; k < end; ++k)`` and draw each word that 32 steps share.
+
+        With coins, ``begin`` must be a multiple of 32. ``places`` is the number of accumulators.
+        """
+        b = self.b
+        if not self.kernel.coins:
+            with count(b, begin, end) as k:
+                yield k
+            return
+        # A word belongs to the steps 32 i ... 32 i + 31 of the whole chain, so a block of k that began elsewhere would
+        # draw other words. Words are not parked between blocks: each block begins with a fresh one.
+        with count(b, begin, end, _COINS) as first:
+            values = carried.load()
+            for place in range(places):
+                word, state = toss(b, values[places + place], self.lanes)
+                values[places + place], values[2 * places + place] = state, word
+            carried.store(values)
+            last = b.add(first, I64(_COINS))
+            with count(b, first, b.select(b.icmp_signed("<", last, end), last, end)) as k:
+                self._coin = splat(b, b.lshr(I32(1 << 31), b.trunc(b.sub(k, first), I32)), self.lanes)
+                yield k
+
+    def step(self, values: list[Any], places: int, place: int, left: Any, right: Any) -> None:
+        """Emit acc = step(left, right, acc, random) for accumulator number ``place`` of ``places``."""
+        operands = [left, right, values[place]]
+        if self.kernel.coins:
+            coin = self._toss(values[2 * places + place])
+            (values[place],) = emit(self.kernel.step, self.b, [*operands, coin], self.lanes, self.fuse)
+            return
+        self._apply(self.kernel.step, operands, values, places, place)
+
+    def combine(self, values: list[Any], totals: list[Any]) -> None:
+        """Emit total = combine(total, acc, random) for every place; totals replace the accumulators in ``values``."""
+        assert self.kernel.combine is not None
+        for place, total in enumerate(totals):
+            self._apply(self.kernel.combine, [total, values[place]], values, len(totals), place)
+
+    def finish(self, value: Any, state: Any) -> Any:
+        """Emit the rounding of the store; ``state`` is the result's stream."""
+        if self.kernel.watched:
+            self._look_at(value)
+        bits, _ = advance(self.b, state, self.lanes, self.kernel.finish_draws)
+        (rounded,) = emit(self.kernel.finish, self.b, [value, bits], self.lanes)
+        return rounded
+
+    def report(self, flags: Any) -> None:
+        """In a watched kernel, set ``flags`` if a result was infinite or NaN."""
+        if self.kernel.watched:
+            b = self.b
+            b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
+
+    def _apply(self, function: Function, operands: list[Any], values: list[Any], places: int, place: int) -> None:
+        """Emit acc = function(operands..., random) for one place, and advance its stream if the kernel draws."""
+        b, kernel, state = self.b, self.kernel, values[places + place] if self.kernel.draws else None
+        # Step and combination advance the same stream, in the order of the chain.
+        values[place], state = apply(b, function, operands, state, self.lanes, kernel.draws, self.fuse)
+        if kernel.draws:
+            values[places + place] = state
+
+    def _toss(self, word: Any) -> Any:
+        """The coin of this step at bit 31, all other bits zero."""
+        b = self.b
+        # The word shifted left by k mod 32, of which a step reads bit 31 alone (``Contract.coins``): ``_coin`` selects
+        # bit 31 - k mod 32, which is the same bit without a shift by a variable count.
+        tossed = b.icmp_unsigned("!=", b.and_(word, self._coin), literal("u32", 0, self.lanes))
+        return b.select(tossed, literal("u32", 1 << 31, self.lanes), literal("u32", 0, self.lanes))
+
+    def _look_at(self, value: Any) -> None:
+        """Note whether a lane of the accumulators is infinite or NaN."""
+        b, carrier = self.b, CARRIERS[self.kernel.accumulator]
+        # Every lane counts, also one that has no result. Such a lane can only report too much, and the results are then
+        # computed again by the general kernel.
+        magnitude = literal(carrier.code, (1 << (WIDTH[carrier.code] - 1)) - 1, self.lanes)
+        ordinal = b.and_(b.bitcast(value, magnitude.type), magnitude)
+        beyond = b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes))
+        some = b.icmp_unsigned("!=", b.bitcast(beyond, ir.IntType(self.lanes)), ir.IntType(self.lanes)(0))
+        b.store(b.or_(b.load(self.bad, typ=I32), b.zext(some, I32)), self.bad)

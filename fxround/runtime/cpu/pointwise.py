@@ -1,0 +1,304 @@
+"""Maps over CPU tensors, and what all kernels share: shapes are checked and layouts found before a pointer is passed.
+
+A result is new (or the caller's ``out``) and row-major. Operands may have any strides, broadcast, or be empty. A
+pointer is taken only from a CPU tensor of a dtype that the kernel was built for, whose memory holds its values (no view
+with the negative bit), and every size that a kernel reads by comes from the shapes that are checked here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Map
+from fxround.kernels.specialize import map_kernel
+from fxround.numerics.randomness import BLOCK
+from fxround.numerics.storage import Storage
+from fxround.runtime.cpu import buffers
+from fxround.runtime.cpu.code import address_of, current_machine, current_set, native, signature
+from fxround.runtime.cpu.llvm.map import MAX_DIMS, Access, MapVariant, build_map
+from fxround.runtime.cpu.threads import pieces_of, spread
+
+STORAGES: Final[dict[torch.dtype, Storage]] = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+# The dtypes that a map reads: masks as well.
+LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
+_DTYPES: Final = {storage: dtype for dtype, storage in STORAGES.items()}
+_MAP: Final = signature(4, 5)
+_WORD: Final = (1 << 32) - 1
+_KEY: Final = ctypes.c_uint32 * 4
+# The random key that is passed to a kernel that draws nothing.
+NO_KEY: Final = _KEY()
+# The elements that make another thread worth its start.
+_ENOUGH: Final = 1 << 15
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
+
+    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    """
+
+    seed: int = 0
+    sample: int = 0
+    node: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is type(self.sample) is int and 0 <= self.seed < 2**63 and 0 <= self.sample < 2**32:
+            return
+        for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
+            if not 0 <= value < 2**bits:
+                raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
+
+    @staticmethod
+    def of(rng: Tensor, node: int) -> Draw:
+        """The draw of a node, from the run-time tensor (seed, sample), int64 of shape [2]."""
+        require_state(rng)
+        seed, sample = rng.tolist()
+        return Draw(seed, sample, node)
+
+    def key(self) -> Any:
+        """Seed, sample and node as a C array of four u32."""
+        return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
+
+    def keys(self, nodes: Sequence[int]) -> Any:
+        """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
+        words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
+        return (ctypes.c_uint32 * len(words))(*words)
+
+
+def require_state(rng: Tensor) -> None:
+    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample)."""
+    if rng.dtype != torch.int64 or rng.shape != (2,):
+        raise ValueError(
+            f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
+        )
+
+
+def stored_as(dtype: torch.dtype, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
+    """How kernels store a dtype; TypeError for a dtype that they do not store."""
+    if dtype not in known:
+        names = ", ".join(str(d).removeprefix("torch.") for d in known)
+        raise TypeError(f"{what}: got dtype {dtype}; expected one of {names}")
+    return known[dtype]
+
+
+def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
+    """The storage of a dense CPU tensor of a known dtype; TypeError or ValueError for anything else."""
+    if x.layout != torch.strided or x.is_quantized:
+        raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
+    storage = stored_as(x.dtype, what, known)
+    if x.device.type != "cpu":
+        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
+    if x.is_neg():
+        raise ValueError(f"{what}: got a view that stands for its negative; pass x.resolve_neg()")
+    return storage
+
+
+def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that shapes broadcast to; ValueError if they do not."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{what}: shapes {listed} do not broadcast") from None
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The addresses of elements 0. ValueError for a tensor whose memory is gone (a freed storage, a symbolic zero)."""
+    found = tuple([x.data_ptr() for x in tensors])
+    if 0 in found:
+        for x, address in zip(tensors, found, strict=True):
+            if not address and x.numel():
+                raise ValueError(f"a {x.dtype} tensor of shape {tuple(x.shape)} has no memory: its storage was freed")
+    return found
+
+
+def array(values: Sequence[int]) -> Any:
+    """int64 numbers as a C array of at least one element."""
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+
+def _collapse(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Merge neighbouring dimensions that every operand walks as one, and drop those of size 1."""
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(m[-1] == s[d] * size for m, s in zip(merged, strides, strict=True)):
+            sizes[-1] *= size
+            for m, s in zip(merged, strides, strict=True):
+                m[-1] = s[d]
+            continue
+        sizes.append(size)
+        for m, s in zip(merged, strides, strict=True):
+            m.append(s[d])
+    return sizes, merged
+
+
+def _access(sizes: list[int], strides: list[int]) -> Access:
+    """How a map reads an operand with these strides (``llvm.map.Access``)."""
+    if all(s == 0 for s in strides):
+        return "scalar"
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != expected:
+            break
+        expected *= size
+    else:
+        return "contiguous"
+    if sizes[-1] % BLOCK == 0 and strides[-1] in (0, 1):
+        # Rows are whole blocks, so no block crosses from one row to the next.
+        return "inner" if strides[-1] else "row"
+    return "strided"
+
+
+def run_map(
+    program: Program,
+    operands: Sequence[Tensor],
+    dtype: torch.dtype,
+    draw: Draw,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run a program over operands that broadcast; ``out`` is a row-major tensor to write into."""
+    kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
+    (result,) = run_kernel(kernel, operands, draw.key(), (out,))
+    return result
+
+
+def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
+    """How a map's operands are stored, masks among them; raises for what cannot be an operand."""
+    if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS and not x.is_neg() for x in operands):
+        return tuple([LOADS[x.dtype] for x in operands])
+    return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
+
+
+def result_storage(dtype: torch.dtype) -> Storage:
+    """How a result of the dtype is stored; TypeError if no kernel stores it."""
+    if dtype not in STORAGES:
+        raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
+    return STORAGES[dtype]
+
+
+def run_kernel(
+    kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Run a kernel over operands that broadcast. ``outs`` are row-major tensors to write into, None for a new one."""
+    call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
+    if call is None:
+        shape = broadcast("a pointwise operator", *(x.shape for x in operands))
+        return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
+    results = [
+        buffers.empty(call.shape, dtype_of(storage)) if out is None else _writable(out, call.shape, storage)
+        for storage, out in zip(kernel.results, outs or (None,) * len(kernel.results), strict=True)
+    ]
+    if call.total == 0:
+        return results
+    sources, targets = array(addresses(operands)), array(addresses(results))
+    call.over(range(call.blocks), sources, targets, key)
+    return results
+
+
+def _writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
+    """A caller's tensor, if a kernel may write results of this shape into it; else ValueError."""
+    if out.shape != shape or out.dtype != dtype_of(storage) or not out.is_contiguous() or out.is_neg():
+        wanted = f"row-major {dtype_of(storage)} {shape}"
+        raise ValueError(f"a kernel writes {wanted}; got {out.dtype} {tuple(out.shape)} of strides {out.stride()}")
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
+    """``MapCall.of``, once for each layout and instruction set."""
+    return MapCall.of(kernel, layout)
+
+
+@dataclass(frozen=True)
+class MapCall:
+    """A map's code for operands of given layouts; addresses are given for each call.
+
+    function    the code
+    shape       the shape of a result
+    total       elements of a result
+    dims        the number of dimensions after neighbours are merged
+    sizes       their sizes, a C array
+    steps       strides in elements, operand by operand, a C array
+    """
+
+    function: Any
+    shape: tuple[int, ...]
+    total: int
+    dims: int
+    sizes: Any
+    steps: Any
+
+    unit: ClassVar[int] = BLOCK
+
+    @staticmethod
+    def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]], told: bool = False) -> MapCall | None:
+        """The code for operands of these shapes and strides; None if they have too many dimensions.
+
+        told: whether a key has the number of each draw after the number of its node (``MapVariant``).
+        """
+        shape = broadcast("a pointwise operator", *(shape for shape, _ in layout))
+        total = math.prod(shape)
+        if total == 0:
+            return MapCall(None, shape, 0, 0, None, None)
+        sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
+        if len(sizes) > MAX_DIMS:
+            return None
+        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine(), told)
+        function = native(variant.digest, build_map, variant, "map", _MAP)
+        steps = [s for operand in strides for s in operand]
+        return MapCall(function, shape, total, len(sizes), array(sizes), array(steps))
+
+    @property
+    def stage(self) -> tuple[int, ...]:
+        """The call as a chain's table has it: ``llvm.chain.STAGE`` up to the number of operands."""
+        at = ctypes.addressof
+        told = self.total, self.dims, at(self.sizes), at(self.steps)
+        return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *told
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of elements; the last one may be short."""
+        return -(-self.total // BLOCK)
+
+    def arguments(self, sources: Any, targets: Any, key: Any) -> tuple[int, ...]:
+        """The arguments of ``function`` after the range of blocks; the caller keeps the arrays alive."""
+        at = ctypes.addressof
+        return self.total, self.dims, at(self.sizes), at(sources), at(self.steps), at(targets), at(key)
+
+    def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
+        """Run some blocks, split over threads; ``sources`` and ``targets`` are arrays of addresses of elements 0."""
+        spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
+
+
+def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides of an operand after broadcasting to ``shape``."""
+    missing = len(shape) - len(own)
+    kept = (
+        0 if n == 1 and size != 1 else stride for n, stride, size in zip(own, strides, shape[missing:], strict=True)
+    )
+    return [0] * missing + list(kept)
+
+
+def dtype_of(storage: Storage) -> torch.dtype:
+    """The dtype of a storage: the inverse of ``STORAGES``."""
+    return _DTYPES[storage]

@@ -1,0 +1,117 @@
+"""Schedule: the graph that runs. It calls kernels directly and releases memory as soon as nothing can reach it.
+
+A kernel of ours is called as a Python function, without PyTorch's dispatcher. A chain over rows runs a few rows at a
+time (``rows``), and a contraction runs together with the map that follows it (``epilogues``). After the last use of a
+value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is released for
+the next result of that size. ``verify_schedule`` then checks that no released memory is read, released again or
+returned.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxround.runtime.cpu import buffers
+from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
+from fxround.runtime.schedule.epilogues import join_epilogues
+from fxround.runtime.schedule.row_chains import gather_rows
+from fxround.runtime.schedule.verify import verify_schedule
+from fxround.runtime.torch_ops import KERNELS
+
+
+def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
+    """A graph of the same bits that calls kernels directly and reuses memory; it cannot be exported.
+
+    fuse: whether a contraction and the map after it run as one.
+
+    Raises VerificationError if the schedule would use memory after its release.
+    """
+    gathered = join_epilogues(gather_rows(graph)) if fuse else gather_rows(graph)
+    dead = _dead_after(gathered)
+    for node in gathered.graph.find_nodes(op="call_module"):
+        chain: Any = gathered.get_submodule(str(node.target))
+        given = {value: place for value in dead.get(node, ()) if (place := _place_of(value, node)) is not None}
+        dead[node] = [value for value in dead.get(node, ()) if value not in given]
+        chain.spent = tuple(given.values())
+        inputs = chain.whole.graph.find_nodes(op="placeholder")
+        chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
+    scheduled = _direct(gathered, dead, begun=False)
+    verify_schedule(scheduled)
+    return scheduled
+
+
+def _place_of(value: fx.Node, call: fx.Node) -> int | None:
+    """The argument of a module's call that is the value or a view of it; None if several may share its memory.
+
+    The module may then release the value itself, since it knows when that argument is read for the last time.
+    """
+    sharing = _sharing(value)
+    places = [i for i, arg in enumerate(call.args) if arg in sharing]
+    return places[0] if len(places) == 1 and is_view_of(call.args[places[0]], value) else None
+
+
+def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.GraphModule:
+    """The graph with kernels called directly and dead memory released.
+
+    begun: whether the graph is called from one whose call has already begun.
+    """
+    direct = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "get_attr") and not begun:
+            direct.call_function(buffers.begin)
+            begun = True
+        made[node] = direct.node_copy(node, lambda used: made[used])
+        if node.target in KERNELS:
+            made[node].target = KERNELS[node.target]
+        if dead.get(node):
+            direct.call_function(buffers.release, tuple(made[value] for value in dead[node]))
+    return fx.GraphModule(graph, direct)
+
+
+def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:
+    """The values of our kernels to release after each node: the last one that uses them or what shares their memory.
+
+    given: inputs that our kernels made too and that belong to this graph alone.
+    """
+    position = {node: i for i, node in enumerate(graph.graph.nodes)}
+    nodes = list(position)
+    last: dict[fx.Node, float] = {}
+    # In reverse order every user's own end is known before the node's.
+    for node in reversed(nodes):
+        ends = [_end_of_use(user, position, last) for user in node.users]
+        last[node] = max([float(position[node]), *ends])
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if (node in given or _owns(node)) and last[node] != float("inf"):
+            dead.setdefault(nodes[int(last[node])], []).append(node)
+    return dead
+
+
+def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node, float]) -> float:
+    """The position after which a user needs its operands' memory no more: its own, that of its result, or none."""
+    if user.op == "output" or not is_known(user):
+        return float("inf")
+    return last[user] if may_share(user) else float(position[user])
+
+
+def _sharing(value: fx.Node) -> set[fx.Node]:
+    """The value and all that may share its memory."""
+    found, stack = {value}, [value]
+    while stack:
+        users = {user for user in stack.pop().users if may_share(user)} - found
+        found |= users
+        stack += users
+    return found
+
+
+def _owns(node: fx.Node) -> bool:
+    """Whether the node is a tensor that a kernel of ours has just made, alone on its memory."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_kernel(source) and returns_list(source)
+    return is_kernel(node) and not returns_list(node)

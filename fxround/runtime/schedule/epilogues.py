@@ -1,0 +1,259 @@
+"""Epilogues: a contraction and the map after it run as one, a few items at a time, in the memory of one result.
+
+A bias, a normalization, an activation or a residual addition reads the whole result of a product or a convolution and
+writes another tensor. Here the map follows the contraction step by step: some items of the contraction, then the map
+over the blocks that these completed, which are still in the cache. If nothing else reads the contraction's result, the
+map writes its own result over it, so that one tensor is enough.
+
+Both run the kernels that they run alone, and elements keep their numbers, so bits and random words are the same. A step
+of the contraction has ended, and every item whose quick results did not count is done again, before the map reads;
+``Plan.complete`` says how many leading elements are then final, and blocks that are not final wait for the next step.
+No item reads a result. The map reads an element of the contraction's result only for the same element of its own
+result, and reads a block before it writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround.graph.grouping import Unit
+from fxround.numerics.randomness import BLOCK
+from fxround.runtime.cpu import buffers
+from fxround.runtime.cpu.code import current_set
+from fxround.runtime.cpu.contraction import Pending
+from fxround.runtime.cpu.contraction import Plan as Contraction
+from fxround.runtime.cpu.pointwise import LOADS, MapCall, addresses, array, dtype_of
+from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
+from fxround.runtime.torch_ops import CONTRACTIONS, FUSED, POINTWISE
+
+_ATEN: Final = torch.ops.aten
+# Operators that may only give a row-major tensor another shape; ``Epilogue._plan`` checks that they did, on real
+# shapes.
+_VIEWS: Final = frozenset(
+    {
+        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.unsqueeze.default),
+        *(_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
+    }
+)
+_MANY: Final = 32
+_UNKNOWN: Final = "not planned yet"
+# The bytes that a step completes for each thread: half of a second-level cache, which also holds the map's operands.
+_STEP: Final = 1 << 19
+# The least items of a step for each thread: with fewer, threads would wait for the last one.
+_ITEMS: Final = 4
+
+
+# ---- which nodes ----
+
+
+def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with every contraction and the map after it as one module."""
+    position = {node: i for i, node in enumerate(graph.graph.nodes)}
+    groups: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in position:
+        if node.target in (FUSED, POINTWISE):
+            group = _group(node, position)
+            if group and not any(part in groups for part in group):
+                groups |= dict.fromkeys(group, group)
+
+    def joins(a: Unit, b: Unit) -> bool:
+        group = groups.get(a.nodes[0])
+        return group is not None and groups.get(b.nodes[0]) is group
+
+    def build(unit: Unit, inputs: Sequence[fx.Node]) -> Epilogue | None:
+        # If another path connects two nodes of a group, the group is not one unit, and stays as it is.
+        whole = groups.get(unit.nodes[0], frozenset()) == set(unit.nodes)
+        return Epilogue(graph, unit.nodes, inputs) if whole else None
+
+    return grouped(graph, joins, build, "epilogue")
+
+
+def _group(node: fx.Node, position: dict[fx.Node, int]) -> frozenset[fx.Node]:
+    """A map and its results, the latest contraction that it reads, and the views between; empty if there is none."""
+    chains = [tuple(_back(operand, node)) for operand in _operands_of(node)]
+    known = [chain for chain in chains if chain[-1].target in CONTRACTIONS]
+    if not known:
+        return frozenset()
+    return frozenset((*max(known, key=lambda chain: position[chain[-1]]), node, *_taken(node)))
+
+
+def _back(operand: fx.Node, user: fx.Node) -> Iterator[fx.Node]:
+    """The nodes from an operand back over views that nothing else reads."""
+    node = operand
+    while True:
+        yield node
+        if node.target not in _VIEWS or set(node.users) != {user}:
+            return
+        node, user = node.all_input_nodes[0], node
+
+
+def _operands_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of a map."""
+    return list(node.args[0])  # type: ignore[arg-type]
+
+
+def _taken(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The results of a map that returns a list."""
+    return tuple(node.users) if node.target is FUSED else ()
+
+
+# ---- how they run ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An epilogue for operands of given strides.
+
+    call     the map's code
+    dtypes   the dtypes of its results
+    place    which of them overwrites the contraction's result; None if that needs memory of its own
+    steps    items of the contraction, and the blocks of the map that are complete after them
+    """
+
+    call: MapCall
+    dtypes: tuple[torch.dtype, ...]
+    place: int | None
+    steps: tuple[tuple[range, range], ...]
+
+
+class Epilogue(nn.Module):
+    """A contraction and its map as a module: (*inputs) -> a list of the values that are used outside."""
+
+    def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
+        super().__init__()
+        own = set(nodes)
+        self.whole = subgraph(graph, nodes, inputs)
+        (contraction,) = (node for node in nodes if node.target in CONTRACTIONS)
+        (self.map,) = (node for node in nodes if node.target in (FUSED, POINTWISE))
+        views = [node for node in nodes if node.target in _VIEWS]
+        self.begin = _function(graph, inputs, contraction)
+        self.views = _operands(graph, inputs, contraction, views, self.map)
+        place = {node: i for i, node in enumerate(inputs)}
+        # Indices of the map's operands among the inputs; None for the contraction's result.
+        self.operands = tuple(place.get(node) for node in _operands_of(self.map))
+        self.rng = place[self.map.args[3]]  # type: ignore[index]
+        self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
+        self.plans: dict[Any, Plan | None] = {}
+        # Indices of inputs that nothing reaches after a call; the schedule sets them.
+        self.spent: tuple[int, ...] = ()
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """Run as the graph says, or step by step: the same bits."""
+        layout = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
+        key = (current_set(), torch.get_num_threads(), *layout)
+        plan = self.plans.get(key, _UNKNOWN)
+        if isinstance(plan, str):
+            plan = self._plan(inputs)
+            if len(self.plans) > _MANY:
+                self.plans.clear()
+            self.plans[key] = plan
+        if plan is None:
+            whole: list[Tensor] = self.whole(*inputs)
+            return whole
+        results = self._run(plan, inputs)
+        buffers.release(*(inputs[i] for i in self.spent))
+        return results
+
+    def _plan(self, inputs: Sequence[Any]) -> Plan | None:
+        """The plan for inputs of these layouts; None if the graph is to run as it says."""
+        pending: Pending = self.begin(*inputs)
+        result = torch.empty(pending.shape, dtype=pending.dtype, device="meta")
+        operands = self.views(result, *(_meta(x) for x in inputs))
+        read = [x for x, i in zip(operands, self.operands, strict=True) if i is None]
+        shape = torch.broadcast_shapes(*(x.shape for x in operands))
+        total = math.prod(shape)
+        if pending.plan is None or total != result.numel() or not all(x.is_contiguous() for x in read):
+            return None
+        # The map must read element i of the contraction's result for its own element i alone: the operand is row-major
+        # and has all elements, so it is neither permuted nor broadcast.
+        if any(x.numel() != total for x in read) or not all(
+            _readable(inputs[i]) for i in self.operands if i is not None
+        ):
+            return None
+        kernel = map_of(self.map, operands)
+        call = MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
+        dtypes = tuple(dtype_of(storage) for storage in kernel.results)
+        steps = tuple(_steps(pending.plan, total, result.itemsize))
+        place = dtypes.index(result.dtype) if result.dtype in dtypes and _CONTRACTION not in self.outside else None
+        return None if call is None or (place is None and len(steps) == 1) else Plan(call, dtypes, place, steps)
+
+    def _run(self, plan: Plan, inputs: Sequence[Any]) -> list[Tensor]:
+        """Run the steps: items of the contraction, then the blocks of the map that are complete."""
+        pending: Pending = self.begin(*inputs)
+        results = [buffers.empty(plan.call.shape, dtype) for dtype in plan.dtypes]
+        made = buffers.empty(pending.shape, pending.dtype) if plan.place is None else results[plan.place]
+        sources = array(addresses([made if i is None else inputs[i] for i in self.operands]))
+        targets, key = array(addresses(results)), key_of(self.map, inputs[self.rng])
+        for items, blocks in plan.steps:
+            # Returns when all items are final, those included whose quick results did not count.
+            pending.run(made.data_ptr(), items)
+            plan.call.over(blocks, sources, targets, key)
+        if plan.place is None and _CONTRACTION not in self.outside:
+            buffers.release(made)
+        return [made if number == _CONTRACTION else results[number] for number in self.outside]
+
+
+# The number that stands for the contraction's result among those of the map.
+_CONTRACTION: Final = -1
+
+
+def _number(node: fx.Node) -> int:
+    """The number of the map's result that a node is; ``_CONTRACTION`` for the contraction."""
+    if node.target in CONTRACTIONS:
+        return _CONTRACTION
+    return 0 if node.target is POINTWISE else int(node.args[1])  # type: ignore[arg-type]
+
+
+def _steps(contraction: Contraction, total: int, itemsize: int) -> Iterator[tuple[range, range]]:
+    """Items, and the blocks that are complete after them: about as much at a time as the caches hold."""
+    threads, complete, items = torch.get_num_threads(), contraction.complete, contraction.items
+    wanted, least = max(1, _STEP * threads // itemsize), 1 if threads == 1 else _ITEMS * threads
+    begin = block = 0
+    while begin < items:
+        done = block * BLOCK + wanted
+        end = min(items, max(bisect_left(range(items + 1), done, lo=begin + 1, key=complete), begin + least))
+        if 2 * (total - complete(end)) < wanted or 2 * (items - end) < least:
+            end = items
+        # Only whole blocks below ``complete`` are final; the last step takes what is left, a short block included.
+        until = -(-total // BLOCK) if end == items else complete(end) // BLOCK
+        yield range(begin, end), range(block, until)
+        begin, block = end, until
+
+
+def _function(graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node) -> Any:
+    """The function (*inputs) -> Pending that begins the contraction."""
+    inside = fx.Graph()
+    made = {node: inside.placeholder(node.name) for node in inputs}
+    begun = inside.node_copy(contraction, lambda used: made[used])
+    begun.target = CONTRACTIONS[contraction.target]
+    inside.output(begun)
+    return fx.GraphModule(graph, inside).forward
+
+
+def _operands(
+    graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node, views: Sequence[fx.Node], user: fx.Node
+) -> Any:
+    """The function (the contraction's result, *inputs) -> the operands of the map."""
+    inside = fx.Graph()
+    made = {node: inside.placeholder(node.name) for node in (contraction, *inputs)}
+    for view in views:
+        made[view] = inside.node_copy(view, lambda used: made[used])
+    inside.output([made[node] for node in _operands_of(user)])
+    return fx.GraphModule(graph, inside).forward
+
+
+def _meta(x: Any) -> Any:
+    """A tensor's layout without its memory; anything else unchanged."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether a kernel can read the tensor; if not, the map alone raises the error."""
+    return x.is_cpu and x.layout == torch.strided and x.dtype in LOADS

@@ -1,0 +1,92 @@
+"""Groups: nodes of a graph that run as one module, and what such modules have in common.
+
+``grouped`` makes a graph in which every unit that a module is built for is a call of that module: the call takes what
+the unit reads, and returns a list of what is read outside of it, as in ``%group = group_0(%x, %w, %b, %rng); %y =
+%group[0]``. ``subgraph`` is the unit as a graph of its own. ``units`` keeps the new graph free of cycles, and a unit
+without a module is copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxround.graph.grouping import Unit, in_order, merged
+from fxround.graph.site import float_value
+from fxround.graph.values import module_of
+from fxround.kernels import parsed
+from fxround.kernels.shapes import Map
+from fxround.runtime.cpu.pointwise import LOADS, NO_KEY, STORAGES, Draw
+from fxround.runtime.torch_ops import FUSED
+
+
+def grouped(
+    graph: fx.GraphModule,
+    joins: Callable[[Unit, Unit], bool],
+    build: Callable[[Unit, Sequence[fx.Node]], nn.Module | None],
+    name: str,
+) -> fx.GraphModule:
+    """A graph in which units are modules.
+
+    ``joins`` says whether two units may be one; ``build`` makes the module of a unit from the unit and the nodes that
+    it reads, in order, or returns None to leave the unit as it is.
+    """
+    made: dict[fx.Node, fx.Node] = {}
+    parts: dict[str, Any] = {
+        str(node.target): operator.attrgetter(str(node.target))(graph)
+        for node in graph.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    found = fx.Graph()
+    for unit in in_order(merged(graph.graph, joins)):
+        used = unit.inputs() if len(unit.nodes) > 1 else set()
+        inputs = [node for node in graph.graph.nodes if node in used] if used else []
+        module = build(unit, inputs) if inputs else None
+        if module is None:
+            for node in unit.nodes:
+                made[node] = found.node_copy(node, lambda used: made[used])
+            continue
+        target = f"{name}_{sum(n.op == 'call_module' for n in found.nodes)}"
+        parts[target] = module
+        whole = found.call_module(target, tuple(made[node] for node in inputs))
+        for i, old in enumerate(unit.results()):
+            made[old] = found.call_function(operator.getitem, (whole, i))
+            made[old].meta = dict(old.meta)
+    return module_of(parts, found)
+
+
+def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """The nodes as a graph of their own, from the inputs to the values that are used outside."""
+    own, inside = set(nodes), fx.Graph()
+    made = {node: inside.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        made[node] = inside.node_copy(node, lambda used: made[used])
+    inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
+    return module_of(graph, inside)
+
+
+def is_operand(node: fx.Node) -> bool:
+    """Whether a kernel can read the node: a float or a mask."""
+    value = node.meta.get("val")
+    return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
+def key_of(node: fx.Node, rng: Tensor, draws: bool = True) -> Any:
+    """The random key of a kernel's call. draws: whether the kernel uses it."""
+    if not draws:
+        return NO_KEY
+    if node.target is FUSED:
+        return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
+    return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]
+
+
+def map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
+    """The kernel of a map over these operands."""
+    loads, text = tuple(LOADS[x.dtype] for x in operands), str(node.args[1])
+    if node.target is FUSED:
+        return parsed.fused(text, loads, str(node.args[2]))
+    return parsed.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]

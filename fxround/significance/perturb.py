@@ -1,0 +1,85 @@
+"""``fxround.perturb``: perturb a model inside code that cannot be changed.
+
+Within the block, a call of the model or of its ``forward`` runs under the policy; after the block the model is as it
+was, also when the block raises. Call k of a block has the bits of (seed, sample + k), so that repeated calls draw
+different random bits, and the same seed repeats the whole block. While the block lasts, the model's class is replaced
+by a subclass with two methods; parameters, buffers, hooks and ``isinstance`` are unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fxround.compiler import compile
+from fxround.compiler.module import RoundedModule
+from fxround.policy import Policy
+
+
+@contextmanager
+def perturb(
+    model: nn.Module, policy: Any = "stochastic", *, seed: int = 0, sample: int = 0, strict: bool | None = None
+) -> Iterator[RoundedModule]:
+    """Run ``model`` under ``policy`` within the block.
+
+    Calls of a submodule that do not come through the model are not perturbed; pass the submodule itself for that.
+
+    Args:
+        model: the ``torch.nn.Module`` that the code in the block calls.
+        policy: as for ``fxround.compile``.
+        seed: 0 to 2^63 - 1, the seed of all random bits of the block.
+        sample: 0 to 2^32 - 1, the sample of the first call; each call takes the next one.
+        strict: as for ``fxround.compile``.
+
+    Yields:
+        The ``RoundedModule`` that runs the calls, for ``coverage()`` and ``summary()``.
+
+    Raises:
+        ValueError: if the model is perturbed already; also what ``compile`` raises.
+
+    Example::
+
+        with fxround.perturb(model, seed=1):
+            accuracy = evaluate(model)
+    """
+    original = type(model)
+    if getattr(original, "_fxround_perturbed", False):
+        raise ValueError(f"{original.__name__} is perturbed already: leave that block first")
+    compiled = compile(model, Policy.parse(policy), strict=strict, seed=seed)
+    perturbed = _perturbed(original, compiled, sample)
+    model.__class__ = perturbed
+    try:
+        yield compiled
+    finally:
+        model.__class__ = original
+
+
+def _perturbed(original: type[nn.Module], compiled: RoundedModule, sample: int) -> type[nn.Module]:
+    """Return a subclass whose calls are those of the compiled module."""
+    seed, calls = int(compiled.rng[0]), 0
+
+    def run(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal calls
+        compiled.reseed(seed, sample=sample + calls)
+        calls += 1
+        perturbed = type(self)
+        self.__class__ = original  # the compiled module captures and runs the model itself
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            self.__class__ = perturbed
+
+    @functools.wraps(original.__call__)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    members = {"__call__": call, "forward": forward, "_fxround_perturbed": True, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), members | {"__module__": original.__module__})

@@ -1,0 +1,109 @@
+"""Measuring: compute metrics of every sample, kept as sums over batches.
+
+A ``Recorder`` keeps the sums of one metric for each sample number, and the numbers of the rows whose label changed in
+any sample. Label maps stay in memory during one batch only, and only for metrics of pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxround.significance.inputs import Call
+from fxround.significance.metrics import Metric, Sums, class_dimension, dice_of, dice_sums, labels, primary
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric's value for every sample, or for every pair of samples.
+
+    name, meaning, unit, better   as in ``metrics.METRICS``
+    values      one value per sample or pair
+    rows        the rows whose label changed in any sample; None for a metric that names no rows
+    of          the number of all rows
+    classes     the Sorensen-Dice coefficient of every class in the worst sample or pair, for Dice metrics
+    """
+
+    name: str
+    meaning: str
+    unit: str
+    better: str
+    values: tuple[float, ...]
+    rows: tuple[int, ...] | None = None
+    of: int = 0
+    classes: tuple[float, ...] | None = None
+
+    @property
+    def mean(self) -> float:
+        """The mean over the samples."""
+        return float(np.mean(self.values))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the samples; NaN if a value is not finite."""
+        return float(np.std(self.values)) if np.isfinite(self.values).all() else math.nan
+
+    @property
+    def worst(self) -> float:
+        """The least value if higher is better, else the greatest."""
+        return float((min if self.better == "higher" else max)(self.values))
+
+    @property
+    def changed_share(self) -> float:
+        """The share of rows that changed in any sample, 0 to 1."""
+        return len(self.rows or ()) / max(self.of, 1)
+
+
+class Recorder:
+    """The sums of one metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.sums: dict[Any, Sums] = {}
+        self.rows: list[int] = []
+        self.of = 0
+        self._changed: Tensor | None = None
+        self._maps: list[Tensor] = []
+
+    def take(self, number: int, sample: Any, reference: Any, call: Call) -> float:
+        """Measure sample ``number`` of the batch; returns its value in this batch (NaN for a metric of pairs)."""
+        if self.metric.pairs:
+            found = labels(sample)
+            classes = primary(sample).shape[class_dimension(primary(sample))]
+            for i, earlier in enumerate(self._maps):
+                self._add((i, number), dice_sums(earlier, found, classes))
+            self._maps.append(found.to(torch.int16 if classes < 1 << 15 else torch.int32))
+            return math.nan
+        sums = self.metric.measure(sample, reference, call)
+        self._add(number, sums)
+        if self.metric.rows is not None:
+            moved = self.metric.rows(sample, reference)
+            self._changed = moved if self._changed is None else self._changed | moved
+        return self.metric.finish(sums)
+
+    def _add(self, key: Any, sums: Sums) -> None:
+        self.sums[key] = self.metric.added(self.sums.get(key), sums)
+
+    def end(self, call: Call) -> None:
+        """End the batch: keep the rows that changed."""
+        self.of += call.rows
+        if self._changed is not None:
+            self.rows += [int(i) + call.offset for i in self._changed.nonzero().flatten()]
+        self._changed, self._maps = None, []
+
+    def measured(self) -> Measured | None:
+        """Return the values; None before any sample."""
+        if not self.sums:
+            return None
+        metric, values = self.metric, tuple(self.metric.finish(sums) for sums in self.sums.values())
+        rows = tuple(self.rows) if metric.rows is not None else None
+        classes = None
+        if metric.name.startswith("dice"):
+            worst = min(self.sums.values(), key=metric.finish)
+            classes = dice_of(worst)
+        return Measured(metric.name, metric.meaning, metric.unit, metric.better, values, rows, self.of, classes)

@@ -1,0 +1,404 @@
+"""The report of a variability study: figures as data, tables, plots, and a check for continuous integration.
+
+Text, HTML and plots are made from the same numbers. Every figure in bits has the half width of its confidence
+interval, and the legend states the cost of few samples. The findings name results that are stable but far from a
+reference. A figure without evidence is None, never the number of bits of the format, so that
+``check(min_bits=...)`` fails on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import networkx as nx
+from torch import Tensor
+
+from fxround.policy import Policy
+from fxround.significance.bits import decimal, general_probability, half_width, penalty, require
+from fxround.significance.figures import Figures, plain
+from fxround.significance.places import OUTPUT
+from fxround.significance.recorder import Measured
+from fxround.significance.study import UNPERTURBED, Study
+from fxround.views.graph_views import to_networkx
+from fxround.views.table import Table, Value
+
+# A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
+# of sound elements there (tests/test_analysis_figures.py).
+OUTSIDE: Final = 0.05
+# Of fewer elements than this, one or two outside by chance are a larger share, so that half of them must be outside.
+FEW: Final = 100
+OUTSIDE_OF_FEW: Final = 0.5
+SHOWN_ROWS: Final = 12
+COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
+
+
+class CheckFailed(AssertionError):
+    """Raised by ``VariabilityReport.check``; the message lists every condition that failed."""
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """How ``samples="auto"`` ended: the watched figure, its tolerance, its half width in the worst batch, and whether
+    the tolerance was reached.
+    """
+
+    watch: str
+    tolerance: float
+    half_width: float
+    reached: bool
+
+
+@dataclass(frozen=True)
+class VariabilityReport:
+    """What ``fxround.variability`` measured.
+
+    policy, seed, method, confidence  as passed
+    samples     the number of runs of each batch
+    complete    False if Ctrl-C ended the study
+    batches     the number of batches that the inputs have; None if unknown
+    rows        the number of input rows in all batches
+    figures     one ``Figures`` per place: results first, then layers or nodes in the order of the model
+    metrics     the metrics over samples
+    isolated    figures of the first result with one site perturbed at a time
+    adaptive    how ``samples="auto"`` ended, None otherwise
+    notes       warnings that belong to the figures
+    provenance  versions, machine, times and seeds, as plain data
+    kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
+    graph       the rounded graph for networkx
+
+    ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything. Example::
+
+        report = fxround.variability(model, x, capture="layers")
+        report["output"].bits, report["output"].worst
+        report.to_html("report.html")
+    """
+
+    policy: Policy
+    seed: int
+    method: str
+    confidence: float
+    samples: tuple[int, ...]
+    complete: bool
+    batches: int | None
+    rows: int
+    figures: tuple[Figures, ...]
+    metrics: tuple[Measured, ...]
+    isolated: tuple[Figures, ...]
+    adaptive: Adaptive | None
+    notes: tuple[str, ...]
+    provenance: dict[str, Any]
+    kept: tuple[dict[tuple[str, str], list[Tensor]], ...] = field(default=(), repr=False)
+    graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        study: Study, policy: Policy, complete: bool, batches: int | None, provenance: dict[str, Any]
+    ) -> VariabilityReport:
+        """Return the report of a study as far as it has run."""
+        found = [tally.figures() for tally in study.tallies.values()]
+        recorders = study.recorders or ()
+        return VariabilityReport(
+            policy=policy,
+            seed=provenance["seed"],
+            method=study.plan.options.method,
+            confidence=study.plan.options.confidence,
+            samples=tuple(study.counts),
+            complete=complete,
+            batches=batches,
+            rows=study.rows,
+            figures=tuple(sorted(found, key=lambda f: f.place.kind != OUTPUT)),
+            metrics=tuple(m for r in recorders if (m := r.measured()) is not None),
+            isolated=tuple(tally.figures() for tally in study.alone.values()),
+            adaptive=_adaptive(study),
+            notes=tuple(study.runs.notes),
+            provenance=provenance,
+            kept=tuple(study.samples),
+            graph=to_networkx(study.runs.perturbed.graph) if study.counts else None,
+        )
+
+    # ---- reading ----
+
+    def __getitem__(self, name: str) -> Figures:
+        """The figures of a result, layer or node by name; results come first. Raises KeyError listing the names."""
+        for figures in self.figures:
+            if figures.place.name == name:
+                return figures
+        raise KeyError(f"no figures of {name!r}; there are {', '.join(f.place.name for f in self.figures)}")
+
+    @property
+    def outputs(self) -> tuple[Figures, ...]:
+        """The figures of the results."""
+        return tuple(f for f in self.figures if f.place.kind == OUTPUT)
+
+    @property
+    def places(self) -> tuple[Figures, ...]:
+        """The figures of the layers or nodes, in the order of the model."""
+        return tuple(f for f in self.figures if f.place.kind != OUTPUT)
+
+    def metric(self, name: str) -> Measured:
+        """Return the values of a metric. Raises ValueError listing the measured names."""
+        for metric in self.metrics:
+            if metric.name == name:
+                return metric
+        names = ", ".join(m.name for m in self.metrics) or "none"
+        raise ValueError(f"no metric {name!r} was measured; measured: {names}. Ask for it with metrics=({name!r},)")
+
+    # ---- views ----
+
+    def table(self) -> Table:
+        """Return a table with one row per place.
+
+        Its columns are bits (mean, half width, worst, of the whole tensor), decimal digits, contributing bits, evidence
+        in percent, and the agreement with each reference.
+        """
+        references = list(dict.fromkeys(name for f in self.figures for name in f.agreement))
+        broken = any(f.nonfinite for f in self.figures)
+        columns = ("place", *COLUMNS, *_headings(references), *(["not finite"] if broken else []))
+        rows = tuple(
+            (f.place.name, *_numbers(f), *_agreements(f, references), *([f.nonfinite or None] if broken else []))
+            for f in self.figures
+        )
+        return Table(columns, rows)
+
+    def isolated_table(self) -> Table:
+        """Return a table with one row per site: the figures of the first result when only that site is perturbed."""
+        return Table(("perturbed alone", *COLUMNS), tuple((f.place.name, *_numbers(f)) for f in self.isolated))
+
+    def metrics_table(self) -> Table:
+        """Return a table with one row per metric: mean, spread and worst value over the samples."""
+        columns = ("metric", "mean", "spread", "worst", "unit", "meaning")
+        rows = [(m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", f"{m.worst:.6g}", m.unit, m.meaning) for m in self.metrics]
+        return Table(columns, tuple(rows))
+
+    def __str__(self) -> str:
+        tables = self.tables
+        return "\n\n".join([self.heading, *map(str, tables), "\n".join([*self.findings, *self.notes, self.legend])])
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that have rows."""
+        return tuple(t for t in (self.table(), self.isolated_table(), self.metrics_table()) if len(t))
+
+    @property
+    def heading(self) -> str:
+        """One line: model, policy, samples, inputs, batches and seed."""
+        model = self.provenance["model"]
+        runs = _range(self.samples)
+        several = "" if len(self.samples) == 1 else "es"
+        state = "" if self.complete else f"  INTERRUPTED: {self._partial}"
+        return (
+            f"{model['class'].rpartition('.')[2]}, {model['parameters']:,} parameters: policy {self.policy.name}, "
+            f"{runs} samples of {self.rows:,} inputs in {len(self.samples)} batch{several}, seed {self.seed}{state}"
+        )
+
+    @property
+    def _partial(self) -> str:
+        whole = f" of {self.batches}" if self.batches else ""
+        return f"{len(self.samples)}{whole} batches, the last with {self.samples[-1] if self.samples else 0} samples"
+
+    @property
+    def legend(self) -> str:
+        """One line on how to read the figures."""
+        n = min(self.samples, default=0)
+        if n < 2:
+            return "No batch has two samples: there are no figures."
+        if self.method == "general":
+            chance = general_probability(n, self.confidence)
+            how = f"general method, which holds with probability {chance:.2f} from {n} samples"
+        else:
+            how = f"CNH's lower bound, {n} samples cost every figure {penalty(n, None, self.confidence):.2f} bits"
+        return (
+            f"bits: {how}, ± {half_width(n, self.confidence):.2f} for one element ({self.confidence:.0%}); "
+            "evidence: elements whose samples differ, the others say nothing."
+        )
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The most important findings as sentences: wrong or unproven results, changed labels, NaN and infinities."""
+        return tuple(_findings(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the kept samples and the graph as plain data."""
+        return {
+            "policy": self.policy.to_dict(),
+            "seed": self.seed,
+            "method": self.method,
+            "confidence": self.confidence,
+            "samples": list(self.samples),
+            "complete": self.complete,
+            "batches": self.batches,
+            "rows": self.rows,
+            "figures": [_figures_dict(f) for f in self.figures],
+            "metrics": [
+                plain(asdict(m) | {"mean": m.mean, "spread": m.spread, "worst": m.worst}) for m in self.metrics
+            ],
+            "isolated": [_figures_dict(f) for f in self.isolated],
+            "adaptive": plain(asdict(self.adaptive)) if self.adaptive else None,
+            "findings": list(self.findings),
+            "notes": list(self.notes),
+            "provenance": plain(self.provenance),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return ``to_dict`` as JSON text; ``indent`` as for ``json.dumps``."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with one row per place. Raises ImportError without pandas."""
+        return require("pandas", "report").DataFrame([_flat(f) for f in self.figures])
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Return a matplotlib figure: bits per layer, histogram over elements, spread of samples.
+
+        path: also write the figure there. Raises ImportError without matplotlib.
+        """
+        return import_module("fxround.significance.report.plots").plot(self, path)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return one self-contained HTML page; ``path``: also write it there."""
+        text: str = import_module("fxround.significance.report.html").page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        tables = self.tables
+        return "".join(t._repr_html_() for t in tables)
+
+    # ---- continuous integration ----
+
+    def check(
+        self,
+        *,
+        min_bits: float | None = None,
+        min_worst: float | None = None,
+        max_flips: float | None = None,
+        max_outside: float | None = None,
+        allow_nonfinite: bool = False,
+    ) -> VariabilityReport:
+        """Return the report if every condition holds.
+
+        Args:
+            min_bits: the least mean number of significant bits of every result; no evidence fails.
+            min_worst: the least number of significant bits of any element of a result.
+            max_flips: the largest share, 0 to 1, of inputs whose label changes in any sample.
+            max_outside: the largest share, 0 to 1, of elements whose reference is beyond their spread.
+            allow_nonfinite: whether NaN and infinities pass.
+
+        Raises:
+            CheckFailed: an AssertionError that lists every failed condition. A report that was interrupted fails.
+            ValueError: for ``max_flips`` if label flips were not measured.
+
+        Example::
+
+            fxround.variability(model, x).check(min_bits=10, max_flips=0.0)
+        """
+        failures = [] if self.complete else [f"the study was interrupted ({self._partial})"]
+        for f in self.outputs:
+            failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
+        if max_flips is not None and self.metric("label_flips").changed_share > max_flips:
+            flips = self.metric("label_flips")
+            failures.append(f"{len(flips.rows or ())} of {flips.of} labels changed, allowed: {max_flips:g} of all")
+        if failures:
+            raise CheckFailed("; ".join(failures))
+        return self
+
+
+def _failures(
+    f: Figures, min_bits: float | None, min_worst: float | None, max_outside: float | None, allow_nonfinite: bool
+) -> Iterator[str]:
+    name = f.place.name
+    for found, least, what in ((f.bits, min_bits, "bits"), (f.worst, min_worst, "bits in the worst element")):
+        if least is not None and (found is None or found < least):
+            came = "no evidence (all samples are equal)" if found is None else f"{found:.2f}"
+            yield f"{name}: {came} {what}, expected at least {least:g}"
+    for reference, agreement in f.agreement.items():
+        if max_outside is not None and agreement.outside_share > max_outside:
+            yield f"{name}: {agreement.outside_share:.1%} of elements are beyond their spread from the {reference} run"
+    if f.nonfinite and not allow_nonfinite:
+        yield f"{name}: {f.nonfinite} elements are not finite, first in sample {f.first_nonfinite}"
+
+
+def _adaptive(study: Study) -> Adaptive | None:
+    if not study.rules:
+        return None
+    worst = max(rule.half_width for rule in study.rules)
+    reached = all(rule.done for rule in study.rules)
+    return Adaptive(study.plan.watch, study.plan.tolerance, worst, reached)
+
+
+def _findings(report: VariabilityReport) -> Iterator[str]:
+    for f in report.outputs:
+        yield from _stability(f)
+    for metric in report.metrics:
+        if metric.rows is not None:
+            more = ", ..." if len(metric.rows) > SHOWN_ROWS else ""
+            rows = ", ".join(map(str, metric.rows[:SHOWN_ROWS])) + more
+            which = f" (rows {rows})" if rows else ""
+            yield f"Labels that change in any sample: {len(metric.rows)} of {metric.of} inputs{which}."
+    broken = next((f for f in report.places if f.nonfinite), None)
+    if broken is not None:
+        where = f", {broken.place.source}" if broken.place.source else ""
+        yield f"First NaN or infinity: {broken.place.name} ({broken.place.operator}{where})."
+    if report.adaptive is not None:
+        a = report.adaptive
+        verdict = "known to" if a.reached else f"NOT known to within {a.tolerance:g} after the most samples allowed:"
+        yield f"Adaptive: {a.watch} {verdict} ± {a.half_width:.2f} ({report.confidence:.0%})."
+
+
+def _stability(f: Figures) -> Iterator[str]:
+    name = f.place.name
+    if f.note:
+        yield f"{name}: {f.note}."
+    if f.evidence == 0 and f.elements:
+        yield f"{name}: no evidence, all samples are equal (is the policy deterministic, or is nothing rounded?)."
+    for reference, a in f.agreement.items():
+        if a.outside_share >= (OUTSIDE if f.elements >= FEW else OUTSIDE_OF_FEW):
+            # The unperturbed run rounds too: it may be the one that is wrong (a sum that stagnates).
+            said = f"NOT the {reference} run's value" if reference == UNPERTURBED else "STABLE AND WRONG"
+            real = "" if f.bits is None else f"; {f.bits:.1f} bits are stable"
+            yield (
+                f"{name}: {said}: {a.outside_share:.0%} of elements are further from the {reference} run than "
+                f"their spread explains; {a.bits:.1f} bits agree in the mean, {a.worst:.1f} in the worst{real}."
+            )
+
+
+def _numbers(f: Figures) -> tuple[Value, ...]:
+    digits = None if f.bits is None else decimal(f.bits)
+    return f.bits, f.half_width, f.worst, f.norm, digits, f.contributing, 100 * f.evidence_share
+
+
+def _headings(references: list[str]) -> list[str]:
+    return [heading for name in references for heading in (f"= {name}", f"≠ {name} %")]
+
+
+def _agreements(f: Figures, references: list[str]) -> list[Value]:
+    found = [f.agreement.get(name) for name in references]
+    return [value for a in found for value in ((a.bits, 100 * a.outside_share) if a else (None, None))]
+
+
+def _range(samples: tuple[int, ...]) -> str:
+    low, high = min(samples, default=0), max(samples, default=0)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _figures_dict(f: Figures) -> dict[str, Any]:
+    data: dict[str, Any] = plain(asdict(f))
+    data["agreement"] = {name: plain(asdict(a) | {"outside_share": a.outside_share}) for name, a in f.agreement.items()}
+    return data | {"penalty": f.penalty, "half_width": f.half_width, "evidence_share": f.evidence_share}
+
+
+def _flat(f: Figures) -> dict[str, Any]:
+    """Return the figures of a place as one flat row of columns."""
+    data = _figures_dict(f)
+    place = data.pop("place")
+    for nested in ("agreement", "quantiles", "histogram"):
+        del data[nested]
+    data |= {f"q{100 * float(q):g}": v for q, v in f.quantiles.items()}
+    data |= {f"{name}_{key}": v for name, a in f.agreement.items() for key, v in asdict(a).items()}
+    return {**place, **data}

@@ -1,0 +1,133 @@
+"""Plots of a variability report with matplotlib: bits per layer, bits over elements, and the spread of the samples.
+
+Plots show the report's numbers. Drawing needs no display and leaves matplotlib's settings and current figure alone.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fxround.significance.bits import require
+from fxround.significance.figures import Figures
+
+if TYPE_CHECKING:
+    from fxround.significance.report import VariabilityReport
+
+_MEAN: Final = "#1c7ed6"
+_BAND: Final = "#a5d8ff"
+_WORST: Final = "#e8590c"
+_REFERENCE: Final = ("#2b8a3e", "#862e9c", "#c2255c")
+_INK: Final = "#343a40"
+_STYLE: Final = {
+    "font.size": 9,
+    "axes.edgecolor": "#adb5bd",
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e9ecef",
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fxround",
+}
+LABELLED: Final = 40
+
+
+def plot(report: VariabilityReport, path: str | Path | None = None) -> Any:
+    """Return a matplotlib figure of all plots that the report has data for; ``path``: also write it there."""
+    with require("matplotlib", "report").rc_context(_STYLE):
+        panels = [_layers] * bool(report.places) + [_histogram] + [_metrics] * bool(report.metrics)
+        figure = require("matplotlib.figure", "report").Figure(
+            figsize=(10, 3.6 * len(panels)), layout="constrained", facecolor="white"
+        )
+        for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels, strict=True):
+            draw(report, axes)
+        if path is not None:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+    return figure
+
+
+def svg(report: VariabilityReport) -> str:
+    """Return the plots as one SVG element, the same text for the same report."""
+    figure, buffer = plot(report), io.StringIO()
+    with require("matplotlib", "report").rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+
+def _layers(report: VariabilityReport, axes: Any) -> None:
+    """Plot mean, 5 to 95 % and worst bits of every place, and the bits that agree with the references."""
+    shown = report.places
+    x = np.arange(len(shown))
+    low, high = ([_of(f.quantiles.get(q)) for f in shown] for q in ("0.05", "0.95"))
+    axes.vlines(x, low, high, color=_BAND, linewidth=max(1.5, min(9, 300 / len(shown))), label="5 to 95 %")
+    axes.plot(x, [_of(f.worst) for f in shown], "v", color=_WORST, markersize=4, label="worst")
+    for colour, name in zip(_REFERENCE, dict.fromkeys(n for f in shown for n in f.agreement), strict=False):
+        agree = [f.agreement[name].bits if name in f.agreement else np.nan for f in shown]
+        axes.plot(x, agree, "--", color=colour, linewidth=1, label=f"= {name}")
+    half = [_of(f.half_width) for f in shown]
+    axes.errorbar(
+        x, [_of(f.bits) for f in shown], half, color=_MEAN, marker="o", markersize=4, capsize=2, label="mean ±"
+    )
+    axes.set(title="Significant bits, place by place", ylabel="bits")
+    axes.set_ylim(0, max(f.precision for f in shown) + 1)
+    every = -(-len(shown) // LABELLED)
+    axes.set_xticks(
+        x[::every],
+        [f.place.name for f in shown][::every],
+        rotation=60 if len(shown) > 8 else 0,
+        ha="right" if len(shown) > 8 else "center",
+    )
+    axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1)
+
+
+def _of(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def _histogram(report: VariabilityReport, axes: Any) -> None:
+    """Plot the elements of every result by their bits."""
+    for i, f in enumerate(report.outputs[: len(_REFERENCE) + 1]):
+        colour = (_MEAN, *_REFERENCE)[i]
+        axes.bar(np.arange(len(f.histogram)) + 0.5, f.histogram, 0.9, color=colour, alpha=0.75, label=_label(f))
+    axes.set(title="Results: elements by significant bits", xlabel="bits", ylabel="elements")
+    axes.set_xlim(0, max((f.precision for f in report.outputs), default=24) + 1)
+    if report.outputs:
+        axes.legend(loc="upper left")
+
+
+def _label(f: Figures) -> str:
+    silent = f.elements - f.evidence
+    return f"{f.place.name}: {f.evidence:,} elements" + (f", {silent:,} without evidence" if silent else "")
+
+
+def _metrics(report: VariabilityReport, axes: Any) -> None:
+    """Plot every sample's value of each metric, scaled to the range of its samples."""
+    rows = report.metrics
+    for row, metric in enumerate(reversed(rows)):
+        values = np.array(metric.values)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
+        low, high = values.min(), values.max()
+        place = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
+        axes.plot(place, np.full(len(values), row), "o", color=_MEAN, alpha=0.55, markersize=6)
+        for at, text, align in ((-0.03, f"{low:.6g}", "right"), (1.03, f"{high:.6g} {metric.unit}", "left")):
+            axes.text(at, row, text, ha=align, va="center", fontsize=8, color=_INK)
+    axes.set_yticks(range(len(rows)), [m.name for m in reversed(rows)])
+    axes.set(title="Spread of the samples, each metric from its least to its greatest value", xlim=(-0.2, 1.25))
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xticks([])
+    axes.grid(False)

@@ -1,0 +1,289 @@
+"""Views of a graph whose nodes carry a ``Site``: text, table, coverage, drawing, networkx.
+
+Every view reads the graph and changes nothing. Tables are data (``to_dict``, ``to_json``); text and HTML are made from
+the same rows. A floating-point value without a Site is shown as native with the reason "not classified", so that an
+omission of the passes is visible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import networkx as nx
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fxround.graph.site import PORT, Port, Site, located, operator_name, site
+from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
+from fxround.views.svg import Legend, svg
+
+STATUS_COLOURS: Final = {
+    "rounded": ("#e6f5ee", "#2b8a63"),
+    "exact": ("#f1f3f5", "#868e96"),
+    "native": ("#fdebd3", "#d9822b"),
+    "input": ("#e7effb", "#3b6fb6"),
+    "output": ("#e7effb", "#3b6fb6"),
+}
+_STRIPES: Final = ("#2b8a63", "#7048e8", "#c2255c", "#1c7ed6", "#e67700", "#0b7285", "#5c940d", "#495057")
+_UNCLASSIFIED: Final = "not classified"
+
+
+def described(node: fx.Node) -> Site | None:
+    """Return the node's Site; one with "not classified" if a float value has none; None for other values."""
+    found = site(node)
+    if found is None and node.op == "call_function" and _floats(node):
+        return replace(located(node), status="native", reason=_UNCLASSIFIED)
+    return found if node.op != "output" else None
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """Return the graph as text, one line per node, with headings for module and source line."""
+    lines, heading = [], ""
+    for node in gm.graph.nodes:
+        entry = described(node)
+        if entry is not None and node.op == "call_function" and _heading(entry) != heading:
+            heading = _heading(entry)
+            lines.append(f"# {heading}")
+        lines.append(f"  {_statement(node)}")
+    return "\n".join(lines)
+
+
+def summary(gm: fx.GraphModule, *, movement: bool = False, backward: bool | None = None) -> Summary:
+    """Return a table with one row per operation: node, operator, module path, source line, rounding, accumulator.
+
+    movement: whether to include data movement and integer operations. backward: True for the backward pass alone, False
+    for the other operations, None for all.
+    """
+    found = _listed(gm, backward)
+    return summary_of((o for o in found if movement or o.status not in SILENT), note=counted(found))
+
+
+def coverage(gm: fx.GraphModule, *, backward: bool | None = None) -> Coverage:
+    """Return how many nodes and operations are rounded, exact, native or data movement, with the reasons.
+
+    Operations are counted at the sizes of the example for which the graph was captured; a multiply-add counts as two.
+    backward: as in ``summary``.
+    """
+    return coverage_of(_listed(gm, backward))
+
+
+def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
+    """Return the operations of a graph, data movement included."""
+    return [
+        Operation(
+            node=node.name,
+            operator=entry.operator,
+            module=entry.path,
+            source=entry.source,
+            **dict(zip(("rounding", "accumulate"), _decision(entry), strict=True)),
+            status=entry.status,
+            reason=entry.reason,
+            direction=entry.direction,
+            kind=entry.kind,
+            role=entry.role,
+            operations=operations(node, entry),
+            code=entry.code,
+        )
+        for node, entry in _sites(gm)
+        if backward is None or backward == (entry.direction == "backward")
+    ]
+
+
+def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
+    """Return the whole graph, with texts and numbers as attributes of its nodes, which GraphML can store."""
+    graph = nx.DiGraph()
+    for node in gm.graph.nodes:
+        entry = described(node) or replace(located(node), status="integer")
+        rounding, accumulate = _decision(entry)
+        graph.add_node(
+            node.name,
+            op=node.op,
+            name=_port_name(node),
+            operator=entry.operator,
+            path=entry.path,
+            module_type=entry.module_type,
+            kind=entry.kind,
+            role=entry.role,
+            source=entry.source,
+            code=entry.code,
+            status=entry.status if node.op == "call_function" else node.op,
+            reason=entry.reason,
+            rounding=rounding,
+            accumulate=accumulate,
+            type=_type(node),
+            tensor=node.op == "output" or any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(_value(node))),
+            operations=operations(node, entry),
+        )
+        graph.add_edges_from((used.name, node.name) for used in node.all_input_nodes)
+    return graph
+
+
+def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
+    """Write an SVG of the operations, coloured by status, each with a tooltip; returns the path.
+
+    Data movement is drawn as plain edges, parameters not at all. Raises ValueError unless the path ends in .svg.
+    """
+    target = Path(path)
+    if target.suffix != ".svg":
+        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {str(path)!r}")
+    target.write_text(drawing(gm, title=title), encoding="utf-8")
+    return target
+
+
+def drawing(gm: fx.GraphModule, *, title: str = "") -> str:
+    """Return the SVG text that ``draw`` writes."""
+    graph = drawn(to_networkx(gm))
+    said = Counter(data["rounding"] for _, data in graph.nodes(data=True) if data["status"] == "rounded")
+    stripes = {text: _STRIPES[min(i, len(_STRIPES) - 1)] for i, (text, _) in enumerate(said.most_common())}
+    for _, data in graph.nodes(data=True):
+        data.update(_appearance(data, stripes))
+    statuses = Counter(data["status"] for _, data in graph.nodes(data=True))
+    entries = [(f"{s} ({statuses[s]})", *STATUS_COLOURS[s]) for s in ("rounded", "exact", "native") if statuses[s]]
+    entries += [(f"{text} ({said[text]})", colour, colour) for text, colour in stripes.items()]
+    return svg(graph, Legend(title or "fxround graph", tuple(entries)))
+
+
+def html(gm: fx.GraphModule, *, title: str = "") -> str:
+    """Return coverage, drawing and summary as one self-contained HTML fragment."""
+    box = "max-height:32em;overflow:auto;border:1px solid #dee2e6;border-radius:6px;padding:6px;margin:8px 0"
+    views = (coverage(gm)._repr_html_(), drawing(gm, title=title), summary(gm)._repr_html_())
+    return "".join(f'<div style="{box}">{view}</div>' for view in views)
+
+
+def operations(node: fx.Node, entry: Site) -> int:
+    """Return a node's operations at its example's sizes; an elementary function is one, a multiply-add two."""
+    if entry.status in SILENT or node.op != "call_function":
+        return 0
+    tensors = [_value(used) for used in node.all_input_nodes]
+    shapes = [_shape(value) for value in tensors if isinstance(value, torch.Tensor)]
+    outputs = [_shape(v) for v in pytree.tree_leaves(_value(node)) if isinstance(v, torch.Tensor)]
+    result = math.prod(outputs[0]) if outputs else 0
+    name = entry.operator
+    if "convolution" in name and len(shapes) > 1:
+        transposed = bool(_arguments(node).get("transposed", False))
+        return (
+            2
+            * math.prod(shapes[1][1:])
+            * (math.prod(shapes[0]) // max(shapes[0][1], 1) * shapes[1][0] if transposed else result)
+        )
+    if entry.kind == "contraction" and shapes:
+        return 2 * result * next((s[-1] for s in shapes[-2:] if s), 1)
+    return max([result, *map(math.prod, shapes)]) if entry.kind == "reduction" else result
+
+
+def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Site]]:
+    for node in gm.graph.nodes:
+        entry = described(node)
+        if entry is not None and node.op == "call_function":
+            yield node, entry
+
+
+def _decision(entry: Site) -> tuple[str, str]:
+    """Return the texts of the columns rounding and accumulate."""
+    if entry.status != "rounded" or entry.assignment is None:
+        return (f"{entry.status}: {entry.reason}" if entry.reason else entry.status), ""
+    steps = entry.kind in ("contraction", "reduction", "scan", "scatter")
+    return str(entry.assignment.rounding), str(entry.assignment.accumulate) if steps else ""
+
+
+def _heading(entry: Site) -> str:
+    module = f"{entry.path or '(root)'}{f' ({entry.module_type})' if entry.module_type else ''}"
+    return "  ".join(part for part in (module, entry.source, entry.code) if part)
+
+
+def _statement(node: fx.Node) -> str:
+    """Return ``name: type = operator(arguments)`` without the run-time random key."""
+    if node.op == "placeholder":
+        return f"{node.name}: {_type(node)} = {_port_name(node)}"
+    if node.op == "output":
+        return f"return {', '.join(str(value) for value in pytree.tree_leaves(node.args))}"
+    if node.op != "call_function":
+        return f"{node.name}: {_type(node)} = {node.target}"
+    arguments = [_shown(value) for key, value in _arguments(node).items() if key != "rng"]
+    return f"{node.name}: {_type(node)} = {operator_name(node)}({', '.join(arguments)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else map(str, range(len(node.args)))
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _port_name(node: fx.Node) -> str:
+    """Return the name of an input: a parameter's name, or its position among the arguments."""
+    port: Port | None = node.meta.get(PORT)
+    if port is None:
+        return str(node.target)
+    positions = {"random": "seed and sample", "tangent": f"gradient of result {port.index}"}
+    return positions.get(port.kind) or port.name or f"argument {port.index}"
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _floats(node: fx.Node) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(_value(node)))
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of the captured example; converting a symbolic size to int would specialize the graph.
+
+    A size that depends on the data (x[x > 0]) has no example and counts as 1.
+    """
+    return tuple(_example(size) if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+
+
+def _example(size: torch.SymInt) -> int:
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
+
+
+def _type(node: fx.Node) -> str:
+    value = _value(node)
+    leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    texts = [f"{str(v.dtype).removeprefix('torch.')}[{', '.join(map(str, v.shape))}]" for v in leaves]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})" if texts else type(value).__name__
+
+
+def drawn(graph: nx.DiGraph) -> nx.DiGraph:
+    """Return arithmetic, arguments and results; data movement becomes edges, sizes and parameters are left out."""
+    shown = graph.copy()
+    for name, data in graph.nodes(data=True):
+        argument = data["name"].startswith("argument")
+        if (data["op"] in ("get_attr", "placeholder") and not argument) or not data["tensor"]:
+            shown.remove_node(name)
+        elif data["status"] in SILENT:
+            shown.add_edges_from((a, b) for a in shown.predecessors(name) for b in shown.successors(name))
+            shown.remove_node(name)
+    shown.remove_nodes_from([name for name in list(shown) if shown.degree(name) == 0 and len(shown) > 1])
+    return shown
+
+
+def _appearance(data: dict[str, Any], stripes: dict[str, str]) -> dict[str, Any]:
+    if data["op"] in ("placeholder", "output"):
+        status = "input" if data["op"] == "placeholder" else "output"
+        lines: list[str] = [data["name"], data["type"]] if status == "input" else ["result"]
+        facts = lines
+    else:
+        status = data["status"]
+        lines = [data["operator"].removeprefix("aten.").removesuffix(".default"), data["path"] or "(root)"]
+        keys = ("operator", "path", "module_type", "source", "code", "type", "rounding", "accumulate")
+        facts = [f"{key}: {data[key]}" for key in keys if data[key]]
+    fill, stroke = STATUS_COLOURS[status]
+    stripe = stripes.get(data["rounding"], "") if status == "rounded" else ""
+    colours = {"fill": fill, "stroke": stroke, "stripe": stripe}
+    return {"lines": lines, "title": "\n".join(facts), "input": status == "input", **colours}
