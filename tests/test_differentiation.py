@@ -344,3 +344,32 @@ def test_losses_are_compiled_as_functions() -> None:
             torch.tensor([9, 9]),
             torch.tensor([3, 3]),
         )
+
+
+class Frames(nn.Module):
+    """Frames of videos in one batch: a result has B * T rows, a size that no argument has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, frames = x.shape[:2]
+        rows = self.mix(self.embed(x.flatten(2)).reshape(batch * frames, 4).tanh())
+        return rows, rows.reshape(batch, frames, 4).mean(1)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_size_that_only_a_result_has_is_computed_from_the_arguments(frames: int) -> None:
+    model, x = Frames(), torch.randn(4, frames, 2, 3)
+    compiled = fxround.compile(model, "reproducible")
+    for part in (x, x[:2], torch.cat([x, x])):
+        sum(t.square().sum() for t in compiled(part)).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        sum(t.square().sum() for t in model(part)).backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            # A tolerance: PyTorch adds in another order.
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+    assert len(compiled._entries) == 1

@@ -8,9 +8,11 @@ these assumptions. A call whose sizes do not satisfy every expression and condit
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, reduce
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -79,25 +81,48 @@ def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
 def _ask_elsewhere(
     graph: fx.GraphModule, node: fx.Node, sizes: list[Any], known: dict[str, tuple[fx.Node, int]]
 ) -> None:
-    """Replace a product of sizes by one of sizes of known nodes, if all of them are known."""
-    if any(not isinstance(size, int) and str(size) not in known for size in sizes):
+    """Replace a product of sizes by one that is computed from the sizes of known nodes, if they determine all."""
+    expressions = [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
+    if not all(_is_known(expression, known) for expression in expressions):
         return
-    total: Any = 1
+
+    def computed(function: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return function(a, b)
+        made = graph.graph.call_function(function, (a, b))
+        made.meta = {**node.meta, "val": function(_number(a), _number(b))}
+        return made
+
+    def written(expression: Any) -> Any:
+        if _is_number(expression):
+            return int(expression)
+        if str(expression) in known:
+            source, dim = known[str(expression)]
+            made = graph.graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+            made.meta = {**node.meta, "val": source.meta["val"].shape[dim]}
+            return made
+        return reduce(partial(computed, _COMPUTED[type(expression).__name__]), map(written, expression.args))
+
     with graph.graph.inserting_before(node):
-        for size in sizes:
-            factor: Any = size
-            if not isinstance(size, int):
-                factor = graph.graph.call_function(torch.ops.aten.sym_size.int, known[str(size)])
-                factor.meta = {**node.meta, "val": size}
-            if isinstance(total, int) and isinstance(factor, int):
-                total = total * factor
-                continue
-            value = _number(total) * _number(factor)
-            total = graph.graph.call_function(operator.mul, (total, factor))
-            total.meta = {**node.meta, "val": value}
+        total = reduce(partial(computed, operator.mul), map(written, expressions), 1)
     if isinstance(total, fx.Node):
         node.replace_all_uses_with(total)
         graph.graph.erase_node(node)
+
+
+# How sizes are computed from others: a batch of videos has as many images as videos times frames.
+_COMPUTED: Final = MappingProxyType({"Mul": operator.mul, "Add": operator.add, "FloorDiv": operator.floordiv})
+
+
+def _is_known(expression: Any, known: Mapping[str, Any]) -> bool:
+    """Whether an expression is a number, a known size, or is computed from such."""
+    if _is_number(expression) or str(expression) in known:
+        return True
+    return type(expression).__name__ in _COMPUTED and all(_is_known(part, known) for part in expression.args)
+
+
+def _is_number(expression: Any) -> bool:
+    return isinstance(expression, int) or bool(expression.is_Integer)
 
 
 def _number(size: Any) -> Any:
