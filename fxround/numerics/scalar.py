@@ -2,12 +2,10 @@
 
 An expression is a node of a hash-consed DAG: equal expressions are the same object, so common subexpressions are shared
 without a pass. Every operator has one meaning, given by its NumPy function in ``OPS``. A target (LLVM, CUDA C++) is
-another table over the same names and contains nothing about rounding. There are no loops, no memory and no calls. For
-example: ``Function("truncate", (x,), (from_bits((bits(x) >> 16) << 16),)).text()``.
+another table over the same names and contains nothing about rounding. There are no loops, no memory and no calls.
 
 Integers wrap modulo 2^width. A shift by the width or more is undefined on the targets, so evaluation raises an error.
-Float operators are the IEEE 754 operations rounded to nearest even, one per node: no target may contract, reassociate
-or approximate them.
+Float operators are those of IEEE 754, to nearest even: no target may contract, reassociate or approximate them.
 """
 
 from __future__ import annotations

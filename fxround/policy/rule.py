@@ -1,0 +1,228 @@
+"""A rule of a policy: which values it selects, and how their roundings are made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from fxround.errors import PolicyError, shown
+from fxround.keys import nearest, selects
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import spelt
+from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
+from fxround.numerics.modes import Rounding
+from fxround.numerics.orders import Order
+
+IDENTITY: Final = "identity"
+NATIVE: Final = "native"
+DTYPE: Final = "dtype"
+# An accumulator's format: binary32 for 16-bit dtypes, because hardware accumulates them in binary32; else the dtype.
+WIDE: Final = "wide"
+
+# The roles of a value. Only a rule that names the role applies to values that enter a graph (the first
+# four, and a gradient that comes from outside): a weight is no operation, and up_down must not move it.
+ENTERING: Final = ("weight", "input", "buffer", "constant")
+# Results: in the forward pass; in the backward pass (of a weight; of anything else); in an optimizer's step.
+ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
+DIRECTIONS: Final = ("forward", "backward", "update")
+# The fields of a rule that set something: of results, and of operands.
+OF_RESULTS: Final = ("rounding", "accumulate", "order", "gradient")
+_SAID: Final = (*OF_RESULTS, "operands")
+_STRAIGHT: Final = Gradient()
+_DIRECTIONS_OF_ROLE: Final = {
+    **dict.fromkeys(ENTERING, ("forward", "update")),
+    "error": ("backward",),
+    "gradient": ("backward", "update"),
+    "state": ("update",),
+    "update": ("update",),
+}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The roundings of one operation; ``rounding`` None leaves it unchanged, accumulator included.
+
+    rounding    of the result
+    accumulate  how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock kernel
+                computes, and its result is rounded once
+    order       of a reduction
+    rule        the text of the rule that set ``rounding``
+    gradient    what the rounding does to the gradient that passes it
+    """
+
+    rounding: Rounding | None
+    accumulate: Accumulation | Literal["native"] | None
+    order: Order
+    rule: str
+    gradient: Gradient = _STRAIGHT
+
+    def __str__(self) -> str:
+        return IDENTITY if self.rounding is None else f"{self.rounding} accumulate {self.accumulate} order {self.order}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a policy.
+
+    match       glob over module paths; a path matches everything inside the module too ("layer1", "*.attention")
+    operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
+    role        one of ROLES; None: the result of any operation
+    rounding    "format/mode/overflow", where format "dtype" is the operation's own; "identity" leaves it unchanged
+    accumulate  the rounding of each step, optionally followed by "product=..." or "chunk=n combine=..." (Accumulation),
+                or "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
+    order       "sequential", "lanes:n" or "exact"
+    optional    whether the rule may match nothing
+    direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
+    gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped", a
+                rounding, or the last two
+    operands    the rounding of the operands before the operation, or "identity"; role and direction are then the
+                operand's: a contraction of the backward pass reads the forward values as the forward pass does
+
+    Raises PolicyError if a text does not parse, the rule sets nothing, or it can match nothing. Example::
+
+        Rule("layer1", operator="contraction", rounding="bfloat16", accumulate="binary32")
+    """
+
+    match: str = "*"
+    operator: str | None = None
+    role: str | None = None
+    rounding: str | None = None
+    accumulate: str | None = None
+    order: str | None = None
+    optional: bool = False
+    direction: str | None = None
+    gradient: str | None = None
+    operands: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, kind in (("match", str), ("operator", str), ("optional", bool)):
+            value = getattr(self, field)
+            if not isinstance(value, kind) and (field, value) != ("operator", None):
+                raise PolicyError(f"a rule: {field} is {shown(value)}, expected {kind.__name__}")
+        for field, kept in (("rounding", IDENTITY), ("accumulate", NATIVE), ("operands", IDENTITY)):
+            object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
+        if self.order is not None:
+            object.__setattr__(self, "order", str(_parsed(Order.parse, self.order, "order")))
+        object.__setattr__(self, "gradient", spelt(self.gradient))
+        object.__setattr__(self, "gradient", self._full_gradient())
+        for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
+            if said is not None and said not in known:
+                near = f"{nearest(str(said), known)} Known: {', '.join(known)}"
+                raise PolicyError(f"no {what} is named {shown(said)}{near}")
+        if self.role is not None and not self.directions:
+            raise PolicyError(
+                f"the rule {self} can match nothing: {self.role} has no direction {self.direction!r}. What enters a "
+                "graph is rounded once, and the backward pass works with the same values as the forward pass"
+            )
+        if all(getattr(self, field) is None for field in _SAID):
+            raise PolicyError(f"the rule {self} says nothing: give it {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
+        if self.operands is not None and self.speaks_of_results and (self.role or self.direction):
+            raise PolicyError(
+                f"the rule {self} says operands= beside something else: its role and direction would be the operand's "
+                "for the one and the result's for the other. Make two rules of it"
+            )
+
+    def __str__(self) -> str:
+        selectors = ("operator", "role", "direction")
+        where = [f"{key}={getattr(self, key)}" for key in selectors if getattr(self, key)]
+        said = [f"{key}={getattr(self, key)}" for key in _SAID if getattr(self, key) is not None]
+        return " ".join([self.match or '""', *where, "->", *said])
+
+    def _full_gradient(self) -> str | None:
+        """Return the gradient's text in full. Raises PolicyError for zeros if the rounding clamps nothing."""
+        if self.gradient is None:
+            return None
+        _parsed(lambda text: Gradient.parse(with_dtype(text, "binary32")), self.gradient, "gradient")
+        words = [w if w in (STRAIGHT, ZEROED) else _full_rounding(w) for w in str(self.gradient).split()]
+        if ZEROED in words and self.rounding not in (None, IDENTITY):
+            rounding = resolve(str(self.rounding), "binary32")
+            if not clamps(rounding):
+                raise PolicyError(
+                    f"gradient = {self.gradient!r}: {self.rounding} clamps nothing; write {rounding.format}/"
+                    f"{'nearest_even' if rounding.mode.jitter else rounding.mode}/saturate"
+                )
+        return " ".join(words)
+
+    @property
+    def directions(self) -> frozenset[str]:
+        """The passes in which the rule can match."""
+        of_role = _DIRECTIONS_OF_ROLE.get(self.role or "", DIRECTIONS)
+        return frozenset(d for d in of_role if self.direction in (None, d))
+
+    @property
+    def speaks_of_results(self) -> bool:
+        """Whether the rule sets anything but ``operands``."""
+        return any(getattr(self, key) is not None for key in OF_RESULTS)
+
+    def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
+        """Whether the rule matches an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``.
+
+        kind, role and direction are those of the operation's result.
+        """
+        if self.direction not in (None, direction):
+            return False
+        entering = kind == "placeholder" or (role in ENTERING and direction != "update")
+        if role != self.role and (self.role is not None or entering):
+            return False
+        return selects(self.match, self.operator, path=path, name=operator, kind=kind)
+
+    def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
+        """Whether the rule matches an operand, of this role and direction, of an operation in the module ``path``.
+
+        operator and kind are those of the operation.
+        """
+        if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
+            return False
+        return selects(self.match, self.operator, path=path, name=operator, kind=kind)
+
+
+def resolve(text: str, dtype: str) -> Rounding:
+    """Return the rounding of a text whose format may be ``dtype``."""
+    head, slash, rest = text.partition("/")
+    return Rounding.parse(f"{dtype}{slash}{rest}" if head == DTYPE else text)
+
+
+def with_dtype(text: str, dtype: str) -> str:
+    """Return the text of an accumulation with the word ``dtype`` replaced by the format."""
+    return re.sub(rf"\b{DTYPE}\b", dtype, text)
+
+
+def with_wide(text: str, dtype: str) -> str:
+    """Return the text of an accumulation with the word ``wide`` replaced by its format."""
+    return re.sub(rf"\b{WIDE}\b", dtype if dtype == "binary64" else "binary32", text)
+
+
+def _canonical(text: object, field: str, kept: str) -> str | None:
+    """Return a rounding's text with all its parts, so that equal rules are equal; ``kept`` is returned as it is."""
+    text = spelt(text)
+    if text is None or text == kept:
+        return text if text is None else kept
+    if not isinstance(text, str | Rounding | Accumulation):
+        raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
+    if field != "accumulate":
+        if str(text).partition("/")[0] == WIDE:
+            raise PolicyError(
+                f"{field} = {shown(str(text))}: {WIDE!r} is a format of accumulators; expected a format or {DTYPE!r}"
+            )
+        full: str = _parsed(_full_rounding, str(text), field)
+        return full
+    _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, "binary32"), "binary32")), str(text), field)
+    step, *options = str(text).split()
+    words = (word.partition("=") for word in options)
+    said = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
+    return " ".join([_full_rounding(step), *said])
+
+
+def _full_rounding(text: str) -> str:
+    word = text.partition("/")[0]
+    parsed = resolve(with_wide(text, DTYPE), "binary32")
+    return f"{word}/{parsed.mode}/{parsed.overflow}" if word in (DTYPE, WIDE) else str(parsed)
+
+
+def _parsed(parse: Any, text: str, field: str) -> Any:
+    """Return ``parse(text)``, or raise its error as a PolicyError that names the field."""
+    try:
+        return parse(text)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PolicyError(f"{field} = {shown(text)}: {error}") from error
