@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -129,3 +130,13 @@ def test_importing_imports_no_optional_package() -> None:
         used = {a.name for n in top for a in n.names if isinstance(n, ast.Import)}
         used |= {n.module or "" for n in top if isinstance(n, ast.ImportFrom)}
         assert not {u.partition(".")[0] for u in used} & optional, name
+
+
+def test_the_design_names_files_and_folders_that_exist() -> None:
+    """The rooms of docs/design.md, and the files that its table and its text point to."""
+    text = (ROOT.parent / "docs" / "design.md").read_text()
+    rooms = re.findall(r"^    ([a-z]+)/ ", text, re.M)
+    assert len(rooms) >= 14 and {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(rooms)
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text)
+    missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT.parent))]
+    assert len(named) > 20 and missing == []
