@@ -45,7 +45,7 @@ def add_localize(
     parser.add_argument("--quiet", default=QUIET, help=f"the policy of what is off ({QUIET})")
     parser.add_argument("--level", choices=LEVELS, default="nodes", help="how far down (nodes)")
     parser.add_argument("--runs", type=int, default=5, help="samples a set (5)")
-    parser.add_argument("--limit", type=int, help="stop after so many sets")
+    parser.add_argument("--limit", type=int, help="stop after N sets")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
     parser.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="of verdicts: an interrupted search goes on from them"
