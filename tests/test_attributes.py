@@ -155,7 +155,7 @@ def test_a_name_that_both_have_is_fxrounds_outside_and_the_models_inside(model: 
     stock = model(X)
     compiled = fxround.compile(model, "reproducible", seed=3)
     with torch.no_grad():
-        # Five binary32 operations after two layers, which stock PyTorch computes in other orders.
+        # A tolerance: five binary32 operations after two layers, which stock PyTorch computes in other orders.
         torch.testing.assert_close(compiled(X), stock)
     assert isinstance(compiled.policy, fxround.Policy) and compiled.source is model
     assert compiled.rng.tolist() == [3, 0] and compiled.fuse is True and compiled.strict is None

@@ -369,7 +369,7 @@ def test_a_size_that_only_a_result_has_is_computed_from_the_arguments(frames: in
         model.zero_grad()
         sum(t.square().sum() for t in model(part)).backward()
         for gradient, parameter in zip(found, model.parameters(), strict=True):
-            # A tolerance: PyTorch adds in another order.
+            # A tolerance: PyTorch adds the same products in an order of its own, which it does not state.
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
         model.zero_grad()
     assert len(compiled._entries) == 1

@@ -75,6 +75,7 @@ class Reaching(Sharing):
 
     @property
     def _is_strict(self) -> bool:
+        """Whether a method's own arithmetic is an error. ``RoundedModule`` defines it."""
         raise NotImplementedError
 
 

@@ -74,7 +74,7 @@ def _captured(
                 if marked:
                     mark_values(graph)
             joint = joint_of(stack, graph, tuple(inputs), {}, decompositions)
-        except Exception as e:  # as in capture
+        except Exception as e:  # whatever the model's own code raises
             raise explained(model or graph, e) from e
     refuse_unsupported_nodes(joint.graph_module)
     return _named(describe(joint, len(inputs)), names)

@@ -28,7 +28,7 @@ class Shown(Reaching):
 
     @property
     def _graphs(self) -> int:
-        """The number of captured graphs."""
+        """The number of captured graphs. ``RoundedModule`` defines it."""
         raise NotImplementedError
 
     def graph_text(self, backward: bool = False) -> str:
