@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -18,18 +19,19 @@ import pytest
 # When no further test begins: the last ones end within the two minutes.
 _SECONDS: Final = 90
 _STARTED: Final = "FXROUND_QUICK_STARTED"
+_FOLDER: Final = Path(__file__).parent
 _PLACE: Final = pytest.StashKey[int]()
 # The core test of a file, where that is not its first one: the first is a check of tables, or takes long.
 CORES: Final = {
-    "test_cli": "test_inspect_prints_summary_and_coverage",
-    "test_distributed": "test_sums_are_rounded_as_the_policy_says",
-    "test_formats": "test_magnitudes_are_the_values_of_all_codes",
-    "test_formulas": "test_a_formula_computes_its_operator",
-    "test_functions": "test_every_16_bit_input_is_rounded_once",
-    "test_guards": "test_one_element_too_far_ends_the_process",
-    "test_pairs": "test_random_pairs_and_hard_cases_are_correctly_rounded",
+    "cli/test_cli": "test_inspect_prints_summary_and_coverage",
+    "training/test_distributed": "test_sums_are_rounded_as_the_policy_says",
+    "numerics/test_formats": "test_magnitudes_are_the_values_of_all_codes",
+    "operators/test_formulas": "test_a_formula_computes_its_operator",
+    "numerics/test_elementary_unary": "test_every_16_bit_input_is_rounded_once",
+    "runtime/test_guards": "test_one_element_too_far_ends_the_process",
+    "numerics/test_elementary_binary": "test_random_pairs_and_hard_cases_are_correctly_rounded",
     "test_random_models": "test_the_judge_sees_a_fault",
-    "test_rounding": "test_boundaries",
+    "numerics/test_rounding": "test_boundaries",
 }
 
 
@@ -48,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     files: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
-        name = item.nodeid.split("::")[0].rpartition("/")[2].removesuffix(".py")
+        name = item.path.relative_to(_FOLDER).with_suffix("").as_posix()
         files.setdefault(name, {}).setdefault(getattr(item, "originalname", item.name), item)
     turns = zip_longest(*(_core_first(name, tests) for name, tests in files.items()))
     chosen = []

@@ -22,7 +22,8 @@ def test_inspect_prints_summary_and_coverage(): pass
 
 def quick(place: Path, started: float) -> str:
     shutil.copy(TESTS / "conftest.py", place)
-    for name in ("test_cli", "test_other"):
+    (place / "cli").mkdir()
+    for name in ("cli/test_cli", "test_other"):
         (place / f"{name}.py").write_text(FILE)
     command = [sys.executable, "-m", "pytest", "--quick", "-v", "-p", "no:cacheprovider", "--rootdir", str(place), "."]
     environment = os.environ | {"FXROUND_QUICK_STARTED": str(started)}
@@ -49,7 +50,7 @@ def test_when_time_is_over_the_cores_are_still_run(tmp_path: Path) -> None:
 
 
 def test_every_named_core_exists() -> None:
-    cores = re.findall(r'^    "(test_\w+)": "(test_\w+)",$', (TESTS / "conftest.py").read_text(), re.MULTILINE)
+    cores = re.findall(r'^    "([\w/]+)": "(test_\w+)",$', (TESTS / "conftest.py").read_text(), re.MULTILINE)
     assert cores
     for file, name in cores:
         assert f"def {name}(" in (TESTS / f"{file}.py").read_text(), (file, name)

@@ -5,8 +5,8 @@ or a metric) from that group alone, so that values are independent whatever the 
 fourth group on, Student's interval of their mean is formed at half the permitted error (97.5 % for 95 %), and
 sampling stops when its half width is at most the tolerance. Repeated tests make a fixed-size interval too optimistic;
 the stricter level compensates for that. A simulation over normal and skewed figures finds the mean inside the tolerance
-at least as often as ``confidence`` requires (tests/test_analysis_sampling.py). Sources: Chow and Robbins, Ann. Math.
-Stat. 36 (1965); batch means, Law and Kelton.
+at least as often as ``confidence`` requires (tests/significance/test_adaptive.py). Sources: Chow and Robbins, Ann.
+Math. Stat. 36 (1965); batch means, Law and Kelton.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An operator's schema says which results may alias an operand, and PyTorch's own graph transformations rely on it. Two
 operators, ``_unsafe_view`` and ``_reshape_alias``, and every operator without a row in the table of rules count as
 sharing whatever their schemas say. The schedule and its verification read this one definition;
-``tests/test_schedule.py`` compares it with the memory that operators return.
+``tests/runtime/test_schedule.py`` compares it with the memory that operators return.
 """
 
 from __future__ import annotations

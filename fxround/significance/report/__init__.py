@@ -28,7 +28,7 @@ from fxround.views.graph_views import to_networkx
 from fxround.views.table import Table, Value
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
-# of sound elements there (tests/test_analysis_figures.py).
+# of sound elements there (tests/significance/test_figures.py).
 OUTSIDE: Final = 0.05
 # Of fewer elements than this, one or two outside by chance are a larger share, so that half of them must be outside.
 FEW: Final = 100

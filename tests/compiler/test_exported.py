@@ -1,0 +1,92 @@
+"""Exported files: whole or not at all, refused where they are truncated, changed or of another version."""
+
+from __future__ import annotations
+
+import errno
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.compiler.exported import VERSION
+from fxround.errors import FxroundError
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> fxround.RoundedModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return fxround.compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh()).eval(), "stochastic", seed=7)
+
+
+@pytest.fixture(scope="module")
+def exported(compiled: fxround.RoundedModule, x: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled.export(tmp_path_factory.mktemp("export") / "model.pt2", x[:1])
+
+
+def test_a_truncated_or_changed_file_is_refused(exported: Path, tmp_path: Path) -> None:
+    content, copied = exported.read_bytes(), tmp_path / "copy.pt2"
+    at = content.index(b"nearest") if b"nearest" in content else len(content) // 2
+    middle = len(content) // 2
+    for wrong in (content[:-40], content[:middle], b"", content[:at] + b"N" + content[at + 1 :]):
+        copied.write_bytes(wrong)
+        with pytest.raises(ValueError, match="is truncated"):
+            fxround.load(copied)
+
+
+def test_a_file_with_another_number_or_version_is_refused(exported: Path, tmp_path: Path, x: Tensor) -> None:
+    copied = tmp_path / "copy.pt2"
+
+    def rewritten(name: str, old: bytes, new: bytes) -> None:
+        with zipfile.ZipFile(exported) as source, zipfile.ZipFile(copied, "w") as target:
+            for member in source.namelist():
+                content = source.read(member)
+                assert not member.endswith(name) or old in content
+                target.writestr(member, content.replace(old, new) if member.endswith(name) else content)
+
+    rewritten("model.json", b"binary32", b"bfloat16")
+    with pytest.raises(ValueError, match="was changed after it was exported"):
+        fxround.load(copied)
+    rewritten("extra/fxround.json", VERSION.encode(), b"0.0.1")
+    with pytest.raises(FxroundError, match=r"exported by fxround '0\.0\.1'"):
+        fxround.load(copied)
+    assert torch.equal(fxround.load(copied, any_version=True)(x), fxround.load(exported)(x))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["version"] == VERSION
+
+
+def test_an_export_that_fails_keeps_the_file(
+    compiled: fxround.RoundedModule, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is an error, and the file that was there stays; without example inputs it is the smaller."""
+    path = compiled.export(tmp_path / "model.pt2", x[:1])
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        compiled.export(path, x[:1])
+    monkeypatch.undo()
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+    compiled.export(path, x[:1], keep_inputs=False)
+    assert torch.export.load(path).example_inputs is None and torch.equal(fxround.load(path)(x), compiled(x))
+
+
+@pytest.mark.parametrize("state", [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.tensor([-1, 0]), [1], "x"])
+def test_a_random_state_of_another_kind_is_refused(compiled: fxround.RoundedModule, state: Any) -> None:
+    saved = compiled.state_dict()
+    saved["fxround_rng"] = state
+    with pytest.raises(ValueError, match="fxround_rng"):
+        compiled.load_state_dict(saved)

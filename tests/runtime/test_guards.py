@@ -1,0 +1,26 @@
+"""Kernels between pages that may not be touched, and operators called with corrupted arguments, in child processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import guards
+
+
+def test_no_kernel_leaves_its_operands() -> None:
+    """Every kind of kernel, odd sizes, any strides, each instruction set; more: tests/support/guarded_kernels.py."""
+    assert guards.survive("guarded_kernels.py", [], 48) == []
+
+
+def test_an_operator_refuses_corrupted_arguments_or_agrees_with_its_fake() -> None:
+    """More: tests/support/operator_fuzz.py --cases 100000."""
+    assert guards.survive("operator_fuzz.py", [], 600) == []
+
+
+def test_one_element_too_far_ends_the_process() -> None:
+    command = [sys.executable, str(Path(guards.__file__).parent / "guarded_kernels.py"), "--too-far"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert child.returncode < 0, child.stderr
+    assert child.stdout.startswith("CASE 0")

@@ -1,0 +1,275 @@
+"""Compiled kernels against the NumPy reference, encoding for encoding: modes, layouts, tails, threads, widths."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, layouts, same, stored, values
+from torch import Tensor
+
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Word
+from fxround.kernels.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.operators import OPERATORS
+from fxround.numerics.orders import Order
+from fxround.runtime import reference
+from fxround.runtime.cpu import pointwise, threads
+from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.contraction import run_product
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.pointwise import STORAGES, run_map
+from fxround.runtime.cpu.reduction import run_reduce, run_scan
+
+
+def in_turn(cases: Sequence[str]) -> list[tuple[str, str]]:
+    """Every case on the host's own set, and on one of the named sets, which take turns."""
+    named = instruction_sets()[1:]
+    return [(case, isa) for i, case in enumerate(cases) for isa in ("host", named[i % len(named)])]
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of the host."""
+    with instruction_set(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("mode, isa", in_turn([*MODES, "stochastic:3"]))
+def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -> None:
+    for fmt in ("binary32", "bfloat16", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush"):
+        program = Program.parse(f"t0 = identity(x0) @ {fmt}/{mode}")
+        x = values((5, 77), 1, special=True)
+        with instruction_set(isa):
+            got = run_map(program, [x], torch.float32, DRAW)
+        same(got, reference.map_(map_kernel(program, ("f32",), "f32"), [stored(x)], KEY))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_equals_the_reference(name: str) -> None:
+    arity = OPERATORS[name].arity
+    operands = [values((131,), i, special=True) for i in range(arity)]
+    for mode in ("nearest_even", "toward_negative", "stochastic", "up_down"):
+        arguments = ", ".join(f"x{i}" for i in range(arity))
+        program = Program.parse(f"t0 = {name}({arguments}) @ binary32/{mode}")
+        kernel = map_kernel(program, ("f32",) * arity, "f32")
+        same(
+            run_map(program, operands, torch.float32, DRAW), reference.map_(kernel, [stored(x) for x in operands], KEY)
+        )
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
+    fmt = {torch.float32: "binary32", torch.float64: "binary64"}.get(
+        dtype, "bfloat16" if dtype == torch.bfloat16 else "binary16"
+    )
+    mode = "nearest_even" if dtype == torch.float64 else "stochastic"
+    program = Program.parse(f"t0 = add(x0, x1) @ {fmt}/{mode}")
+    shape = (3, 70, 67)
+    results = [run_map(program, [x, values((67,), 5, dtype)], dtype, DRAW) for x in layouts(shape, 2, dtype)]
+    kernel = map_kernel(program, (STORAGES[dtype],) * 2, STORAGES[dtype])
+    want = reference.map_(kernel, [stored(values(shape, 2, dtype)), stored(values((67,), 5, dtype))], KEY)
+    for got in results:
+        assert got.is_contiguous()
+        same(got, want)
+
+
+SIZES = st.sampled_from([1, 2, 3, 7, 16, 49, 63, 64, 65, 130])
+
+
+@st.composite
+def operands(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
+    """Values that broadcast to the shape: dimensions in any order in memory, stepped over, or of size 1."""
+    order = draw(st.permutations(range(len(shape))))
+    kept = [1 if draw(st.booleans()) else shape[d] for d in order]
+    steps = [draw(st.sampled_from([1, 1, 2])) for _ in kept]
+    x = values(tuple(n * s for n, s in zip(kept, steps, strict=True)), draw(st.integers(0, 9)))
+    return x[tuple(slice(None, None, s) for s in steps)].permute(*(order.index(d) for d in range(len(shape))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_map_walks_any_strides(data: st.DataObject) -> None:
+    """To nearest even in its own format an addition is PyTorch's."""
+    shape = tuple(data.draw(st.lists(SIZES, min_size=1, max_size=4).filter(lambda s: math.prod(s) < 50_000)))
+    x, y = (torch.broadcast_to(data.draw(operands(shape)), shape) for _ in range(2))
+    with mock.patch.object(pointwise, "_ENOUGH", 64):  # every thread begins somewhere in the middle
+        got = run_map(Program.parse("t0 = add(x0, x1) @ binary32"), [x, y], torch.float32, DRAW)
+    assert torch.equal(got, x + y)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (63,), (64,), (65,), (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)])
+def test_map_takes_any_shape(shape: tuple[int, ...]) -> None:
+    program = Program.parse("t0 = mul(x0, x1) @ binary32/stochastic")
+    x, y = values(shape, 1), values((), 2)
+    kernel = map_kernel(program, ("f32", "f32"), "f32")
+    same(
+        run_map(program, [x, y], torch.float32, DRAW),
+        reference.map_(kernel, [stored(x), stored(y)], KEY).reshape(shape),
+    )
+
+
+def test_a_program_of_several_statements_draws_for_each() -> None:
+    text = "t0 = mul(x0, 0x1.8p+1) @ binary32/stochastic; t1 = add(t0, x1) @ binary16/stochastic; t2 = neg(t1) @ exact"
+    program = Program.parse(text)
+    assert str(Program.parse(str(program))) == str(program)
+    x, y = values((200,), 1), values((200,), 2)
+    kernel = map_kernel(program, ("f32", "f32"), "f32")
+    assert kernel.draws == (Word(0, 0), Word(0, 1))
+    same(run_map(program, [x, y], torch.float32, DRAW), reference.map_(kernel, [stored(x), stored(y)], KEY))
+
+
+@pytest.mark.parametrize("accumulate, isa", in_turn(ACCUMULATORS))
+def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
+    for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):
+        a = values((batch, rows, length), 1, special=length == 23)
+        b = values((batch, length, columns), 2, special=length == 23)
+        kernel = contract_kernel(Accumulation.parse(accumulate), BINARY32, ("f32", "f32"), "f32")
+        with instruction_set(isa):
+            got = run_product(kernel, a, b, 0, DRAW)
+        same(got, reference.contract(kernel, stored(a), stored(b), KEY))
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    storage = STORAGES[dtype]
+    own = {"f32": "binary32", "f64": "binary64", "f16": "binary16", "bf16": "bfloat16"}[storage]
+    kernel = contract_kernel(Rounding.parse("bfloat16/stochastic"), Rounding.parse(own), (storage, storage), storage)
+    a, b = values((2, 5, 11), 1, dtype), values((2, 11, 21), 2, dtype)
+    want = reference.contract(kernel, stored(a), stored(b), KEY)
+    for left in layouts((2, 5, 11), 1, dtype):
+        for right in layouts((2, 11, 21), 2, dtype):
+            same(run_product(kernel, left, right, 0, DRAW), want)
+
+
+# The default order with every accumulator, the others in turn.
+ORDERED = [
+    (accumulate, order)
+    for i, accumulate in enumerate(ACCUMULATORS)
+    for order in ("lanes:16", ("sequential", "lanes:2", "lanes:64")[i % 3])
+]
+
+
+@pytest.mark.parametrize("accumulate, order", ORDERED)
+def test_reduce_equals_the_reference_along_and_across(accumulate: str, order: str) -> None:
+    kernel = sum_kernel(Order.parse(order), Accumulation.parse(accumulate).step, BINARY32, "f32", "f32")
+    for length in (0, 1, 5, 17, 100):
+        x = values((6, length), 3, special=length == 17)
+        want = reference.reduce(kernel, stored(x), KEY)
+        same(run_reduce(kernel, x[:, :, None], DRAW)[:, 0], want)
+        same(run_reduce(kernel, x.t()[None], DRAW)[0], want)
+
+
+def test_reduce_is_the_same_in_every_width(isa: str) -> None:
+    for accumulate in ("binary32", "binary32/stochastic", "binary16/up_down"):
+        kernel = sum_kernel(Order.parse("lanes:16"), Rounding.parse(accumulate), BINARY32, "f32", "f32")
+        x = values((37, 70), 3)
+        want = reference.reduce(kernel, stored(x), KEY)
+        same(run_reduce(kernel, x[:, :, None], DRAW)[:, 0], want)
+        same(run_reduce(kernel, x.t()[None], DRAW)[0], want)
+
+
+@pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down", "binary64"])
+def test_scan_equals_the_reference(accumulate: str, isa: str) -> None:
+    kernel = cumsum_kernel(Rounding.parse(accumulate), BINARY32, "f32", "f32")
+    x = values((21, 13), 3)
+    want = reference.scan(kernel, stored(x), KEY)
+    same(run_scan(kernel, x[:, :, None], DRAW)[:, :, 0], want)
+    same(run_scan(kernel, x.t()[None], DRAW)[0].t(), want)
+
+
+def test_threads_change_no_bit() -> None:
+    x, y = values((300, 1000), 1), values((300, 1000), 2)
+    program = Program.parse("t0 = add(x0, x1) @ binary32/stochastic")
+    product = contract_kernel(Rounding.parse("binary32/stochastic"), BINARY32, ("f32", "f32"), "f32")
+    total = sum_kernel(Order.parse("lanes:16"), Rounding.parse("binary32/stochastic"), BINARY32, "f32", "f32")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                (
+                    run_map(program, [x, y], torch.float32, DRAW),
+                    run_product(product, x[None], y.t()[None], 1, DRAW),
+                    run_reduce(total, x[:, :, None], DRAW),
+                    run_reduce(total, x[None], DRAW),
+                )
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_nearest_even_contraction_is_fmaf_in_order() -> None:
+    """acc = +0; acc = fmaf(a_k, b_k, acc): the hardware's step equals the general one (to odd, then rounded)."""
+    a, b = values((1, 4, 50), 1), values((1, 50, 6), 2)
+    kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
+    general = contract_kernel(Rounding.parse("binary32/nearest_even/saturate"), BINARY32, ("f32", "f32"), "f32")
+    assert kernel.accumulator == "f32" and general.accumulator == "f64"
+    assert torch.equal(run_product(kernel, a, b, 0, DRAW), run_product(general, a, b, 0, DRAW))
+
+
+def test_shapes_are_checked_before_pointers_are_taken() -> None:
+    kernel = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
+    with pytest.raises(ValueError, match="inner sizes or batches differ"):
+        run_product(kernel, values((1, 2, 3), 1), values((1, 4, 2), 1), 0, DRAW)
+    with pytest.raises(TypeError, match=r"got dtype torch\.int64"):
+        run_map(Program.parse("t0 = neg(x0) @ exact"), [torch.zeros(3, dtype=torch.int64)], torch.float32, DRAW)
+    with pytest.raises(ValueError, match="values of binary64 that a binary32 tensor cannot store"):
+        run_map(Program.parse("t0 = identity(x0) @ binary64"), [values((3,), 1)], torch.float32, DRAW)
+    with pytest.raises(ValueError, match="cannot store"):
+        run_map(Program.parse("t0 = identity(x0) @ binary32"), [values((3,), 1)], torch.float16, DRAW)
+
+
+def test_every_named_format_can_be_rounded_to_in_binary64() -> None:
+    x = values((100,), 1, torch.float64, special=True)
+    for fmt in FORMATS:
+        program = Program.parse(f"t0 = identity(x0) @ {fmt}")
+        same(
+            run_map(program, [x], torch.float64, DRAW),
+            reference.map_(map_kernel(program, ("f64",), "f64"), [stored(x)], KEY),
+        )
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_no_piece_runs_on_after_another_has_failed(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    ended = []
+
+    def work(begin: int, end: int) -> None:
+        if begin == 0:
+            raise error
+        time.sleep(0.1)
+        ended.append(begin)
+
+    with pytest.raises(error):
+        threads.split(work, 3, 1)
+    assert sorted(ended) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "t0 = add(x0, x1) @ ieee(11,52)/nearest_even/inf",
+        "t0 = exp(x0) @ binary64/toward_zero",
+        "t0 = add(x0, x1) @ binary64/toward_zero",
+    ],
+)
+def test_what_binary64_cannot_decide_of_float32_operands_is_refused(program: str) -> None:
+    operands = [torch.randn(5) for _ in range(program.count("x"))]
+    with pytest.raises(ValueError, match="on float32 operands cannot be rounded to"):
+        torch.ops.fxround.pointwise(operands, program, torch.float64, torch.tensor([0, 0]), 1)
+
+
+def test_scatter_kernels_are_made_once() -> None:
+    assert scatter_kernel(Rounding.parse("binary32"), "f32") is scatter_kernel(Rounding.parse("binary32"), "f32")

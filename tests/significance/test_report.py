@@ -1,0 +1,258 @@
+"""Reports: one page without a network, plots of the report's numbers, checks, and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround import cli
+from fxround.significance.report import CheckFailed, html, plots
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+X = torch.rand(9, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def report(net: nn.Module) -> fxround.VariabilityReport:
+    return fxround.variability(net, X, samples=6, capture="nodes", isolate="layers")
+
+
+class Page(HTMLParser):
+    """Open tags, and every address that a page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_no_network(report: fxround.VariabilityReport, tmp_path: Path) -> None:
+    text = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert {"table", "svg", "pre"} <= page.tags and not {"link", "img", "iframe"} & page.tags
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not re.search(r"url\((?!#)|@import", text)
+    archive = re.search(r"id='report'>(.*?)</script>", text)
+    assert archive is not None and json.loads(archive[1].replace("<\\/", "</")) == report.to_dict()
+    for figures in report.places:
+        assert f"{figures.bits:.1f} bits" in text or figures.bits is None
+    for fact in ("sha256:", torch.__version__, "&quot;seed&quot;: 0", "rounding = &quot;dtype/stochastic/inf&quot;"):
+        assert fact in text
+
+
+def test_the_graph_is_coloured_by_bits_lost() -> None:
+    borders = [html.shade(lost)[1] for lost in (-1, 0, 4.9, 5, 19, 24, 53)]
+    assert borders == ["#2b8a3e", "#2b8a3e", "#2b8a3e", "#74a312", "#e8590c", "#c92a2a", "#c92a2a"]
+
+
+def test_plots_show_the_reports_numbers(report: fxround.VariabilityReport, tmp_path: Path) -> None:
+    figure = report.plot(tmp_path / "bits.png")
+    assert (tmp_path / "bits.png").read_bytes()[:4] == b"\x89PNG"
+    bits, over_elements, samples = figure.axes
+    lines = {line.get_label(): line.get_ydata() for line in bits.get_lines()}
+    np.testing.assert_array_equal(lines["worst"], [np.nan if f.worst is None else f.worst for f in report.places])
+    np.testing.assert_array_equal(lines["= binary64"], [f.agreement["binary64"].bits for f in report.places])
+    assert [bar.get_height() for bar in over_elements.patches] == list(report["output"].histogram)
+    assert [t.get_text() for t in samples.get_yticklabels()] == ["label_flips", "max_ulp", "sqnr"]
+
+
+def test_the_same_report_is_the_same_picture(report: fxround.VariabilityReport) -> None:
+    text = plots.svg(report)
+    assert text == plots.svg(report)
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_one_site_alone_loses_less_than_all_together(report: fxround.VariabilityReport) -> None:
+    assert [f.place.name for f in report.isolated] == ["first", "(root)", "second"]
+    for alone in report.isolated:
+        assert alone.norm is not None and alone.norm > report["output"].norm - 0.5
+    assert "perturbed alone" in str(report)
+
+
+def test_operators_alone(net: nn.Module) -> None:
+    found = fxround.variability(net, X, samples=5, isolate="operators", reference=None)
+    assert [f.place.name for f in found.isolated] == ["aten.mm.default", "aten.add.Tensor", "aten.tanh.default"]
+
+
+def test_checks_say_everything_that_fails(report: fxround.VariabilityReport) -> None:
+    assert report.check() is report.check(min_bits=1, max_flips=0) is report
+    with pytest.raises(CheckFailed) as failed:
+        report.check(min_bits=23.9, min_worst=23.9)
+    assert re.fullmatch(
+        r"output: [\d.]+ bits, expected at least 23.9; "
+        r"output: [\d.]+ bits in the worst element, expected at least 23.9",
+        str(failed.value),
+    )
+    with pytest.raises(KeyError, match="no figures of 'third'; there are output, mm"):
+        report["third"]
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach() * 1.0).log()
+
+
+def test_the_first_nan_is_named() -> None:
+    found = fxround.variability(Breaking(), X, samples=5, capture="nodes", reference=None)
+    assert found["output"].nonfinite == 54
+    assert any(line.startswith("First NaN or infinity: log (aten.log.default, test_report") for line in found.findings)
+    with pytest.raises(CheckFailed, match="54 elements are not finite, first in sample 0"):
+        found.check()
+    assert found.check(allow_nonfinite=True) is found
+
+
+# ---- the command line ----
+
+MODEL = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.rand(6, 4)
+
+def bare():
+    return build()[0]
+
+def loader():
+    return DataLoader(TensorDataset(torch.rand(6, 4), torch.zeros(6)), batch_size=4)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    path = tmp_path / f"study_{abs(hash(request.node.name))}.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(("variability", *arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_command_prints_and_writes(capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path) -> None:
+    page, data = tmp_path / "out.html", tmp_path / "out.json"
+    arguments = (
+        "--samples",
+        "5",
+        "--reference",
+        "none",
+        "--html",
+        str(page),
+        "--json",
+        str(data),
+        "--metric",
+        "sqnr",
+        "--min-bits",
+        "10",
+    )
+    status, text, error = run(capsys, f"{file}:build", *arguments)
+    assert (status, error) == (0, "")
+    assert "5 samples of 6 inputs" in text and "sqnr" in text
+    assert [f["place"]["name"] for f in json.loads(data.read_text())["figures"]] == ["output", "0", "1"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_exit_status_is_a_verdict(
+    capsys: pytest.CaptureFixture[str], file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, text, error = run(
+        capsys, f"{file}:build", "--samples", "5", "--reference", "none", "--json", "-", "--min-worst", "23.5"
+    )
+    assert status == 1 and "expected at least 23.5" in error
+    assert json.loads(text)["samples"] == [5]
+    stop = iter([False, False, *[True] * 99])
+    monkeypatch.setattr("fxround.significance.variability.interruptible", lambda: _always(lambda: next(stop)))
+    status, text, error = run(capsys, f"{file}:build", "--samples", "50", "--reference", "none")
+    assert status == 130 and "INTERRUPTED" in text and "interrupted" in error
+
+
+class _always:  # noqa: N801 (a context manager, as the function that it stands for)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __enter__(self) -> Any:
+        return self.value
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [".npy", ".npz", ".pt", "loader", "shape"])
+def test_inputs_come_from_files_and_functions(
+    capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path, kind: str
+) -> None:
+    path, x = tmp_path / f"inputs{kind}", torch.rand(6, 4)
+    if kind == ".npy":
+        np.save(path, x.numpy())
+    elif kind == ".npz":
+        np.savez(path, input=x.numpy())
+    elif kind == ".pt":
+        torch.save(x, path)
+    given = {"loader": ("--inputs", f"{file}:loader"), "shape": ("--shape", "6,4")}.get(kind, ("--inputs", str(path)))
+    status, text, _ = run(
+        capsys, f"{file}:bare", *given, "--samples", "5", "--capture", "outputs", "--reference", "none"
+    )
+    assert status == 0 and "of 6 inputs" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("{file}:bare",), "give --inputs or --shape"),
+        (("{file}:build", "--inputs", "nosuch.npy"), "nosuch.npy"),
+        (("{file}:build", "--metric", "bleu"), "no metric is named 'bleu'"),
+        (("{file}:build", "--samples", "1"), "needs at least 2"),
+        (("{file}:build", "--max-flips", "0", "--metric", "sqnr", "--samples", "5"), "Ask for it with metrics="),
+    ],
+)
+def test_mistakes_end_with_status_2(
+    capsys: pytest.CaptureFixture[str], file: str, arguments: tuple[str, ...], message: str
+) -> None:
+    status, _, error = run(capsys, *(a.format(file=file) for a in arguments))
+    assert status == 2 and message in error and error.startswith("fxround: ")

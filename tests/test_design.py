@@ -1,0 +1,152 @@
+"""The code is as docs/design.md says: who imports whom, which files and folders there are, and where the tests are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fxround"
+
+# The longest prefix decides. passes and runtime share a rank and never import each other.
+RANKS = {
+    "errors": 0,
+    "locks": 0,
+    "arithmetic": 0,
+    "keys": 0,
+    "numerics.formats": 0,
+    "numerics.modes": 0,
+    "numerics.scalar": 0,
+    "numerics.orders": 0,
+    "numerics.lazy": 0,
+    "numerics": 1,
+    "policy": 2,
+    "kernels": 2,
+    "graph": 2,
+    "operators": 2,
+    "capture": 2,
+    "fingerprint": 2,
+    "views.table": 2,
+    "views.svg": 2,
+    "views": 3,
+    "passes": 3,
+    "runtime": 3,
+    "compiler": 4,
+    "significance": 5,
+    "localization": 5,
+    "invariance": 5,
+    "selftests": 5,
+    "training": 5,
+    "demo": 5,
+    "demo_page": 5,
+    "cli": 5,
+    "__init__": 5,
+    "__main__": 5,
+}
+APART = {("passes", "runtime"), ("runtime", "passes")}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted names below ``fxround``; a package's __init__ goes by the package's name."""
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sorted(ROOT.rglob("*.py"))}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of fxround that a file imports at any level, ``from package import module`` included."""
+    return {found for name in imported(path) if (found := resolve(name)) is not None}
+
+
+def imported(path: Path) -> set[str]:
+    """Every imported name, dotted: modules, and what is taken from them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def resolve(name: str) -> str | None:
+    """The module of fxround that an imported name lies in: ``fxround.graph.site.Site`` -> ``graph``."""
+    parts = name.split(".")
+    if parts[0] != "fxround":
+        return None
+    prefixes = (".".join(parts[1:n]) for n in range(len(parts), 1, -1))
+    return next((p for p in prefixes if p in modules()), "__init__")
+
+
+def rank(name: str) -> int:
+    """The rank of the longest prefix; KeyError for a module that has none."""
+    parts = name.split(".")
+    return RANKS[next(p for p in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if p in RANKS)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_module_imports_only_from_lower_or_equal_ranks(name: str) -> None:
+    for used in imports(modules()[name]):
+        assert rank(used) <= rank(name), f"{name} (rank {rank(name)}) imports {used} (rank {rank(used)})"
+        assert (name.split(".")[0], used.split(".")[0]) not in APART, f"{name} imports {used}"
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    graph = nx.DiGraph((name, used) for name, path in modules().items() for used in imports(path))
+    # Type annotations may look across within a rank; they import nothing when the program runs.
+    graph.remove_edges_from([("graph", "policy")])
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_numerics_imports_neither_torch_nor_the_rest() -> None:
+    for name, path in modules().items():
+        if name.startswith("numerics"):
+            assert not [n for n in imported(path) if n.partition(".")[0] == "torch"], name
+            assert all(used.startswith("numerics") or used == "errors" for used in imports(path)), name
+
+
+def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
+    private = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._subclasses", "torch._decomp", "_pytree.Py")
+    for name, path in modules().items():
+        if name not in ("capture", "capture.torch_private", "capture.dynamo", "graph.values", "graph.site"):
+            assert not [p for p in private if p in path.read_text()], f"{name} uses a private interface of torch"
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_a_folder_of_tests_is_a_folder_of_the_package() -> None:
+    """Tests of one folder are in its mirror, those of the whole in tests/ itself, what they share in tests/support/."""
+    tests = ROOT.parent / "tests"
+    folders = {p.parent.relative_to(tests).as_posix() for p in tests.rglob("*.py")}
+    assert folders - {".", "support"} <= {p.name for p in ROOT.iterdir() if p.is_dir()}
+    assert [p for p in tests.rglob("*.py") if (p.parent.name == "support") == p.name.startswith("test_")] == [
+        tests / "conftest.py"
+    ]
+
+
+def test_importing_imports_no_optional_package() -> None:
+    """Reports, workers and progress import theirs when they are asked for: importing fxround stays quick."""
+    optional = {"scipy", "matplotlib", "pandas", "rich", "joblib", "cloudpickle", "significantdigits", "sklearn"}
+    for name, path in modules().items():
+        top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        used = {a.name for n in top for a in n.names if isinstance(n, ast.Import)}
+        used |= {n.module or "" for n in top if isinstance(n, ast.ImportFrom)}
+        assert not {u.partition(".")[0] for u in used} & optional, name
+
+
+def test_the_design_names_files_and_folders_that_exist() -> None:
+    """The rooms of docs/design.md, and the files that its table and its text point to."""
+    text = (ROOT.parent / "docs" / "design.md").read_text()
+    rooms = re.findall(r"^    ([a-z]+)/ ", text, re.M)
+    assert len(rooms) >= 14 and {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(rooms)
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text)
+    missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT.parent))]
+    assert len(named) > 20 and missing == []
