@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.pictures import FOLDER, PICTURES
 from fxround import cli
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
@@ -51,6 +52,11 @@ COMMANDS = [
 def test_commands_run(document: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command)[1:]) == 0
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_the_command_draws(name: str) -> None:
+    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

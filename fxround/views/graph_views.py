@@ -21,7 +21,7 @@ from torch import fx
 
 from fxround.graph.site import PORT, Port, Site, located, operator_name, site
 from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
-from fxround.views.svg import Legend, svg
+from fxround.views.svg import Legend, svg, write_svg
 
 STATUS_COLOURS: Final = {
     "rounded": ("#e6f5ee", "#2b8a63"),
@@ -129,11 +129,7 @@ def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
 
     Data movement is drawn as plain edges, parameters not at all. Raises ValueError unless the path ends in .svg.
     """
-    target = Path(path)
-    if target.suffix != ".svg":
-        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {str(path)!r}")
-    target.write_text(drawing(gm, title=title), encoding="utf-8")
-    return target
+    return write_svg(path, drawing(gm, title=title))
 
 
 def drawing(gm: fx.GraphModule, *, title: str = "") -> str:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ GAP: Final = 26
 DUMMY: Final = 14
 PITCH: Final = HEIGHT + 30
 MARGIN: Final = 28
+COLUMN: Final = 236
 SWEEPS: Final = 12
 
 _STYLE: Final = (
@@ -43,10 +45,11 @@ class _Dummy:
 
 @dataclass(frozen=True)
 class Legend:
-    """A heading, and labelled colours: (label, fill, stroke)."""
+    """A heading, and labelled colours, (label, fill, stroke), in a number of columns."""
 
     title: str
     entries: tuple[tuple[str, str, str], ...] = ()
+    columns: int = 3
 
 
 def svg(graph: nx.DiGraph, legend: Legend) -> str:
@@ -64,7 +67,7 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
     left = min(x.values(), default=0.0) - WIDTH / 2
     header = 64 + 22 * _legend_rows(legend)
     place = {node: (x[node] - left + MARGIN, row[node] * PITCH + header) for node in x}
-    width = max([760.0, *(px + WIDTH / 2 + MARGIN for px, _ in place.values())])
+    width = max([COLUMN * legend.columns + 52.0, *(px + WIDTH / 2 + MARGIN for px, _ in place.values())])
     height = header + len(layers) * PITCH
     edges = "".join(_edge(place[a], place[b], isinstance(b, _Dummy)) for a, b in hops.edges)
     boxes = "".join(_box(place[node], graph.nodes[node]) for node in graph.nodes)
@@ -73,6 +76,15 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
         f'viewBox="0 0 {width:.0f} {height}"><style>{_STYLE}</style>'
         f'<rect width="100%" height="100%" fill="#ffffff"/>{_legend(legend)}{edges}{boxes}</svg>\n'
     )
+
+
+def write_svg(path: str | Path, text: str) -> Path:
+    """Write a drawing; returns the path. Raises ValueError unless the path ends in .svg."""
+    target = Path(path)
+    if target.suffix != ".svg":
+        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {str(path)!r}")
+    target.write_text(text, encoding="utf-8")
+    return target
 
 
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:
@@ -177,7 +189,7 @@ def _box(at: tuple[float, float], style: Mapping[str, Any]) -> str:
 
 
 def _text(line: str, x: float, y: float, *, heading: bool) -> str:
-    kind, length = ("a", 21) if heading else ("b", 27)
+    kind, length = ("a", 19) if heading else ("b", 27)
     return f'<text class="{kind}" x="{x:.1f}" y="{y}">{escape(_cut(line, length))}</text>'
 
 
@@ -187,13 +199,13 @@ def _cut(text: str, length: int) -> str:
 
 
 def _legend_rows(legend: Legend) -> int:
-    return -(-len(legend.entries) // 3)
+    return -(-len(legend.entries) // legend.columns)
 
 
 def _legend(legend: Legend) -> str:
     marks = []
     for i, (label, fill, stroke) in enumerate(legend.entries):
-        x, y = MARGIN + 236 * (i % 3), 46 + 22 * (i // 3)
+        x, y = MARGIN + COLUMN * (i % legend.columns), 46 + 22 * (i // legend.columns)
         marks.append(
             f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>'
             f'<text class="l" x="{x + 21}" y="{y + 11}">{escape(label)}</text>'

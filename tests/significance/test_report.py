@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import cli
-from fxround.significance.report import CheckFailed, html, plots
+from fxround.significance.report import CheckFailed, drawing, plots
 
 
 class Net(nn.Module):
@@ -84,8 +85,24 @@ def test_the_page_is_whole_and_needs_no_network(report: fxround.VariabilityRepor
 
 
 def test_the_graph_is_coloured_by_bits_lost() -> None:
-    borders = [html.shade(lost)[1] for lost in (-1, 0, 4.9, 5, 19, 24, 53)]
+    borders = [drawing.shade(lost)[1] for lost in (-1, 0, 4.9, 5, 19, 24, 53)]
     assert borders == ["#2b8a3e", "#2b8a3e", "#2b8a3e", "#74a312", "#e8590c", "#c92a2a", "#c92a2a"]
+
+
+def test_a_drawing_says_the_bits_of_every_operation(report: fxround.VariabilityReport, tmp_path: Path) -> None:
+    path = report.draw(tmp_path / "graph.svg", step=2)
+    texts = [e.text for e in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert {f"{f.bits:.1f} bits" for f in report.places if f.bits is not None} < set(texts)
+    assert {"0 to 2 bits lost", "more than 8 lost"} < set(texts)
+
+
+def test_a_report_without_a_graph_and_other_files_are_refused(report: fxround.VariabilityReport) -> None:
+    with pytest.raises(ValueError, match="no graph"):
+        replace(report, graph=None).draw("graph.svg")
+    with pytest.raises(ValueError, match=r"ends in \.svg"):
+        report.draw("graph.png")
+    with pytest.raises(ValueError, match="step is 0"):
+        report.draw("graph.svg", step=0)
 
 
 def test_plots_show_the_reports_numbers(report: fxround.VariabilityReport, tmp_path: Path) -> None:

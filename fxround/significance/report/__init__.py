@@ -25,6 +25,7 @@ from fxround.significance.places import OUTPUT
 from fxround.significance.recorder import Measured
 from fxround.significance.study import UNPERTURBED, Study
 from fxround.views.graph_views import to_networkx
+from fxround.views.svg import write_svg
 from fxround.views.table import Table, Value
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
@@ -258,6 +259,14 @@ class VariabilityReport:
         path: also write the figure there. Raises ImportError without matplotlib.
         """
         return import_module("fxround.significance.report.plots").plot(self, path)
+
+    def draw(self, path: str | Path, *, step: int = 5) -> Path:
+        """Write an SVG of the graph, every operation in the colour of the bits that it has lost; returns the path.
+
+        step: the bits that one of the five colours stands for. With ``capture="nodes"`` every operation has a figure
+        of its own, with ``"layers"`` that of its layer. Raises ValueError unless the path ends in .svg.
+        """
+        return write_svg(path, import_module("fxround.significance.report.drawing").drawing(self, step=step))
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return one self-contained HTML page; ``path``: also write it there."""

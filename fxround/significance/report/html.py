@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import json
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fxround.significance.figures import Figures
 from fxround.significance.report import plots
+from fxround.significance.report.drawing import drawing
 from fxround.views.graph_views import drawn
-from fxround.views.svg import Legend, svg
 from fxround.views.table import Table, Value
 
 if TYPE_CHECKING:
     from fxround.significance.report import VariabilityReport
 
-# Bits lost, from none to all: fill and border.
-_SHADES: Final = (
-    ("#e6f4ea", "#2b8a3e"),
-    ("#f1f8d9", "#74a312"),
-    ("#fff3bf", "#e6a700"),
-    ("#ffe0b8", "#e8590c"),
-    ("#ffd0cc", "#c92a2a"),
-)
-_SILENT: Final = ("#f1f3f5", "#adb5bd")
-_STEP: Final = 5
 DRAWN: Final = 400
 
 _CSS: Final = """
@@ -146,60 +136,12 @@ def _cell(value: Value) -> str:
 
 
 def _graph(report: VariabilityReport) -> str:
-    """Draw the operations, each in the colour of its bits; operations of a layer have the layer's colour."""
     if report.graph is None:
         return "<p>No graph was captured.</p>"
     graph = drawn(report.graph)
     if len(graph) > DRAWN:
         return f"<p>The graph has {len(graph)} operations, more than a page can show; see the table above.</p>"
-    by_node = {f.place.node: f for f in report.places if f.place.kind == "node"}
-    by_path = {f.place.path: f for f in report.places if f.place.kind == "layer"}
-    results = report.outputs[:1]
-    for name, data in graph.nodes(data=True):
-        found = by_node.get(name) or (by_path.get(data["path"]) if data["op"] == "call_function" else None)
-        if data["op"] == "output" and results:
-            found = results[0]
-        data.update(_box(data, found))
-    return f"<div class='scroll graph'>{svg(graph, _legend(report))}</div>"
-
-
-def _box(data: dict[str, Any], f: Figures | None) -> dict[str, Any]:
-    fill, stroke = _SILENT if f is None or f.bits is None else shade(f.precision - f.bits)
-    head = {"placeholder": data["name"], "output": "result"}.get(data["op"]) or _short(data["operator"])
-    said = "" if f is None else "no evidence" if f.bits is None else f"{f.bits:.1f} bits"
-    facts = [f"{key}: {data[key]}" for key in ("operator", "path", "source", "code", "type", "rounding") if data[key]]
-    whole = f"{f.place.name}: " if f is not None and f.place.kind == "layer" else ""
-    lines = [head, f"{whole}{said}" if said else data["path"] or data["type"]]
-    return {
-        "lines": lines,
-        "title": "\n".join(
-            [*facts, *([f"worst element: {f.worst:.1f} bits"] if f is not None and f.worst is not None else [])]
-        ),
-        "input": data["op"] == "placeholder",
-        "fill": fill,
-        "stroke": stroke,
-        "stripe": "",
-    }
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten.").removesuffix(".default")
-
-
-def shade(lost: float) -> tuple[str, str]:
-    """Return fill and border for a number of bits lost."""
-    return _SHADES[min(max(int(lost // _STEP), 0), len(_SHADES) - 1)]
-
-
-def _legend(report: VariabilityReport) -> Legend:
-    entries = [
-        (
-            f"{i * _STEP} to {(i + 1) * _STEP} bits lost" if i + 1 < len(_SHADES) else f"more than {i * _STEP} lost",
-            *colours,
-        )
-        for i, colours in enumerate(_SHADES)
-    ]
-    return Legend("Bits lost, mean over elements", (*entries, ("not looked at, or no evidence", *_SILENT)))
+    return f"<div class='scroll graph'>{drawing(report)}</div>"
 
 
 def _repeat(report: VariabilityReport) -> str:
