@@ -49,12 +49,12 @@ def roundings() -> str:
     model, x = Classifier().eval(), fractions((16, 64), step=29, of=97, over=6)
     report = fxround.variability(model, x, samples=10, capture="nodes", metrics=(), reference=None)
     after = drawing(report, step=2, title="fxround: every rounding, and the bits that survive", columns=2)
-    return beside(_kernels(model, x), _unnamed(after))
+    return beside(_kernels(model, x), plain(after))
 
 
-def _unnamed(text: str) -> str:
-    """Return a drawing that calls a symbolic size n: PyTorch chooses its name."""
-    return re.sub(r"\[s\d+", "[n", text)
+def plain(text: str) -> str:
+    """Return a drawing without tooltips, which name lines of this file, and with n for PyTorch's name of a size."""
+    return re.sub(r"\[s\d+", "[n", re.sub(r"<title>.*?</title>", "", text, flags=re.DOTALL))
 
 
 def _kernels(model: nn.Module, x: Tensor) -> str:
