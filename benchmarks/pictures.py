@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
+from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import networkx as nx
@@ -16,11 +20,69 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround import demo
+from fxround.numerics.exact import round_exact
+from fxround.numerics.modes import MODES, Rounding
+from fxround.passes import PIPELINE
+from fxround.significance.report import plots
 from fxround.significance.report.drawing import drawing
-from fxround.views.graph_views import STATUS_COLOURS
+from fxround.views.graph_views import STATUS_COLOURS, drawn, to_networkx
 from fxround.views.svg import Legend, svg
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+
+# The number line: a format, its values that are shown, and the colours of the two directions.
+FP4 = "e2m1fn"
+LEFT, RIGHT = Fraction(-3), Fraction(3)
+VALUES = [Fraction(v) for v in (-3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3)]
+DOWN, UP = "#3b6fb6", "#f0a050"
+WIDTH, PITCH, STEPS = 760, 24, 32
+
+# Labels, fills and borders.
+BLAME = {
+    "blame": ("to blame", "#ffd0cc", "#c92a2a"),
+    "amplifies": ("amplifies their errors", "#fff3bf", "#e6a700"),
+    "passes": ("passes with the rest", "#e6f4ea", "#2b8a3e"),
+    "silent": ("", "#f1f3f5", "#adb5bd"),
+}
+KINDS = {
+    "code": ("a folder of fxround", "#e6f5ee", "#2b8a63"),
+    "data": ("what it makes", "#e7effb", "#3b6fb6"),
+    "user": ("what you pass or get", "#fdebd3", "#d9822b"),
+}
+ROOMS = {
+    "model": ("user", "model", "and its arguments"),
+    "policy": ("user", "policy", "a rounding for each value"),
+    "capture": ("code", "capture", "Dynamo and AOTAutograd"),
+    "operators": ("code", "operators", "formulas of composites"),
+    "aten": ("data", "captured graph", "one graph of ATen operators"),
+    "passes": ("code", "passes", f"{len(PIPELINE)} passes, each verified"),
+    "lowered": ("data", "lowered graph", "every rounding is a text"),
+    "views": ("code", "views", "summary, coverage, drawing"),
+    "optimizations": ("code", "optimizations", "choose, hoist, fuse"),
+    "fused": ("data", "fused graph", "what export writes"),
+    "schedule": ("code", "runtime.schedule", "rows, epilogues, memory"),
+    "numerics": ("code", "numerics", "what rounding means"),
+    "kernels": ("code", "kernels", "a kernel as data"),
+    "cpu": ("code", "runtime.cpu", "LLVM code on threads"),
+    "bits": ("user", "result", "the same bits everywhere"),
+}
+WAYS = [
+    ("model", "capture"),
+    ("operators", "capture"),
+    ("capture", "aten"),
+    ("aten", "passes"),
+    ("policy", "passes"),
+    ("passes", "lowered"),
+    ("lowered", "views"),
+    ("lowered", "optimizations"),
+    ("optimizations", "fused"),
+    ("fused", "schedule"),
+    ("schedule", "cpu"),
+    ("numerics", "kernels"),
+    ("kernels", "cpu"),
+    ("cpu", "bits"),
+]
 
 
 def fractions(shape: tuple[int, ...], *, step: int, of: int, over: int) -> Tensor:
@@ -85,7 +147,145 @@ def beside(*drawings: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{background}{"".join(parts)}</svg>\n'
 
 
-PICTURES: dict[str, Callable[[], str]] = {"roundings": roundings}
+def modes() -> str:
+    """Return the number line of a format of four bits, and what every mode does to the numbers on it."""
+    top = 96
+    height = top + PITCH * len(MODES) + 34
+    parts = [
+        _words(28, 32, "t", f"{len(MODES)} modes on the number line of {FP4} (four bits)"),
+        *(_words(_x(v), 82, "v", f"{float(v):g}") for v in VALUES),
+    ]
+    for i, (text, colour) in enumerate((("goes down", DOWN), ("by chance", _mixed(Fraction(1, 2))), ("goes up", UP))):
+        parts.append(f'<rect x="{28 + 150 * i}" y="44" width="14" height="14" rx="3" fill="{colour}"/>')
+        parts.append(_words(49 + 150 * i, 55, "l", text))
+    parts.append(_words(478, 55, "l", "triangle: where a tie goes"))
+    for i, name in enumerate(MODES):
+        parts += _row(Rounding.parse(f"{FP4}/{name}"), name, top + PITCH * i)
+    lines = (f'<path d="M{_x(v):.1f} {top - 8}V{height - 34}" stroke="#212529"/>' for v in VALUES)
+    style = (
+        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:#212529}"
+        ".t{font-size:16px;font-weight:600}.l,.m{font-size:12px}.v{font-size:12px;text-anchor:middle}"
+    )
+    note = "up_down goes up or down by one value after rounding to nearest, exact values too."
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(parts)}{"".join(lines)}'
+        f"{_words(28, height - 12, 'l', note)}"
+        "</svg>\n"
+    )
+
+
+def _row(rounding: Rounding, name: str, y: int) -> list[str]:
+    """Return the name of a mode and its colours along the line: equal neighbours are one rectangle."""
+    edges = [LEFT + Fraction(i, 2 * STEPS) for i in range(int((RIGHT - LEFT) * 2 * STEPS) + 1)]
+    chances = [_chance((a + b) / 2, rounding) for a, b in pairwise(edges)]
+    starts = [i for i in range(len(chances)) if i == 0 or chances[i] != chances[i - 1]]
+    parts = [_words(28, y + 13, "m", name)]
+    for first, last in pairwise([*starts, len(chances)]):
+        x, width = _x(edges[first]), _x(edges[last]) - _x(edges[first])
+        box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="18" shape-rendering="crispEdges"'
+        parts.append(f'<rect {box} fill="{_mixed(chances[first])}"/>')
+    for a, b in pairwise(VALUES):
+        middle = (a + b) / 2
+        left, right, tie = (_chance(middle + d, rounding) for d in (-Fraction(1, 64), Fraction(1, 64), 0))
+        if (left, right) == (0, 1) and name != "up_down":
+            tip = 5 if tie else -5
+            x = _x(middle)
+            parts.append(f'<path d="M{x - tip} {y + 4}V{y + 14}L{x + tip} {y + 9}Z" fill="#ffffff"/>')
+    return parts
+
+
+def _chance(x: Fraction, rounding: Rounding) -> Fraction:
+    """Return the share of 32 random words, spread evenly, with which x is rounded up."""
+    words = range(0, 2**32, 2**27)
+    return Fraction(sum(Fraction(round_exact(abs(x), x < 0, rounding, word)) > x for word in words), len(words))
+
+
+def _mixed(chance: Fraction) -> str:
+    """Return the colour between DOWN and UP."""
+    pairs = ((int(DOWN[i : i + 2], 16), int(UP[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * chance):02x}" for a, b in pairs)
+
+
+def _x(value: Fraction) -> float:
+    return 170 + float((value - LEFT) / (RIGHT - LEFT)) * (WIDTH - 200)
+
+
+def _words(x: float, y: float, kind: str, text: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y}">{escape(text)}</text>'
+
+
+class Standardize(nn.Module):
+    """Rows of mean 0 and variance 1, by the textbook formula (docs/localize.md)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [n, m] to the same shape."""
+        mean = x.mean(1, keepdim=True)
+        variance = (x * x).mean(1, keepdim=True) - mean * mean
+        return (x - mean) / torch.sqrt(variance)
+
+
+def localization() -> str:
+    """Return the graph of docs/localize.md with the operations that ``fxround.localize`` finds to blame."""
+    linear = nn.Linear(16, 4)
+    with torch.no_grad():
+        linear.weight.copy_(fractions((4, 16), step=37, of=101, over=211))
+        linear.bias.copy_(fractions((4,), step=3, of=5, over=7))
+    model = nn.Sequential(OrderedDict(standardize=Standardize(), logits=linear)).eval()
+    x = 100 + fractions((8, 16), step=29, of=97, over=97)
+    found = fxround.localize(model, x, ("relative_error", 1e-3))
+    failures = {site.node: len(c.failures) for c in found.sets for site in c.sites}
+    (amplifier,) = {site.amplifier.partition(" at ")[0] for c in found.sets for site in c.sites}
+    cancelled = max(site.cancelled for c in found.sets for site in c.sites)
+    compiled = fxround.compile(model, "stochastic")
+    compiled(x)
+    graph = drawn(to_networkx(compiled.graph))
+    amplifying = next(name for name, data in graph.nodes(data=True) if data["operator"] == amplifier)
+    for name, data in graph.nodes(data=True):
+        shown = {"placeholder": data["name"], "output": "result"}.get(data["op"]) or data["operator"]
+        kind = "silent" if data["op"] != "call_function" else "blame" if name in failures else "passes"
+        said = {
+            "blame": f"fails in {failures.get(name)} of {found.runs} runs",
+            "passes": "passes",
+            "silent": data["type"],
+        }
+        if name == amplifying:
+            kind, said["amplifies"] = "amplifies", f"passes; {cancelled:.0f} bits cancel"
+        _, fill, stroke = BLAME[kind]
+        lines = [shown.removeprefix("aten.").removesuffix(".default"), "" if shown == "result" else said[kind]]
+        data.update(lines=lines, title="", input=data["op"] == "placeholder", fill=fill, stroke=stroke, stripe="")
+    entries = tuple(BLAME[kind] for kind in ("blame", "amplifies", "passes"))
+    return plain(svg(graph, Legend("Which roundings make the result wrong?", entries)))
+
+
+def pipeline() -> str:
+    """Return the way of a model through the folders of fxround."""
+    graph = nx.DiGraph()
+    for name, (kind, *lines) in ROOMS.items():
+        _, fill, stroke = KINDS[kind]
+        graph.add_node(
+            name, lines=lines, title="", input=name in ("model", "policy"), fill=fill, stroke=stroke, stripe=""
+        )
+    graph.add_edges_from(WAYS)
+    return plain(svg(graph, Legend("From a model to bits", tuple(KINDS.values()))))
+
+
+def layers() -> str:
+    """Return the plot of a study of the demo's network, which stock PyTorch trains: it differs between machines."""
+    model, images = demo.build()
+    return plots.svg(fxround.variability(model, images, samples=10, capture="layers", metrics=()))
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "roundings": roundings,
+    "modes": modes,
+    "localization": localization,
+    "pipeline": pipeline,
+    "layers": layers,
+}
+# What the test does not draw again.
+UNREPEATABLE = ("layers",)
 
 
 def main() -> None:
