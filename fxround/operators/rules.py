@@ -18,6 +18,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 
+from fxround.numerics.elementary import ELEMENTARY
+
 Kind = Literal[
     "pointwise", "elementary", "contraction", "reduction", "exact", "movement", "integer", "random", "opaque"
 ]
@@ -90,10 +92,10 @@ _POINTWISE: Final = {
     "_to_copy": "identity({0})",
 }
 
-_UNARY: Final = """
-    exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    erf erfc erfinv lgamma digamma sigmoid softplus rsqrt reciprocal
-"""
+# Functions of one argument have the names of ATen's operators; ATen has no cbrt.
+_UNARY: Final = {
+    name: f"{name}({{0}})" for name, row in ELEMENTARY.items() if row.arity == 1 and hasattr(torch.ops.aten, name)
+}
 
 _BINARY: Final = {
     "pow.Tensor_Scalar": "pow({0}, {1})",
@@ -207,7 +209,7 @@ _OPAQUE: Final = {
 
 _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
-    | _bodies("elementary", {name: f"{name}({{0}})" for name in _UNARY.split()} | _BINARY)
+    | _bodies("elementary", {"reciprocal": "reciprocal({0})"} | _UNARY | _BINARY)
     | _LOWERED
     | _bodies("exact", _CHOICES)
     | _rows("exact", "aten", _EXACT)
@@ -216,8 +218,9 @@ _TABLE: Final = (
     | _rows("random", "aten", _RANDOM, "drawn from PyTorch's global generator, not from (seed, sample)")
 )
 RULES: Final = MappingProxyType(
-    _TABLE
-    | {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
+    # A new function overrides its row in _OPAQUE.
+    {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
+    | _TABLE
     | _rows("movement", "fxround", "marked marked_gradient")
     | _rows("opaque", "transformers", "grouped_mm_fallback grouped_mm_fallback_backward", "a third party's operator")
     | _rows("opaque", "higher_order", "run_and_save_rng_state run_with_rng_state", "random state of a checkpoint")

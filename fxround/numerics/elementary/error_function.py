@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
 from fxround.numerics.elementary.coefficients import FITS
 from fxround.numerics.elementary.exponential import exponential, is_infinite
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import log1p_pair
 from fxround.numerics.elementary.pairs import (
     Pair,
@@ -120,3 +122,20 @@ def _corrected(size: Expr, y: Expr) -> Pair:
 
 def _fitted(name: str, x: Expr) -> Expr:
     return polynomial(x - FITS[name].centre, COEFFICIENTS[name])
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "erf",
+        1,
+        erf,
+        1.1,
+        "erf(+-0) = +-0, erf(+-inf) = +-1",
+        "erf(x)",
+        "Shepherd and Laframboise 1981",
+        quick.erf,
+        single.erf,
+    ),
+    Elementary("erfc", 1, erfc, 2.2, "erfc(-inf) = 2, erfc(inf) = +0", "erfc(x)", "Shepherd and Laframboise 1981"),
+    Elementary("erfinv", 1, erfinv, 2.2, "erfinv(+-1) = +-inf, erfinv(|x| > 1) = NaN", "erfinv(x)", "Giles 2010"),
+)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, clamped, power_of_two, round_to_integer
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, f64, fast_two_sum, polynomial, two_product, two_sum
 from fxround.numerics.elementary.tables import COEFFICIENTS
 from fxround.numerics.scalar import Expr, absolute, fma, maximum, minimum, negate
@@ -106,3 +108,10 @@ def expm1(x: Expr) -> Approximation:
 def is_infinite(x: Expr) -> Expr:
     """bool: x is an infinity."""
     return absolute(x).equals(float("inf"))
+
+
+FUNCTIONS: Final = (
+    Elementary("exp", 1, exp, 0.65, "exp(-inf) = +0", "exp(x)", "Tang 1989", quick.exp, single.exp),
+    Elementary("exp2", 1, exp2, 0.65, "exact at the integers", "2**x", "Tang 1989"),
+    Elementary("expm1", 1, expm1, 1.1, "expm1(+-0) = +-0, expm1(-inf) = -1", "expm1(x)", "Tang 1992"),
+)

@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import (
     Pair,
     add,
@@ -173,3 +174,27 @@ def digamma(x: Expr) -> Approximation:
     pole = (negative & g.equals(0.0)) | size.equals(0.0) | ~x.equals(x)
     subnormal = size < 2.0**-1022
     return Approximation(*total, cases=((subnormal, -1.0 / x), (x.equals(math.inf), x), (pole, edge)))
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "lgamma",
+        1,
+        lgamma,
+        0.501,
+        "lgamma(1) = lgamma(2) = +0, +inf at the poles",
+        "re(loggamma(x))",
+        "DLMF 5.11.1",
+        near_zeros=2.0**-88,
+    ),
+    Elementary(
+        "digamma",
+        1,
+        digamma,
+        0.501,
+        "digamma(+-0) = -+inf, NaN at the other poles",
+        "digamma(x)",
+        "DLMF 5.11.2",
+        near_zeros=2.0**-88,
+    ),
+)

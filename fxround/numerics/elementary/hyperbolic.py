@@ -10,10 +10,12 @@ overflows.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import TINY, Approximation, power_of_two
 from fxround.numerics.elementary.exponential import at_most, is_infinite, reduced, remainder
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import log1p_pair
 from fxround.numerics.elementary.pairs import (
     Pair,
@@ -133,3 +135,15 @@ def atanh(x: Expr) -> Approximation:
     hi, lo = with_sign_of(x, choose(size < 0.171, near, far))
     pole = with_sign_of(x, Pair(f64(math.inf), f64(0.0))).hi
     return Approximation(hi, lo, cases=((size.equals(1.0), pole), (~(size <= 1.0), math.nan)))
+
+
+FUNCTIONS: Final = (
+    Elementary("sinh", 1, sinh, 0.8, "sinh(+-0) = +-0", "sinh(x)", "as exp, even and odd parts"),
+    Elementary("cosh", 1, cosh, 0.8, "cosh(0) = 1", "cosh(x)", "as exp, even and odd parts"),
+    Elementary(
+        "tanh", 1, tanh, 0.9, "tanh(+-0) = +-0, tanh(+-inf) = +-1", "tanh(x)", "from expm1", quick.tanh, single.tanh
+    ),
+    Elementary("asinh", 1, asinh, 0.8, "asinh(+-0) = +-0", "asinh(x)", "from log1p"),
+    Elementary("acosh", 1, acosh, 0.8, "acosh(1) = +0, acosh(x < 1) = NaN", "acosh(x)", "from log1p"),
+    Elementary("atanh", 1, atanh, 0.8, "atanh(+-1) = +-inf, atanh(|x| > 1) = NaN", "atanh(x)", "from log1p"),
+)

@@ -16,6 +16,7 @@ from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation, power_of_two, significand
 from fxround.numerics.elementary.exponential import is_infinite
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import (
     Pair,
     choose,
@@ -124,3 +125,11 @@ def atan2(y: Expr, x: Expr) -> Approximation:
         exponent = select(left, const("u64", 0), exponent)
     unknown = ~y.equals(y) | ~x.equals(x)
     return Approximation(*value, exponent, cases=((unknown, math.nan),))
+
+
+FUNCTIONS: Final = (
+    Elementary("asin", 1, asin, 0.7, "asin(+-0) = +-0, asin(|x| > 1) = NaN", "asin(x)", "fdlibm"),
+    Elementary("acos", 1, acos, 0.7, "acos(1) = +0, acos(|x| > 1) = NaN", "acos(x)", "fdlibm"),
+    Elementary("atan", 1, atan, 0.75, "atan(+-0) = +-0", "atan(x)", "fdlibm"),
+    Elementary("atan2", 2, atan2, 0.75, "C23, annex F.10.1.4", "atan2(x, y)", "fdlibm"),
+)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, Case, clamped, integer_to_f64, round_to_integer
 from fxround.numerics.elementary.exponential import LN2
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, polynomial, two_product, two_sum
 from fxround.numerics.elementary.tables import COEFFICIENTS
 from fxround.numerics.scalar import Expr, bits, fma, from_bits, minimum, negate, select
@@ -121,3 +123,21 @@ def log1p_pair(x: Pair) -> Pair:
     parts = split(one)
     scaled = Pair(parts.f, (lost + x.lo) * parts.unit)
     return add_exponent(parts.k, log_fraction(*choose(parts.k.equals(0.0), x, scaled)))
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "log",
+        1,
+        log,
+        0.65,
+        "log(+-0) = -inf, log(x < 0) = NaN, log(1) = +0",
+        "log(x)",
+        "Tang 1990",
+        quick.log,
+        single.log,
+    ),
+    Elementary("log2", 1, log2, 0.7, "as log; exact at powers of 2", "log(x, 2)", "Tang 1990"),
+    Elementary("log10", 1, log10, 0.7, "as log; exact at powers of 10", "log10(x)", "Tang 1990"),
+    Elementary("log1p", 1, log1p, 0.7, "log1p(+-0) = +-0, log1p(-1) = -inf", "log1p(x)", "Tang 1990"),
+)

@@ -8,9 +8,12 @@ underflow, because 2^k is applied last. |x| is clamped to 800, where E has under
 from __future__ import annotations
 
 import math
+from typing import Final
 
+from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
 from fxround.numerics.elementary.exponential import at_least, is_infinite, reduced
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import add_exponent, log_fraction
 from fxround.numerics.elementary.pairs import Pair, choose, divide, f64, fast_two_sum, scaled, two_sum
 from fxround.numerics.scalar import Expr, absolute, const, negate, select
@@ -46,3 +49,19 @@ def softplus(x: Expr) -> Approximation:
     total = choose(far, pair, Pair(hi, lo + logarithm.lo))
     exponent = select(far, k, const("u64", 0))
     return Approximation(*total, exponent, cases=((x.equals(math.inf), x),), exact=is_infinite(x))
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "sigmoid",
+        1,
+        sigmoid,
+        0.65,
+        "sigmoid(-inf) = +0, sigmoid(inf) = 1",
+        "1/(1+exp(-x))",
+        "from exp",
+        quick.sigmoid,
+        single.sigmoid,
+    ),
+    Elementary("softplus", 1, softplus, 0.7, "softplus(-inf) = +0", "softplus(x)", "from exp and log1p"),
+)

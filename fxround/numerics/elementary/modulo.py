@@ -20,6 +20,7 @@ from fxround.numerics.elementary.approximation import (
     significand,
 )
 from fxround.numerics.elementary.exponential import is_infinite
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, with_sign_of
 from fxround.numerics.scalar import Expr, absolute, bits, const, fma, maximum, minimum, negate, select
 
@@ -68,3 +69,11 @@ def remainder(x: Expr, y: Expr) -> Approximation:
     value = choose(moved, fast_two_sum(n, negate(r)), Pair(r, f64(0.0)))
     hi, lo = with_sign_of(select(moved, y, x), value)
     return Approximation(hi, lo, f, cases=((moved & is_infinite(y), y), _undefined(x, y)))
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "fmod", 2, fmod, 0.0, "fmod(x, 0) = fmod(inf, y) = NaN", "sign(x)*fmod(abs(x), abs(y))", "long division"
+    ),
+    Elementary("remainder", 2, remainder, 0.5, "floored; a zero has the sign of x", "fmod(x, y)", "long division"),
+)

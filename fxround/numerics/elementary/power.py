@@ -29,8 +29,10 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case, clamped, power_of_two
 from fxround.numerics.elementary.exponential import LN2, exponential, is_infinite
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import split
 from fxround.numerics.elementary.pairs import (
     Pair,
@@ -128,3 +130,6 @@ def _edges(a: Expr, b: Expr, integer: Expr, sign: Expr) -> tuple[Case, ...]:
         (unknown, math.nan),
         (a.equals(1.0) | b.equals(0.0), 1.0),
     )
+
+
+FUNCTIONS: Final = (Elementary("pow", 2, power, 0.7, "C23, annex F.10.4.4", "x**y", "Markstein 2000", quick.power),)

@@ -13,6 +13,7 @@ from typing import Final
 
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.exponential import is_infinite
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import f64, fast_two_sum, scaled, square_root, two_product, with_sign_of
 from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, negate, select, sqrt
 
@@ -65,3 +66,10 @@ def hypot(x: Expr, y: Expr) -> Approximation:
     hi, lo = fast_two_sum(squares[0].hi, squares[1].hi)
     root = square_root(fast_two_sum(hi, (lo + squares[1].lo) + squares[0].lo))
     return Approximation(*root, exponent, cases=((is_infinite(x) | is_infinite(y), math.inf),))
+
+
+FUNCTIONS: Final = (
+    Elementary("cbrt", 1, cbrt, 0.501, "cbrt(+-0) = +-0; exact cubes are exact", "sign(x)*cbrt(abs(x))", "Householder"),
+    Elementary("rsqrt", 1, rsqrt, 0.501, "rsqrt(+-0) = +-inf, NaN below", "1/sqrt(x)", "Markstein 2000"),
+    Elementary("hypot", 2, hypot, 0.501, "hypot(+-inf, NaN) = +inf", "hypot(x, y)", "Borges 2020"),
+)

@@ -8,8 +8,11 @@ tan(+-0) keep their sign because the sign is applied last; infinities are cases.
 from __future__ import annotations
 
 import math
+from typing import Final
 
+from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case
+from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import (
     Pair,
     choose,
@@ -77,3 +80,12 @@ def tan(x: Expr) -> Approximation:
     odd = _odd(quadrant)
     value = divide(choose(odd, negated(cosine), sine), choose(odd, sine, cosine))
     return Approximation(*with_sign_of(x, value), cases=(*_not_finite(x), (x.equals(0.0), x)))
+
+
+FUNCTIONS: Final = (
+    Elementary(
+        "sin", 1, sin, 0.9, "sin(+-0) = +-0, sin(+-inf) = NaN", "sin(x)", "Payne and Hanek 1983, fdlibm", quick.sin
+    ),
+    Elementary("cos", 1, cos, 0.95, "cos(+-inf) = NaN", "cos(x)", "Payne and Hanek 1983, fdlibm", quick.cos),
+    Elementary("tan", 1, tan, 1.0, "tan(+-0) = +-0, tan(+-inf) = NaN", "tan(x)", "Payne and Hanek 1983, fdlibm"),
+)

@@ -1,0 +1,67 @@
+"""A row of the table of elementary functions: a definition, its bound, and what it is in words.
+
+Each family's file ends with the rows of its functions, and ``ELEMENTARY`` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.quick import Quick
+from fxround.numerics.elementary.single import Single
+from fxround.numerics.scalar import Expr, Function, param, widen
+
+
+@dataclass(frozen=True)
+class Elementary:
+    """A function of binary64 arguments.
+
+    ``error_bound``: of ``build``, in binary64 ulps, subnormal results included. ``near_zeros``: an additional absolute
+    error at negative arguments; it matters next to a zero of the function that is no binary64 number. ``special``: the
+    values at special arguments, in words. ``reference``: the function in mpmath's notation. ``source``: the source of
+    the method. ``quick``: a short evaluation for binary32 arguments and results to nearest even, or None. ``single``:
+    an evaluation in binary32 that is tried before ``quick``, or None.
+    """
+
+    name: str
+    arity: int
+    define: Callable[..., Approximation]
+    error_bound: float
+    special: str
+    reference: str
+    source: str
+    quick: Callable[..., Quick] | None = None
+    single: Callable[..., Single] | None = None
+    near_zeros: float = 0.0
+
+    def build(self, *args: Expr) -> Expr:
+        """Return the value in binary64, within ``error_bound`` ulps, for f64 expressions."""
+        return self.define(*self._checked(args)).nearest()
+
+    def build_rounded_by(self, rule: Callable[[Expr, Expr], Expr], *args: Expr) -> Expr:
+        """Return the value as ``rule`` rounds (the nearest binary64 number, what it lost), for the modes that draw."""
+        return self.define(*self._checked(args)).rounded_by(rule)
+
+    def build_sticky(self, *args: Expr) -> Expr:
+        """Return the value rounded to odd, for a later rounding to at most 51 bits in any deterministic mode."""
+        return self.define(*self._checked(args)).sticky()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the code that binary32 arguments run: a proof by enumeration holds for this code only."""
+        params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
+        args = tuple(map(widen, params))
+        found = self.quick(*args) if self.quick else None
+        short = [found.value, found.doubtful()] if found else []
+        if self.single:
+            first = self.single(*params)
+            short += [first.value, first.doubtful()]
+        return Function(self.name, params, (self.build_sticky(*args), *short)).digest
+
+    def _checked(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        types = [a.type for a in args]
+        if types != ["f64"] * self.arity:
+            raise TypeError(f"{self.name} takes {self.arity} f64 expressions, got {types}: widen f32 ones first")
+        return args

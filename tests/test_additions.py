@@ -1,0 +1,271 @@
+"""What docs/design.md says of additions is true: made in the named places of a copy of the package, they work.
+
+One child process imports the copy and tries every addition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A text to insert into a file of the package, after or before a line that occurs once; without one, a new file."""
+
+    file: str
+    text: str
+    after: str = ""
+    before: str = ""
+
+    def apply(self, package: Path) -> None:
+        file, anchor = package / self.file, self.after or self.before
+        if not anchor:
+            file.write_text(self.text)
+            return
+        text = file.read_text()
+        assert text.count(anchor) == 1, (self.file, anchor)
+        file.write_text(text.replace(anchor, self.after + self.text + self.before))
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What is inserted, and a script that fails where the addition does not work."""
+
+    insertions: tuple[Insertion, ...]
+    script: str
+
+
+ADDITIONS = {
+    "a format": Addition(
+        (
+            Insertion(
+                "numerics/formats.py",
+                'Format("e5m6", 7, -14, 65024.0),\n',
+                after="_ROWS: Final[tuple[Format, ...]] = (\n",
+            ),
+        ),
+        """
+x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 300
+assert torch.equal(fxround.round(x, "e5m6"), fxround.round(x, "ieee(5,7)"))
+assert fxround.round(torch.tensor([1 + 2.0**-6, 1 + 2.0**-7, 65536.0]), "e5m6").tolist() == [1.015625, 1.0, math.inf]
+""",
+    ),
+    "a mode": Addition(
+        (
+            Insertion(
+                "numerics/modes.py",
+                'Mode("nearest_odd", lambda lost: lost.above | (lost.half & lost.even)),\n',
+                after="_ROWS: Final[tuple[Mode, ...]] = (\n",
+            ),
+        ),
+        """
+x = torch.tensor([1 + k * 2.0**-9 for k in range(9)])
+want = [1 + k * 2.0**-7 for k in (0, 0, 1, 1, 1, 1, 1, 2, 2)]
+assert fxround.round(x, "bfloat16/nearest_odd").tolist() == want
+assert fxround.compile(Calls(lambda x: x * 1.0), "bfloat16/nearest_odd")(x).tolist() == want
+""",
+    ),
+    "an elementary function": Addition(
+        (
+            Insertion(
+                "numerics/elementary/exponential.py",
+                'Elementary("i0", 1, i0, 0.6, "i0(0) = 1", "besseli(0, x)", "its series, for |x| <= 1/8"),\n',
+                after="FUNCTIONS: Final = (\n",
+            ),
+            Insertion(
+                "numerics/elementary/exponential.py",
+                """
+
+
+def i0(x: Expr) -> Approximation:
+    z = x * x * 0.25
+    return Approximation(*fast_two_sum(f64(1.0), z * polynomial(z, [1 / math.factorial(k) ** 2 for k in range(1, 9)])))
+""",
+                before="\n\ndef exponential(",
+            ),
+            Insertion(
+                "numerics/elementary/exponential.py", "import math\n", after="from __future__ import annotations\n"
+            ),
+        ),
+        """
+model, x = fxround.compile(Calls(torch.i0), "binary32/toward_positive"), torch.linspace(-0.125, 0.125, 200)
+got = model(x).tolist()
+assert not model.coverage().unrounded
+for a, y in zip(map(Fraction, x.tolist()), got, strict=True):
+    exact = sum((a / 2) ** (2 * k) / Fraction(math.factorial(k)) ** 2 for k in range(14))
+    assert y == round_exact(exact, False, fxround.Rounding.parse("binary32/toward_positive"))
+""",
+    ),
+    "a composite operator": Addition(
+        (
+            Insertion(
+                "operators/formulas/activations.py",
+                '''
+@formula(aten.logaddexp.default)
+def logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    """logaddexp(x, y) = max(x, y) + log1p(exp(-|x - y|))"""
+    return torch.maximum(x, y) + torch.log1p(torch.exp(-(x - y).abs()))
+''',
+                after="aten = torch.ops.aten\n",
+            ),
+        ),
+        """
+x, y = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+model = fxround.compile(Calls(torch.logaddexp), "bfloat16")
+r = lambda v: fxround.round(v, "bfloat16")
+one = lambda name, v: torch.ops.fxround.pointwise([v], f"t0 = {name}(x0) @ bfloat16/nearest_even/inf", v.dtype, RNG, 0)
+x, y = r(x), r(y)
+assert torch.equal(model(x, y), r(torch.maximum(x, y) + one("log1p", one("exp", -r(x - y).abs()))))
+assert not model.coverage().unrounded
+""",
+    ),
+    "other formulas for the same operators": Addition(
+        (
+            Insertion(
+                "operators/formulas/repdl.py",
+                '''
+@formula(aten.elu.default, definitions="repdl")
+def elu(x: Tensor, *rest: Any) -> Tensor:
+    """elu(x) = x + x, to be seen"""
+    return x + x
+''',
+                after="aten = torch.ops.aten\n",
+            ),
+        ),
+        """
+x = torch.tensor([-1.0, 3.0])
+assert fxround.compile(torch.nn.ELU(), "repdl")(x).tolist() == [-2.0, 6.0]
+assert fxround.compile(torch.nn.ELU(), "reproducible")(x).tolist()[1] == 3.0
+""",
+    ),
+    "an operator's kind": Addition(
+        (Insertion("operators/rules.py", "special_bessel_j0\n", after='"no kernel has this function yet": """\n'),),
+        """
+model = fxround.compile(Calls(torch.special.bessel_j0), "bfloat16")
+model(torch.ones(2))
+assert "no kernel has this function yet" in model.coverage().unrounded[0]
+""",
+    ),
+    "a pass": Addition(
+        (
+            Insertion(
+                "passes/counted.py",
+                """SEEN = []
+def counted(graph, plan): SEEN.append(len(graph.graph.nodes))
+""",
+            ),
+            Insertion(
+                "passes/__init__.py",
+                "from fxround.passes.counted import counted\n",
+                after="from fxround.passes.classify import classify\n",
+            ),
+            Insertion("passes/__init__.py", "    counted,\n", after="    lower_pointwise,\n"),
+        ),
+        """
+from fxround.passes.counted import SEEN
+fxround.compile(torch.nn.ReLU(), "bfloat16")(torch.ones(2))
+assert SEEN and min(SEEN) > 2
+""",
+    ),
+    "a preset": Addition(
+        (
+            Insertion(
+                "policy/__init__.py",
+                '_in_format("short", Rounding.parse("ieee(5,7)")),\n',
+                after="_PRESETS: Final = (\n",
+            ),
+        ),
+        """
+policy = fxround.Policy.preset("short")
+assert fxround.Policy.from_toml(policy.to_toml()) == policy
+assert fxround.compile(Calls(lambda x: x * 3), "short")(torch.tensor([1.015625])).tolist() == [3.0625]
+""",
+    ),
+    "a metric": Addition(
+        (
+            Insertion(
+                "significance/metrics.py",
+                'Metric("elements", "of a result", "", "lower", lambda s, r, c: (primary(s).numel(), 1.0), _share),\n',
+                after="_ROWS: Final = (\n",
+            ),
+        ),
+        """
+report = fxround.variability(torch.nn.Tanh(), torch.ones(3, 2), samples=3, metrics=["elements"])
+assert re.search(r"elements.* 6\\b", str(report)), report
+""",
+    ),
+}
+PREAMBLE = """
+import json, math, re, sys, traceback
+from fractions import Fraction
+import torch, fxround
+from fxround.numerics.exact import round_exact
+RNG = torch.tensor([0, 0])
+class Calls(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+    def forward(self, *args):
+        return self.function(*args)
+found = {"where": fxround.__file__}
+for name, script in json.load(sys.stdin).items():
+    try:
+        exec(script, dict(globals()))
+        found[name] = ""
+    except BaseException:
+        found[name] = traceback.format_exc()
+print(json.dumps(found))
+"""
+# A device is a folder: tests/runtime/test_cuda.py shows one.
+UNTRIED = {"a device"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong with each addition, by its name."""
+    place = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "fxround", place / "fxround", ignore=shutil.ignore_patterns("__pycache__"))
+    for addition in ADDITIONS.values():
+        for insertion in addition.insertions:
+            insertion.apply(place / "fxround")
+    scripts = {name: addition.script for name, addition in ADDITIONS.items()}
+    environment = os.environ | {"PYTHONPATH": str(place), "FXROUND_CACHE_DIR": str(place / "cache")}
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREAMBLE],
+        input=json.dumps(scripts), cwd=place, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    results: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    assert Path(results.pop("where")).parents[1] == place
+    return results
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_an_addition_in_the_named_places_is_enough(name: str, found: dict[str, str]) -> None:
+    assert found[name] == ""
+
+
+def rows() -> dict[str, str]:
+    """What to add, and what to touch, by the table of docs/design.md."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = text.partition("| to add |")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^\| ([^|-][^|]*?) \| ([^|]*?) \|", table, re.MULTILINE))
+
+
+def test_every_row_of_the_table_is_tried_in_the_files_that_it_names() -> None:
+    assert set(rows()) == set(ADDITIONS) | UNTRIED
+    for name, addition in ADDITIONS.items():
+        named = re.findall(r"`([a-z_/]+(?:\.py|/))`", rows()[name])
+        for file in (insertion.file for insertion in addition.insertions):
+            assert any(file == n or (n.endswith("/") and file.startswith(n)) for n in named), (name, file, named)
