@@ -22,11 +22,11 @@ def require_ieee_arithmetic() -> None:
     """Raise FxroundError if this thread flushes subnormal numbers to zero, or does not round to nearest."""
     if not _LEAST * _HALF:
         raise FxroundError(
-            "this thread takes subnormal numbers for zero (torch.set_flush_denormal(True), or a library built with "
+            "this thread treats subnormal numbers as zero (torch.set_flush_denormal(True), or a library built with "
             "-ffast-math): results would differ from those of the policy. Call torch.set_flush_denormal(False) first."
         )
     if _ONE + _BIT != _ONE or _ONE - _BIT != _ONE:
         raise FxroundError(
-            "this thread rounds other than to the nearest number (a library called fesetround): results would differ "
+            "this thread does not round to the nearest number (a library called fesetround): results would differ "
             "from those of the policy. Set the processor's rounding back to FE_TONEAREST first."
         )

@@ -146,7 +146,7 @@ def run(
     samples, ImportError naming the extra for a missing package.
     """
     if samples < 2:
-        raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more say something)")
+        raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
     chosen = Policy.parse(policy)
     digits = load_digits()
     model, training = trained(digits, seed, progress)

@@ -112,5 +112,5 @@ def test_policy_files_that_are_no_text_are_refused(tmp_path: Any) -> None:
 
 def test_a_number_beyond_the_carrier_is_refused() -> None:
     program = "t0 = add(x0, 1e300) @ binary32"
-    with pytest.raises(ValueError, match="is no binary32 value"):
+    with pytest.raises(ValueError, match="is not a binary32 value"):
         torch.ops.fxround.pointwise([torch.ones(3)], program, torch.float32, torch.tensor([0, 0]), 0)

@@ -107,8 +107,8 @@ def alone(name: str) -> Iterator[None]:
     with capturing():
         if _TRACING:
             raise CaptureError(
-                f"{name} is to be captured in the middle of another capture, by a signal handler or a hook: call it "
-                "once beforehand."
+                f"{name} cannot be captured during another capture, by a signal handler or a hook: call it once "
+                "beforehand."
             )
         _TRACING.append(threading.get_ident())
         try:

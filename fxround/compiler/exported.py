@@ -96,11 +96,11 @@ def _check(path: Path, any_version: bool) -> None:
         raise ValueError(f"{name} is truncated or changed: {error}; export the module again") from error
     if record is None:
         raise ValueError(
-            f"{name} holds no program of fxround, as it has no record of a version: it is truncated, or was written by "
-            "something else than export()"
+            f"{name} holds no program of fxround: it has no record of a version. It is truncated, or was not written "
+            "by export()"
         )
     if not isinstance(record, Mapping) or record.get("digest") != digest:
-        raise ValueError(f"{name} was changed after it was exported: its digest is another; export the module again")
+        raise ValueError(f"{name} was changed after it was exported: its digest differs; export the module again")
     if record.get("version") != VERSION and not any_version:
         raise FxroundError(
             f"{name} was exported by fxround {shown(record.get('version'))}, and this is {VERSION}, which may give "

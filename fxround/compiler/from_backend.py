@@ -90,10 +90,12 @@ def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
     if reason is not None and reason.graph_break:
         frames = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in reason.user_stack[-1:]]
         said = reason.reason.strip().partition("\n")[0]
-        raise CaptureError(f"{function} is no single graph.\n  at      {''.join(frames)}\n  reason  {said}\n  {advice}")
+        raise CaptureError(
+            f"{function} is not a single graph.\n  at      {''.join(frames)}\n  reason  {said}\n  {advice}"
+        )
     if function.startswith("torch_dynamo_resume_in"):
         raise CaptureError(
-            f"{function.removeprefix('torch_dynamo_resume_in_')}: a graph break came before.\n  {advice}"
+            f"{function.removeprefix('torch_dynamo_resume_in_')}: this code runs after a graph break.\n  {advice}"
         )
 
 

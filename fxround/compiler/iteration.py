@@ -34,8 +34,8 @@ class Repeats:
             seed, sample = rng.tolist()
             warnings.warn(
                 f"the compiled {type(module).__name__} is applied to its own result with the same seed {seed} and "
-                f"sample {sample}: every call draws the same random bits, so that the errors of an iteration add up as "
-                "if they were one. Pass advance=True to fxround.compile, or call reseed(seed, sample=i) before step i.",
+                f"sample {sample}: every call draws the same random bits, so that the errors of an iteration are not "
+                "independent. Pass advance=True to fxround.compile, or call reseed(seed, sample=i) before step i.",
                 UserWarning,
                 stacklevel=callers(),
             )

@@ -117,8 +117,8 @@ class RoundedModule(Shown):
         wanted = self._wants_gradients(leaves)
         if wanted and self.training and inside_backward():
             raise FxroundError(
-                "a compiled module is run again inside of a backward (torch.utils.checkpoint around it), where its "
-                "sample has moved on: checkpoint inside of the model, or not at all."
+                "a compiled module runs again in a backward pass (torch.utils.checkpoint around it), after its sample "
+                "has advanced: use checkpointing inside the model, or none."
             )
         before = self.rng
         with aside(), unwatched():
@@ -174,7 +174,7 @@ class RoundedModule(Shown):
             if self._key(args, kwargs) != key:
                 raise FxroundError(
                     "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
-                    "backward of its kind: run the backward before the change."
+                    "backward pass of such a call: run the backward pass before the change."
                 )
             with torch.enable_grad():
                 joint = self._entry(args, kwargs)

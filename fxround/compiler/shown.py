@@ -112,7 +112,7 @@ class Shown(Reaching):
     def _require_backward(self, wanted: bool | None) -> None:
         if wanted and self._called.step is None:
             raise ValueError(
-                "the latest call wanted no gradients, so there is no backward graph: call the module with gradients "
+                "the latest call recorded no gradients, so there is no backward graph: call the module with gradients "
                 "enabled, and parameters or arguments that require them"
             )
 

@@ -59,8 +59,8 @@ def require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
     given = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
     if state and given - state and not asked(model, args, kwargs):
         raise CaptureError(
-            f"{type(model).__name__} has state of {_listed(state)} and is given {_listed(given)}: whether it takes "
-            "that only a call of a copy can tell, and it cannot be copied. Convert the arguments, or the model."
+            f"{type(model).__name__} has state of {_listed(state)} and arguments of {_listed(given)}. Whether "
+            "it accepts them is found by calling a copy, and it cannot be copied. Convert the arguments or the model."
         )
 
 

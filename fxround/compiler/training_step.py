@@ -187,6 +187,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise FxroundError(
-            "this gradient was computed by fxround's backward graph, which has no derivative of its own: second "
-            "derivatives (create_graph=True, torch.autograd.functional.hessian) are those of the original model."
+            "this gradient was computed by fxround's backward graph, which cannot be differentiated: compute second "
+            "derivatives (create_graph=True, torch.autograd.functional.hessian) with the original model."
         )

@@ -119,4 +119,4 @@ def in_order(units: dict[fx.Node, Unit]) -> Iterator[Unit]:
                 heapq.heappush(ready, (user.last, user))
     if waiting:
         names = ", ".join(node.name for unit in waiting for node in unit.nodes)
-        raise VerificationError(f"units of the graph wait for one another: {names}")
+        raise VerificationError(f"units of the graph depend on one another: {names}")

@@ -76,7 +76,7 @@ def check_invariance(
     found = tuple(check.axis(axis) for axis in asked)
     if not any(axis.distinct for axis in found):
         reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in found)
-        raise ValueError(f"no axis says anything about {check.subject.name} and these inputs: {reasons}")
+        raise ValueError(f"no axis applies to {check.subject.name} and these inputs: {reasons}")
     return InvarianceReport(check.subject.name, check.subject.policy, gradients, found)
 
 
@@ -86,7 +86,7 @@ def _axes(names: Sequence[str]) -> list[Axis]:
     for name in names:
         if name not in AXES:
             near = get_close_matches(str(name), AXES, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"unknown axis {name!r}{hint} The axes are {', '.join(AXES)}.")
     if not names:
         raise ValueError(f"axes is empty; expected some of {', '.join(AXES)}")

@@ -60,8 +60,8 @@ def elsewhere(
         if ran.returncode or not answer.exists():
             last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
             raise FxroundError(
-                f"{subject.name} could not be run in another process: {last}. It is sent there pickled: define its "
-                "class in a module that can be imported, install cloudpickle (pip install "
+                f"{subject.name} could not be run in another process: {last}. It is pickled for that process: define "
+                "its class in a module that can be imported, install cloudpickle (pip install "
                 f"'fxround[distributed]'), or {_WAYS_OUT}"
             )
         found: Outcome | list[Step] = pickle.loads(answer.read_bytes())
@@ -109,7 +109,7 @@ def _packed(value: Any) -> bytes:
         return bytes(_pickler().dumps(value))
     except Exception as error:  # pickling runs the model's own code
         raise FxroundError(
-            f"{type(error).__name__}: {error}: what cannot be pickled runs in no other process: {_WAYS_OUT}"
+            f"{type(error).__name__}: {error}: what cannot be pickled cannot run in another process: {_WAYS_OUT}"
         ) from error
 
 

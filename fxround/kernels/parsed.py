@@ -30,7 +30,7 @@ def storages(text: str) -> tuple[Storage, ...]:
     names = get_args(Storage)
     for name in text.split():
         if name not in names:
-            raise ValueError(f"{shown(name)} is no storage; expected some of {', '.join(names)}")
+            raise ValueError(f"{shown(name)} is not a storage; expected some of {', '.join(names)}")
     return cast(tuple[Storage, ...], tuple(text.split()))
 
 

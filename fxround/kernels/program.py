@@ -48,7 +48,7 @@ class Statement:
         found = _STATEMENT.fullmatch(text) if len(text) <= _LONGEST else None
         if not found:
             expected = "t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf"
-            raise ValueError(f"{shown(text)} is no statement; expected: {expected}")
+            raise ValueError(f"{shown(text)} is not a statement; expected: {expected}")
         target, operator, operands, rounding = found.groups()
         values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
         return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
@@ -60,7 +60,7 @@ def _operand(text: str) -> str | float:
     try:
         return number(text)
     except ValueError:
-        raise ValueError(f"{shown(text)} is no operand: expected x0, t0 or a number") from None
+        raise ValueError(f"{shown(text)} is not an operand: expected x0, t0 or a number") from None
 
 
 @dataclass(frozen=True)

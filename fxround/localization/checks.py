@@ -51,7 +51,7 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
     """
     if (check is None) == (min_bits is None):
         raise TypeError(
-            "say what a right output is, in one way: check=function, check=(metric, threshold) or min_bits="
+            "a check is needed, in one of three forms: check=function, check=(metric, threshold) or min_bits="
         )
     if check is None or callable(check):
         return

@@ -165,7 +165,9 @@ class Masked:
         unknown = sorted(name for name in names if name not in self.sites)
         if unknown:
             known = ", ".join(list(self.sites)[:20])
-            raise ValueError(f"{unknown[0]!r} is no site of this model and these policies; expected some of: {known}")
+            raise ValueError(
+                f"{unknown[0]!r} is not a site of this model and these policies; expected some of: {known}"
+            )
 
     def _reached(self, on: Collection[str]) -> set[str]:
         """Return the nodes whose values depend on the sites ``on``."""

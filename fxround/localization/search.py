@@ -95,15 +95,15 @@ class Search:
         off = verdicts.passes((), 0, again=True) and not verdicts.fails(())
         if not off:
             raise ValueError(
-                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: what is "
-                "wrong is not the perturbation. Loosen the check, or choose another quiet= policy (or reference=)"
+                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: the "
+                "perturbation is not the cause. Loosen the check, or choose another quiet= policy (or reference=)"
             )
         verdicts.passes(everything, 0, again=True)
         if not everything or not verdicts.fails(everything):
             times = f"in {verdicts.runs} {'run' if verdicts.runs == 1 else 'runs'} with all {len(everything)} sites on"
             raise NothingFails(
-                f"the check passes {times} (policy {self.masked.policy.name!r}){self._seen(everything)}: nothing is to "
-                "be localized. Tighten the check, perturb more strongly, or raise runs="
+                f"the check passes {times} (policy {self.masked.policy.name!r}){self._seen(everything)}: there is "
+                "nothing to localize. Tighten the check, perturb more strongly, or raise runs="
             )
 
     def _seen(self, on: Units) -> str:

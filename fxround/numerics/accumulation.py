@@ -64,7 +64,7 @@ class Accumulation:
         if isinstance(text, Rounding):
             return Accumulation(text)
         if not isinstance(text, str) or not text.split():
-            raise ValueError(f"{shown(text)} is no accumulation; expected: bfloat16 chunk=128 combine=binary32")
+            raise ValueError(f"{shown(text)} is not an accumulation; expected: bfloat16 chunk=128 combine=binary32")
         step, *rest = text.split()
         options = dict(word.partition("=")[::2] for word in rest)
         unknown = [name for name in options if name not in _OPTIONS]
@@ -74,7 +74,7 @@ class Accumulation:
             )
         chunk = options.get("chunk")
         if chunk is not None and (not chunk.isdecimal() or len(chunk) > 9):
-            raise ValueError(f"{shown(text)}: chunk={shown(chunk)} is no number of products")
+            raise ValueError(f"{shown(text)}: chunk={shown(chunk)} is not a number of products")
         return Accumulation(
             Rounding.parse(step),
             Rounding.parse(options["product"]) if "product" in options else None,

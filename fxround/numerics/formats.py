@@ -32,9 +32,9 @@ def number(text: str) -> float:
     try:
         value = float.fromhex(text) if "x" in text.lower() else float(text)
     except OverflowError:
-        raise ValueError(f"{shown(text)} lies outside binary64") from None
+        raise ValueError(f"{shown(text)} is outside the range of binary64") from None
     except ValueError:
-        raise ValueError(f"{shown(text)} is no number") from None
+        raise ValueError(f"{shown(text)} is not a number") from None
     return value
 
 
@@ -91,7 +91,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if not -1074 <= self.emin <= 1023:
-            raise ValueError(f"{self.name}: 2^{self.emin} lies outside binary64, the widest carrier")
+            raise ValueError(f"{self.name}: 2^{self.emin} is outside the range of binary64, the widest carrier")
         if self.precision < 1 or self.precision > 53:
             raise ValueError(f"{self.name}: precision {self.precision} is not in 1..53 (binary64 has 53)")
         if not math.isfinite(self.maximum) or self.maximum < math.ldexp(1.0, self.emin):

@@ -55,7 +55,7 @@ class Gradient:
         zeroed, rest = words[:1] == [ZEROED], words[words[:1] == [ZEROED] :]
         if not words or len(rest) > 1:
             raise ValueError(
-                f"{shown(text)} is no gradient; expected {STRAIGHT}, {ZEROED}, a rounding, or the last two"
+                f"{shown(text)} is not a gradient setting; expected {STRAIGHT}, {ZEROED}, a rounding, or the last two"
             )
         near = get_close_matches(rest[0][:40], (STRAIGHT, ZEROED), n=1) if rest else []
         if near:

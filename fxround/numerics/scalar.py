@@ -162,7 +162,7 @@ def const(type: Type, value: int | float | bool) -> Expr:
     if type in BITS_OF:
         code = "<f" if type == "f32" else "<d"
         if type == "f32" and ctypes.c_float(value).value != value and value == value:
-            raise ValueError(f"{value!r} is no binary32 value: round it where its error is accounted for")
+            raise ValueError(f"{value!r} is not a binary32 value: round it where its error is accounted for")
         packed = struct.pack(code, float(value))
         return _make("const", type, (), int.from_bytes(packed, "little"))
     return _make("const", type, (), int(value) & ((1 << WIDTH[type]) - 1))

@@ -248,9 +248,9 @@ class Policy:
         try:
             return Policy.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
-            raise PolicyError(f"this is no TOML document: {error}") from error
+            raise PolicyError(f"this is not a TOML document: {error}") from error
         except RecursionError:
-            raise PolicyError("this is no policy: its tables are nested too deeply") from None
+            raise PolicyError("this is not a policy: its tables are nested too deeply") from None
 
 
 def _in_format(name: str, rounding: Rounding) -> Policy:
@@ -288,8 +288,8 @@ def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: 
     """Raise PolicyError if a tensor of the format ``dtype`` lacks values of the rounding."""
     if not rounding.format.within(Format.parse(dtype)):
         raise PolicyError(
-            f"rule {rule!r} rounds {what} at {path or 'the root module'} to {rounding.format}, but the"
-            f" result is kept in {dtype}, which lacks some of its values: choose a narrower format or a wider dtype"
+            f"rule {rule!r} rounds {what} at {path or 'the root module'} to {rounding.format}, but the result is "
+            f"stored in {dtype}, which cannot represent all of its values: choose a narrower format or a wider dtype"
         )
 
 

@@ -116,11 +116,11 @@ class Rule:
                 "graph is rounded once, and the backward pass works with the same values as the forward pass"
             )
         if all(getattr(self, field) is None for field in _SAID):
-            raise PolicyError(f"the rule {self} says nothing: give it {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
+            raise PolicyError(f"the rule {self} sets nothing: set {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
         if self.operands is not None and self.speaks_of_results and (self.role or self.direction):
             raise PolicyError(
-                f"the rule {self} says operands= beside something else: its role and direction would be the operand's "
-                "for the one and the result's for the other. Make two rules of it"
+                f"the rule {self} sets operands= and another property: its role and direction would be the operand's "
+                "for operands= and the result's for the other. Write two rules"
             )
 
     def __str__(self) -> str:

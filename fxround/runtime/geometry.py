@@ -86,7 +86,7 @@ class Geometry:
         size = [x[0], w[1] * self.groups if self.transposed else w[0], *spatial]
         held = [*spatial, *reach] if self.transposed else padded
         if any(surely(prod((*n[:2], *more)) > _MOST_ELEMENTS) for n in (x, size) for more in (spatial, held)):
-            raise ValueError(f"{what}: {size} elements with their padding are more than any memory holds")
+            raise ValueError(f"{what}: {size} elements with their padding exceed any memory")
         return size
 
     def _require_numbers(self, dims: int) -> None:

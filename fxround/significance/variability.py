@@ -156,7 +156,7 @@ def _plan(
     if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
         raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
     if not automatic and samples < 2:
-        raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more say something)")
+        raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
     if isinstance(reference, str) and reference != BINARY64:
         raise ValueError(f"reference is {reference!r}; expected 'binary64', None, or a tensor shaped like the results")
     for name, value in (("probability", options.probability), ("confidence", options.confidence)):
@@ -191,6 +191,8 @@ def _require_known(inputs: Any, plan: Plan, seed: int, n_jobs: int) -> None:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
     if plan.samples is not None and plan.samples < FEW:
         cost = penalty(plan.samples, plan.options.probability, plan.options.confidence)
+        enough = penalty(10, plan.options.probability, plan.options.confidence)
         warnings.warn(
-            f"{plan.samples} samples cost every figure {cost:.2f} bits; take 10 or more (10 cost 1.84)", stacklevel=3
+            f"{plan.samples} samples cost every figure {cost:.2f} bits; take 10 or more (10 cost {enough:.2f})",
+            stacklevel=3,
         )

@@ -39,7 +39,9 @@ class Generator:
 
     def __init__(self, seed: int = 0, **parts: RoundedModule | RoundedOptimizer) -> None:
         if not parts:
-            raise ValueError("a Generator seeds what it is given by name: Generator(0, model=compiled, loss=...)")
+            raise ValueError(
+                "a Generator needs the parts that it seeds, by name: Generator(0, model=compiled, loss=...)"
+            )
         for name, part in parts.items():
             if not isinstance(part, RoundedModule | RoundedOptimizer):
                 raise TypeError(

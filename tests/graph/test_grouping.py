@@ -43,5 +43,5 @@ def test_units_that_wait_for_one_another_are_told() -> None:
     _, nodes = graph_of({"a": "", "b": "a", "c": "b"})
     outer = Unit([nodes["a"], nodes["c"]], 0, 2, 2)
     units = {nodes["a"]: outer, nodes["b"]: Unit([nodes["b"]], 1, 1, 1), nodes["c"]: outer}
-    with pytest.raises(VerificationError, match=r"wait for one another: .*b"):
+    with pytest.raises(VerificationError, match=r"depend on one another: .*b"):
         list(in_order(units))

@@ -130,7 +130,7 @@ def test_a_batch_that_is_summed_has_no_rows() -> None:
     report = check_invariance(Loss(), torch.randn(4, 3), HERE)
     assert [axis.distinct for axis in report.axes] == [0, 0, 1, 1] and report.invariant
     assert "no result has rows" in report["batch"].reason and "not asked: no result has rows" in str(report)
-    with pytest.raises(ValueError, match="no axis says anything about Loss"):
+    with pytest.raises(ValueError, match="no axis applies to Loss"):
         check_invariance(Loss(), torch.randn(4, 3), HASTE)
 
 
@@ -182,6 +182,8 @@ def test_unknown_axes_and_other_mistakes_say_what_was_expected() -> None:
     model, x = nn.Linear(2, 2), torch.randn(2, 2)
     with pytest.raises(ValueError, match=r"unknown axis 'thread'; did you mean 'threads'\? The axes are batch, slice"):
         check_invariance(model, x, ("batch", "thread"))
+    with pytest.raises(ValueError, match=r"unknown axis 'colour'\. The axes are batch, slice"):
+        check_invariance(model, x, ("colour",))
     with pytest.raises(ValueError, match="axes is empty"):
         check_invariance(model, x, ())
     with pytest.raises(ValueError, match="keeps its own policy"):

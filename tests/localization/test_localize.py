@@ -304,8 +304,8 @@ def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({}, "say what a right output is"),
-        ({"check": finite, "min_bits": 3}, "say what a right output is"),
+        ({}, "a check is needed, in one of three forms"),
+        ({"check": finite, "min_bits": 3}, "a check is needed, in one of three forms"),
         ({"check": 3}, "expected a function of the output"),
         ({"check": lambda y: y[0]}, "check returned Tensor"),
         ({"check": finite, "level": "lines"}, "level is 'lines'; expected one of modules, nodes, elements"),

@@ -135,5 +135,5 @@ def test_a_digest_speaks_of_policies_state_and_inputs(masked: Masked) -> None:
 
 
 def test_an_unknown_site_is_refused(masked: Masked) -> None:
-    with pytest.raises(ValueError, match=r"'nowhere' is no site.*expected some of: "):
+    with pytest.raises(ValueError, match=r"'nowhere' is not a site.*expected some of: "):
         masked.run(["nowhere"])

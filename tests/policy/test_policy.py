@@ -140,9 +140,9 @@ def test_presets_are_named_and_those_that_promise_bits_are_strict() -> None:
 
 
 def test_a_wider_format_than_the_operations_is_refused_with_its_place() -> None:
-    with pytest.raises(PolicyError, match=r"binary64.*aten\.mm\.default at layer1\.0\.conv1.*kept in binary32"):
+    with pytest.raises(PolicyError, match=r"binary64.*aten\.mm\.default at layer1\.0\.conv1.*stored in binary32"):
         assigned(Policy.parse("binary64"))
-    with pytest.raises(PolicyError, match="kept in binary16"):
+    with pytest.raises(PolicyError, match="stored in binary16"):
         assigned(Policy.parse("bfloat16"), dtype="binary16")
 
 
@@ -180,7 +180,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Rule(order="random"), "order = 'random'"),
         (lambda: Rule(accumulate="binary32 chunk=8"), "needs both or neither"),
         (lambda: Rule(accumulate="binary32 chunks=8"), "options are product=, chunk=, combine="),
-        (lambda: Rule("layer1"), "layer1 -> says nothing"),
+        (lambda: Rule("layer1"), "layer1 -> sets nothing"),
         (lambda: Rule(gradient="zero_clampd"), "did you mean 'zero_clamped'"),
         (
             lambda: Rule(gradient="e5m2 zero_clamped"),
@@ -202,7 +202,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.from_dict({"rules": [{"order": 16}]}), "'order' is 16"),
         (lambda: Policy("p", definitions="repld"), "no definitions are named 'repld'; did you mean 'repdl'"),
         (lambda: Policy.from_dict({"definitions": 3}), "'definitions' is 3"),
-        (lambda: Policy.from_toml("name ="), "no TOML document"),
+        (lambda: Policy.from_toml("name ="), "not a TOML document"),
     ],
 )
 def test_mistakes_are_told_with_the_remedy(make: object, message: str) -> None:
@@ -332,7 +332,7 @@ def test_operands_are_chosen_by_their_own_role_and_direction() -> None:
         Policy("w", (Rule(operands="binary32"),)).assign_operand(
             **product, role="weight", direction="forward", dtype="bfloat16"
         )
-    with pytest.raises(PolicyError, match="Make two rules of it"):
+    with pytest.raises(PolicyError, match="Write two rules"):
         Rule(role="weight", rounding="bfloat16", operands="e4m3fn")
 
 

@@ -157,7 +157,7 @@ def test_memory_that_is_not_in_use_cannot_be_released() -> None:
     lent, own = buffers.empty((300, 300), torch.float32), torch.empty(300, 300)
     buffers.release(lent)
     for tensor in (lent, lent.t(), own):
-        with pytest.raises(VerificationError, match=r"shape \(300, 300\) was released that is not in use"):
+        with pytest.raises(VerificationError, match=r"shape \(300, 300\) was released but is not in use"):
             buffers.release(tensor)
     again = buffers.empty((300, 300), torch.float32)
     assert again.data_ptr() == lent.data_ptr() != buffers.empty((300, 300), torch.float32).data_ptr()

@@ -127,7 +127,7 @@ def test_empty_contractions_and_sums_are_zero() -> None:
         ("pointwise", {0: [torch.ones(3, dtype=torch.int64)]}, TypeError, "int64"),
         ("pointwise", {1: "t0 = frobnicate(x0) @ binary32"}, ValueError, "no pointwise operator is named 'frobnicate'"),
         ("pointwise", {1: "t0 = add(x0, x7) @ binary32"}, ValueError, "uses 8 operands, got 2"),
-        ("pointwise", {1: "nonsense"}, ValueError, "is no statement"),
+        ("pointwise", {1: "nonsense"}, ValueError, "is not a statement"),
         ("pointwise", {3: torch.zeros(3)}, ValueError, "expected int64"),
     ],
 )

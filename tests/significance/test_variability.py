@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
-from fxround.significance.bits import significant_bits
+from fxround.significance.bits import penalty, significant_bits
 from fxround.significance.moments import Moments
 from fxround.significance.report import CheckFailed
 
@@ -158,6 +158,8 @@ def test_few_samples_are_warned_of_and_their_cost_is_printed(model: nn.Module, x
         found = fxround.variability(model, x, samples=3, **PLAIN)
     assert "3 samples cost every figure 3.62 bits" in str(found)
     assert found["output"].penalty == pytest.approx(3.62, abs=0.005)
+    with pytest.warns(UserWarning, match=rf"\(10 cost {penalty(10, confidence=0.5):.2f}\)"):
+        fxround.variability(model, x, samples=3, confidence=0.5, **PLAIN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fxround.variability(model, x, samples=5, **PLAIN)

@@ -315,7 +315,7 @@ def test_forward_and_backward_are_listed_apart() -> None:
         compiled(torch.ones(2, 3))
     assert compiled.summary(backward=False).rows == compiled.summary().rows
     for listed in (compiled.summary, compiled.coverage):
-        with pytest.raises(ValueError, match="wanted no gradients"):
+        with pytest.raises(ValueError, match="recorded no gradients"):
             listed(backward=True)
 
 

@@ -97,7 +97,8 @@ class _Guard:
         memory = next((m for m in self.lent if m.data_ptr() == dead.untyped_storage().data_ptr()), None)
         if memory is None:
             raise VerificationError(
-                f"a tensor of shape {tuple(dead.shape)} was released that is not in use: twice, or nobody lent it"
+                f"a tensor of shape {tuple(dead.shape)} was released but is not in use: it was released before, or "
+                "never lent"
             )
         self.lent = [m for m in self.lent if m is not memory]
         self._check_words(memory)
@@ -180,7 +181,8 @@ def release(*dead: Tensor) -> None:
         # The mark is set while the storage is in use: it can be released once, and never given to two results.
         if not getattr(storage, "lent", False):
             raise VerificationError(
-                f"a tensor of shape {tuple(tensor.shape)} was released that is not in use: twice, or nobody lent it"
+                f"a tensor of shape {tuple(tensor.shape)} was released but is not in use: it was released before, or "
+                "never lent"
             )
         storage.lent = False
         _POOL.give(storage, size)

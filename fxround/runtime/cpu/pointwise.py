@@ -106,7 +106,7 @@ def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STOR
     if x.device.type != "cpu":
         raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
     if x.is_neg():
-        raise ValueError(f"{what}: got a view that stands for its negative; pass x.resolve_neg()")
+        raise ValueError(f"{what}: got a view with the negative bit; pass x.resolve_neg()")
     return storage
 
 
