@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import get_args
 
 import pytest
 
+import fxround
 from benchmarks.pictures import FOLDER, PICTURES, UNREPEATABLE
 from fxround import cli
 from fxround.numerics.formats import FORMATS, Format
@@ -63,6 +66,24 @@ def test_pictures_are_what_the_command_draws(name: str) -> None:
 def test_links_lead_to_files(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / link).exists(), link
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: fxround\.(\w+)$", text, re.MULTILINE)
+    mappings = {"formats", "modes", "policies"}
+    assert sorted(listed) == sorted({*fxround.__all__, "compile", "hash", "round"} - mappings)
+    assert all(f"`fxround.{name}`" in text for name in mappings)
+
+
+def test_docstrings_become_lists_and_code() -> None:
+    markdown = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["markdown"]
+    lists = markdown(inspect.getdoc(fxround.Rule))
+    assert '- `order`: "sequential", "lanes:n" or "exact"\n- `optional`: whether' in lists
+    assert '\n\n```python\nRule("layer1", operator="contraction"' in lists
+    shown = [markdown(inspect.getdoc(getattr(fxround, name)) or "") for name in fxround.__all__]
+    assert not [text for text in shown if "::\n" in text]
+    assert not [line for text in shown for line in text.splitlines() if re.match(r"[a-z_]+ {2,}\S", line)]
 
 
 def format_row(f: Format) -> str:
