@@ -1,7 +1,7 @@
 """``pytest --quick``: an answer in two minutes.
 
-Every file gives its core test first, in its first case, then further tests in their first cases, file by file in turn,
-as long as the time lasts. The cores are run whatever they take; the rest of the suite is deselected or skipped by name,
+The core test of every file runs first, in its first case, then further tests in their first cases, file by file in
+turn, until the time is over. The core tests always run; the rest of the suite is deselected or skipped by name,
 and the summary says how much was run: a quick run is no substitute for the suite.
 """
 

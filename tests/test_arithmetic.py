@@ -1,4 +1,4 @@
-"""A thread that flushes subnormal numbers, or rounds otherwise, is refused before a stock operator shows it."""
+"""A thread that flushes subnormal numbers, or does not round to nearest, is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fxround.hash: equal exactly when the bits are."""
+"""fxround.hash: equal if and only if the bits are."""
 
 from __future__ import annotations
 

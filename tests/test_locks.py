@@ -1,4 +1,4 @@
-"""Threads, signals and forks amid a capture or a compilation: no wrong number, no hang, no changed model."""
+"""Threads, signals and forks during a capture or a compilation: no wrong number, no hang, no changed model."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_signal_handler_may_round_and_call_in_the_middle_of_a_capture(
 
 
 def test_a_signal_handler_may_compile_in_the_middle_of_a_link(alarm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two objects with one name, linked one inside the other: each caller gets the address of its own."""
+    """Two objects with one name, linked one during the other: each caller gets the address of its own."""
     text = 'target triple = "{}"\ndefine i64 @value() {{ ret i64 {} }}'
     texts = [text.format(engine.llvm.get_default_triple(), number) for number in (41, 42)]
     inner: list[int] = []

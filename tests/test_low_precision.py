@@ -1,4 +1,4 @@
-"""The experiment in 8 bits: its policies say what its table says, a training is its seed's, and nothing is lost."""
+"""The experiment in 8 bits: its policies are those of its table, a seed determines a training, and results are kept."""
 
 from __future__ import annotations
 

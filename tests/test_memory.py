@@ -1,4 +1,4 @@
-"""What the process keeps is bounded: tables and plans by their bytes, models and graphs by who still holds them."""
+"""The memory of the process is bounded: tables and plans by bytes, models and graphs by their references."""
 
 from __future__ import annotations
 

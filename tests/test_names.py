@@ -1,4 +1,4 @@
-"""The names of the package: what a star import brings, and what goes by ``fxround.`` alone."""
+"""The names of the package: those that a star import defines, and those that need ``fxround.``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that are no format, rounding, policy or program: one of our errors, which is short; else what prints itself."""
+"""Random texts as formats, roundings, policies and programs: a short error, or a value that prints itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Other people's conversions, where they are right; where they are not, the deviation is stated and tested to be there
-still, so that the list cannot rot.
+"""Conversions of other packages, whose known deviations are listed here and tested, so that the list stays true.
 
 Known deviations (versions of constraints.txt):
   ml_dtypes  rounds a float64 to binary32 first, so twice; e8m0fnu: every value strictly between 2^-127 and
@@ -169,7 +168,7 @@ def test_gfloat_numbers(name: str, mode: str) -> None:
 @pytest.mark.parametrize("bits", [1, 4, 10])
 @pytest.mark.parametrize("name", ["binary16", "bfloat16", "e5m2", "e2m1fn"])
 def test_gfloat_stochastic_fastest(name: str, bits: int) -> None:
-    """Its addition of the bits to the lost fraction, compared with one, is the rule of ``stochastic:n``."""
+    """It adds the bits to the lost fraction and compares with one, which is the rule of ``stochastic:n``."""
     x = usable(np.concatenate([boundaries(FORMATS[name], "f32"), numbers(2000, "f32")]), name)
     random = random_words(x.size)
     saturate = FORMATS[name].default_overflow == "saturate"

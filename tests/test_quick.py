@@ -1,4 +1,4 @@
-"""``--quick``: the core of every file whatever it takes, first cases in turn, and the rest by name."""
+"""``--quick``: the core tests of all files, then first cases in turn; the rest is skipped by name."""
 
 from __future__ import annotations
 

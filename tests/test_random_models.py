@@ -1,4 +1,4 @@
-"""Random models: fused, unfused, in another call and by the NumPy reference the same bits, and near binary64."""
+"""Random models have the same bits fused, unfused, in another call and in NumPy, and are near binary64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random modules: every entrance, and a training step, give a module the same bits, with compiled kernels."""
+"""Random modules have the same bits by every entry point and in a training step, with compiled kernels."""
 
 from __future__ import annotations
 

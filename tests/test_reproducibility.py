@@ -1,4 +1,4 @@
-"""The hashes and the matrix in docs/reproducibility.md: the same bits here, elsewhere, with threads, as other code."""
+"""Results here have the hashes and the table of docs/reproducibility.md, with other threads, processes and code."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def test_the_operators_of_the_matrix_run_on_their_arguments() -> None:
 
 @pytest.mark.parametrize("base", [0.9, 0.999, 0.95, 0.5])
 def test_powers_are_rounded_from_the_exact_ones(base: float) -> None:
-    """``base**n`` asks the C library, whose last bit differs between machines."""
+    """``base**n`` uses the C library, whose last bit differs between machines."""
     assert all(power(base, n) == float(Fraction(base) ** n) for n in range(1, 60))
     assert power(base, 100_000) < 1e-40 and power(0.0, 3) == 0.0

@@ -1,4 +1,4 @@
-"""selftest: it passes here, its stored hashes are MPFR's, and a wrong bit anywhere is told."""
+"""selftest passes here, its stored hashes are MPFR's, and it reports a wrong bit anywhere."""
 
 from __future__ import annotations
 

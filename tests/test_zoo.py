@@ -1,4 +1,4 @@
-"""Real architectures: captured whole, nothing unrounded, near binary64, the same bits alone, again, fused and not.
+"""Real architectures are captured as one graph, completely rounded and near binary64, with the same bits in every run.
 
 Forty of those that ``python -m benchmarks.zoo`` walks, chosen for operators of their own and for small graphs. All run
 under "reproducible", fused; every fifth runs node by node too, and under another policy, which take turns.
@@ -125,7 +125,7 @@ def test_a_hang_without_work_ends_by_the_clock() -> None:
 
 
 def test_wrong_numbers_are_misfits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge must not be one that always agrees."""
+    """The judge can find a misfit."""
     import fxround.compiler
 
     run = fxround.compiler.RoundedModule.forward

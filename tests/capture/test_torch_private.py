@@ -1,4 +1,4 @@
-"""What makes tracing quicker changes no graph, and is undone."""
+"""The measures that make tracing faster change no graph, and are undone afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxround.operators.formulas import decompositions
 
 
 def described(name: str) -> list[str]:
-    """Every node that yields a tensor, with its operands, shape and strides; how a size is computed does not matter."""
+    """Every node with a tensor result, with its operands, shape and strides, but not the computation of sizes."""
     example = build(name)
     captured = capture(example.model, example.args, example.kwargs, decompositions())
     # Symbols are named anew in each trace.
@@ -73,7 +73,7 @@ def test_collection_is_as_it_was(enabled: bool) -> None:
 
 
 class AloneOrNot(nn.Module):
-    """A batch of one takes another way."""
+    """Treats a batch of one differently."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] == 1 else x + 1
@@ -89,7 +89,7 @@ def test_a_model_that_treats_a_batch_of_one_apart_is_captured_apart() -> None:
 
 
 def test_the_doubled_example_is_given_up_before_it_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stage of capture costs more than the first: it runs once."""
+    """The second stage of capture costs more than the first, so it runs once."""
     from torch._functorch import aot_autograd
 
     calls = []

@@ -1,4 +1,4 @@
-"""``fxround localize``: culprits and the exit statuses that CI sees."""
+"""``fxround localize``: the culprits that it prints, and its exit statuses."""
 
 from __future__ import annotations
 

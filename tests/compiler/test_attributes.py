@@ -1,4 +1,4 @@
-"""Attributes and methods reach through a compiled module to the model, and no name of fxround's hides one of it."""
+"""A compiled module gives access to the attributes and methods of its model, also to those with fxround's names."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_whole_method_that_calls_the_model_is_one_graph(model: Plain) -> None:
 
 
 def test_a_method_may_train(model: Plain) -> None:
-    """Backward inside of a method: forward and gradients are those of calls outside."""
+    """A backward pass inside a method has the results and gradients of one outside."""
 
     class Trained(Plain):
         def step(self, x: Tensor) -> list[Tensor]:
@@ -284,7 +284,7 @@ def test_pickle_and_deepcopy_keep_the_compiled_module(model: Plain) -> None:
 
 
 class Copied(nn.Module):
-    """A model with a copy of its own making: that of the compiled module is still a compiled module."""
+    """A model that defines its own copy: a copy of the compiled module is still a compiled module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``@fxround.compile(policy=...)`` before functions and methods, and what it says of anything else."""
+"""``@fxround.compile(policy=...)`` on functions and methods, and its errors for anything else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Stock(nn.Module):
 
 
 class Holder:
-    """No module: the method is called with the object as an argument."""
+    """Not a module: the method is called with the object as an argument."""
 
     def __init__(self) -> None:
         self.scale = 0.5

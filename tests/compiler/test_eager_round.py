@@ -138,7 +138,7 @@ def test_a_large_tensor_is_rounded_whole() -> None:
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush subnormals")
 def test_the_callers_floating_point_state_changes_nothing() -> None:
-    """Flushing subnormals is a thread's state: were it to reach a kernel, threads would disagree."""
+    """Flushing subnormal numbers is state of a thread: if it affected kernels, threads would give different results."""
     x = torch.tensor([2.0**-140, 3 * 2.0**-149, 1.0]).repeat(50)
     program = "t0 = mul(x0, x1) @ binary32/nearest_even/inf"
     rng = torch.zeros(2, dtype=torch.int64)
@@ -154,7 +154,7 @@ def test_the_callers_floating_point_state_changes_nothing() -> None:
 
 
 def test_views_with_the_negative_bit_keep_their_sign() -> None:
-    """An imaginary part of a conjugate is a view that stands for the negative of its memory."""
+    """The imaginary part of a conjugate is a view whose values are the negatives of the stored ones."""
     view = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert view.is_neg() and fxround.round(view, "bfloat16").tolist() == [-2.0, 4.0]
     assert fxround.hash(view) == fxround.hash(torch.tensor([-2.0, 4.0])) != fxround.hash(view.neg())
@@ -166,7 +166,7 @@ def test_views_with_the_negative_bit_keep_their_sign() -> None:
 
 
 def test_compiled_modules_resolve_the_negative_bit_of_all_that_enters() -> None:
-    """Arguments, parameters, buffers, incoming gradients, an optimizer's gradients: exact products, so that equal."""
+    """Arguments, parameters, buffers, incoming and optimizer's gradients; no product has a rounding error."""
 
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
@@ -196,7 +196,7 @@ def test_compiled_modules_resolve_the_negative_bit_of_all_that_enters() -> None:
 
 
 def overlapping() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """x and out that share memory, by what is wrong with them."""
+    """Pairs of x and out that share memory, by the fault."""
     a, b, c = torch.arange(12.0), torch.arange(9.0).reshape(3, 3), torch.zeros(1)
     return {
         "shifted": (a[:-1], a[1:]),

@@ -1,4 +1,4 @@
-"""Exported files: whole or not at all, refused where they are truncated, changed or of another version."""
+"""Exported files are written completely or not at all; truncated, changed or other versions' files are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_with_another_number_or_version_is_refused(exported: Path, tmp_pa
 def test_an_export_that_fails_keeps_the_file(
     compiled: fxround.RoundedModule, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk is an error, and the file that was there stays; without example inputs it is the smaller."""
+    """A full disk is an error that keeps the old file; a file without example inputs is smaller."""
     path = compiled.export(tmp_path / "model.pt2", x[:1])
     before = path.read_bytes()
 

@@ -1,4 +1,4 @@
-"""A module applied to its own result: its calls draw anew where that is asked for; where not, a warning says so."""
+"""A module applied to its own result: its calls draw other bits with ``advance=True``, and warn without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public module: shares the model, is a function of (seed, sample), copies, pickles, exports, refuses clearly."""
+"""The public module: shared state, (seed, sample), copies, pickles, exports and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's code changes in Python is changed, with the rounded values, or refused by name."""
+"""Changes that a model's code makes in Python are made with the rounded values, or refused by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FUNCTIONS: dict[Any, Any] = {}
 
 
 def compared(left: Any, right: Any) -> None:
-    """Equal, bit for bit, whatever the structure."""
+    """Whether two structures of tensors are equal, bit for bit."""
     assert type(left) is type(right)
     if isinstance(left, Tensor):
         assert torch.equal(left, right)
@@ -212,7 +212,7 @@ FLAG = Flag()
 
 
 class Flagging(nn.Module):
-    """Sets an object of the module's file to what it held before."""
+    """Changes a global object of the file, and restores it before it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_what_a_call_sets_and_resets_is_no_change_while_it_is_so() -> None:
 
 
 class Box:
-    """What PyTorch knows no leaves of, as transformers' caches."""
+    """An object that is not a pytree, like the caches of transformers."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []

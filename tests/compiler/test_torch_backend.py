@@ -1,4 +1,4 @@
-"""torch.compile(backend=...): the bits of fxround.compile, our own errors, and nothing left to Python unrounded."""
+"""torch.compile(backend=...): it has the bits of fxround.compile and its errors, and leaves nothing to Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxround.compiler.torch_backend import rounding_backend
 
 
 class Net(nn.Module):
-    """Normalized, dropped out; a parameter and a buffer that nothing reads, and one weight with two names."""
+    """Norm and dropout, a parameter and a buffer that nothing reads, and one weight with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def compiled(model: Any, **options: Any) -> Any:
 
 
 def trained(step: Any, model: nn.Module, batches: tuple[int, ...]) -> list[Tensor]:
-    """Losses, then all that the model holds, after a step a batch."""
+    """The losses of one step per batch, then the state of the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for i, size in enumerate(batches):
@@ -152,7 +152,7 @@ def test_the_entry_point_is_the_backend() -> None:
 
 
 class Decoder(nn.Module):
-    """Attention over a cache of keys that an argument holds and that grows by a call's own."""
+    """Attention over an argument's cache of keys, to which each call adds its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
 
 
 def test_a_cache_grows_step_by_step_through_a_bound_forward() -> None:
-    """Dynamo takes sizes of 0 and 1 for constants, and frees the others later."""
+    """Dynamo treats sizes of 0 and 1 as constants, and others as symbols after a second call."""
     torch._dynamo.reset()
     model = Decoder()
     compiled = torch.compile(model.forward, backend="fxround", options={"policy": "identity"})

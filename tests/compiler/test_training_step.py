@@ -1,4 +1,4 @@
-"""Gradients: the backward graph's bits, what reaches whom, and what autograd may ask."""
+"""Gradients: the bits of the backward graph, the tensors that get gradients, and autograd's requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_identity_gives_the_gradients_of_the_captured_graph(build: Any, shape: t
 
 
 def test_a_rounded_policy_gives_the_gradients_of_hand_composed_roundings() -> None:
-    """linear, relu, mse, with bfloat16 results and exact (short) accumulations: every operation rounded by hand."""
+    """linear, relu, mse, with bfloat16 results and sums without rounding error: every operation is rounded by hand."""
     model, x = seeded(lambda: nn.Linear(2, 3), 4, 2)
     target = torch.full((4, 3), 0.25)
 
@@ -105,7 +105,7 @@ def test_a_rounded_policy_gives_the_gradients_of_hand_composed_roundings() -> No
 
 
 def test_a_convolution_and_a_tanh_have_the_gradients_of_hand_composed_roundings() -> None:
-    """Every result bfloat16, forwards and backwards; on numbers of few bits the chains are exact, as is checked."""
+    """Every result is bfloat16 in both passes; chains of short numbers have no rounding error, as is asserted."""
     conv = nn.Conv2d(2, 3, 2, stride=2, padding=1)
     drawn = torch.Generator().manual_seed(3)
     for p in conv.parameters():

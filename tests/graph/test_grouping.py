@@ -1,4 +1,4 @@
-"""Units: what may become one, and that an order is left."""
+"""Units: the nodes that may be merged, and the order of the merged graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxround.graph.grouping import Unit, in_order, merged
 
 
 def graph_of(edges: dict[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """Nodes by name in order, each with the names of what it reads."""
+    """A graph of nodes by name in order, each with the names of its operands."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for name, read in edges.items():
@@ -20,14 +20,14 @@ def graph_of(edges: dict[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
 
 
 def joining(*pairs: str) -> object:
-    """Join two units where the first has one of a pair's nodes and the second the other."""
+    """Join two units if the first has one node of a pair and the second has the other."""
     return lambda a, b: any(
         {p[0]} & {n.name for n in a.nodes} and {p[1]} & {n.name for n in b.nodes} for p in map(str, pairs)
     )
 
 
 def test_a_path_through_a_unit_that_reaches_further_than_its_users_is_seen() -> None:
-    """u waits for {w, x}, whose x waits for a; so a and b, which reads u, must stay apart."""
+    """u depends on {w, x}, and x on a; so a must not be merged with b, which reads u."""
     graph, nodes = graph_of({"w": "", "u": "w", "a": "", "x": "wa", "b": "au"})
     units = merged(graph, joining("wx", "ab"))  # type: ignore[arg-type]
     assert units[nodes["w"]] is units[nodes["x"]]

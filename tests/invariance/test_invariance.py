@@ -1,4 +1,4 @@
-"""check_invariance: what is invariant passes, what was made to vary is found, at the operation that varies."""
+"""check_invariance: invariant models pass, and planted variations are found at their operation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HASTE = ("batch", "slice")
 
 
 def network() -> nn.Module:
-    """Rows that do not touch each other; any process can import it."""
+    """A network whose rows are independent, which any process can import."""
     return nn.Sequential(nn.Linear(40, 3), nn.Softmax(1))
 
 
 class Neighbours(nn.Module):
-    """Rows that see how many others there are."""
+    """Rows that depend on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()

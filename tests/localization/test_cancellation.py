@@ -1,4 +1,4 @@
-"""Cancellation is a difference of exponents, checked with math.frexp; births of NaNs are where they are planted."""
+"""Cancellations, compared with math.frexp, and planted NaNs and infinities."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_report_is_sorted_and_data() -> None:
 
 
 class Chain(nn.Module):
-    """exp overflows, its inverse hides it; log(0); 0/0; inf - inf; and a mask whose -inf is meant."""
+    """exp overflows, and its inverse hides it; log(0); 0/0; inf - inf; and a mask with an intended -inf."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = 1 / x.exp()

@@ -1,4 +1,4 @@
-"""Checks: what passes, what is seen, and keys that change with whatever a check depends on."""
+"""Checks: which outputs pass, the text about an output, and keys that change with everything a check depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delta debugging: minimal and disjoint sets on tests whose answer is known, and the branches of known flows."""
+"""Delta debugging: minimal and disjoint sets on tests with known answers, and the branches of known graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS: Units = tuple(f"u{i:03}" for i in range(100))
 
 
 class Test:
-    """Fails when all of some culprit set are on; counts the different sets that it is asked about."""
+    """Fails if all members of a culprit set are on; counts the different sets that were tried."""
 
     __test__ = False
 

@@ -1,4 +1,4 @@
-"""Localize: planted culprits are found, exactly and with few runs; searches repeat, stop and go on."""
+"""Localize: planted culprits are found in few runs; searches can be repeated, stopped and continued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxround.localization.report import LocalizeReport
 
 
 class Block(nn.Module):
-    """tanh(Wx), and in a bad one a detour through numbers that are too large."""
+    """tanh(Wx); a bad block also adds and subtracts numbers that are too large."""
 
     def __init__(self, bad: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ RULES = [{"rounding": "bfloat16/nearest_even"}]
 
 
 class Pair(nn.Module):
-    """Wrong only where both of two values are."""
+    """Wrong only if both of two values are."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x / 3, x * 0.7, x + 0.3
@@ -115,7 +115,7 @@ def test_a_set_may_need_two_members() -> None:
 
 
 class OneBad(nn.Module):
-    """An offset in element 5 of twenty alone."""
+    """An offset in element 5 of twenty elements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Masks: all on is the perturbed module, all off the quiet one, bit for bit; anything between is what its sites say."""
+"""Masks: all sites on give the perturbed module's bits, all off the quiet module's, and sets are composed by site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts: several runs a set, each asked for once; and how often a set that fails now and then is overlooked."""
+"""Verdicts: several runs per set, each done once; and the rate at which sets that fail sometimes are missed."""
 
 from __future__ import annotations
 

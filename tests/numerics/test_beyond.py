@@ -1,4 +1,4 @@
-"""Stochastic modes at binary64 itself: operators on float64 operands against exact rationals."""
+"""Stochastic modes at binary64 itself: operators on float64 operands, compared with rational arithmetic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def neighbours(exact: Fraction) -> tuple[Fraction, Fraction]:
 @pytest.mark.parametrize("mode", ["stochastic", "stochastic_equal"])
 @pytest.mark.parametrize("name", EXACT)
 def test_the_result_is_the_neighbour_that_the_drawn_bits_choose(name: str, mode: str) -> None:
-    """Away from zero where r + floor(lost 2^32) >= 2^32; the estimate of what is lost may be off by 2^-31."""
+    """Away from zero if r + floor(lost 2^32) >= 2^32, where the estimate of ``lost`` may have an error of 2^-31."""
     arity = OPERATORS[name].arity
     arguments = ", ".join(f"x{i}" for i in range(arity))
     body = map_kernel(Program.parse(f"t0 = {name}({arguments}) @ binary64/{mode}"), ("f64",) * arity, "f64").body

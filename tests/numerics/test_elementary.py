@@ -33,7 +33,7 @@ FUNCTIONS = pytest.mark.parametrize("name", ELEMENTARY)
 
 @cache
 def compiled(name: str, carrier: Type = "f64") -> Function:
-    """The function with two results: nearest and sticky. Arguments known to be binary32 may take shorter ways."""
+    """The function with two results: nearest and sticky. Arguments known to be binary32 may use shorter evaluations."""
     row = ELEMENTARY[name]
     params = tuple(param(f"x{i}", carrier) for i in range(row.arity))
     args = params if carrier == "f64" else tuple(map(widen, params))
@@ -78,7 +78,7 @@ def exact(row: Elementary, args: tuple[float, ...]) -> mpmath.mpf | None:
 
 
 def as_fraction(value: mpmath.mpf) -> Fraction:
-    """The exact rational; beyond 2^+-1500 (exp(1e38)) another one that every format treats alike."""
+    """The value as a rational; beyond 2^+-1500 (exp(1e38)) a value that every format treats in the same way."""
     size = mpmath.mag(value)
     sign, mantissa, exponent, _ = value._mpf_
     if abs(size) > 1500:
@@ -133,7 +133,7 @@ def observed(name: str) -> list[Observed]:
 
 @FUNCTIONS
 def test_errors_are_within_the_stated_bound(name: str) -> None:
-    """On arguments drawn to find the worst: `python -m benchmarks.functions bounds` draws more of them."""
+    """On arguments chosen to find the largest error: `python -m benchmarks.functions bounds` draws more of them."""
     row = ELEMENTARY[name]
     for dtype, count in ((np.float64, 3072), (np.float32, 768)):
         worst = search(name, count, dtype=dtype, size=1024).worst
@@ -173,7 +173,7 @@ def test_a_tie_below_the_normal_numbers_goes_to_the_even_one() -> None:
 
 @FUNCTIONS
 def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
-    """R(sticky value) = R(exact value) to nearest, up and down, which fix every other mode."""
+    """R(sticky value) = R(exact value) to nearest, up and down, which determine every other mode."""
     roundings = [Rounding.parse(f"binary32/{mode}") for mode in DIRECTED]
     for o in observed(name):
         truth = as_fraction(o.want)

@@ -21,7 +21,7 @@ RANDOM = (0, 1, 2**30, 2**31 - 1, 2**31, 2**32 - 1)
 
 
 def codes_and_midpoints(fmt: Format) -> Array:
-    """Every value, every midpoint, what lies beyond the maximum; both signs."""
+    """Every value, every midpoint, and values beyond the maximum, of both signs."""
     magnitudes = sorted({0.0, *fmt.magnitudes()})
     last = magnitudes[-1] - magnitudes[-2]
     magnitudes += [fmt.maximum + last, fmt.maximum * 4]
@@ -30,7 +30,7 @@ def codes_and_midpoints(fmt: Format) -> Array:
 
 
 def a_hair_away(points: Array) -> Array:
-    """The binary64 neighbours of some points."""
+    """The binary64 neighbours of some values."""
     return np.concatenate([np.nextafter(points, np.inf), np.nextafter(points, -np.inf)])
 
 

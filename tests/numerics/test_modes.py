@@ -1,4 +1,4 @@
-"""Modes: each rule's truth table, written out; texts without loss; what a mode does past the maximum."""
+"""Modes: the truth table of each rule, written out; texts without loss; values beyond the maximum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summation trees, revealed from outside, and compared with the ones that ``Order`` states.
+"""The summation trees, found from results alone and compared with those that ``Order`` states.
 
 FPRev's method (Xie, Gao, Wang and Xue, USENIX ATC 2025): put +M at leaf i, -M at leaf j and ones elsewhere, M so
 large that it absorbs every one. What is left is the number of leaves outside of the smallest subtree that holds both
@@ -153,7 +153,7 @@ def test_what_is_made_of_sums_has_their_tree(length: int) -> None:
 
 @pytest.mark.parametrize("order", ["sequential", "lanes:16", "exact"])
 def test_norms_and_softmax_sum_in_their_policys_order(order: str) -> None:
-    """They square or exponentiate: no mask can be seen through them. Their sums are the operator tested above."""
+    """They square or exponentiate, so that masks do not show their trees. Their sums are the operator tested above."""
 
     def made_of_sums(x: Tensor) -> list[Tensor]:
         image = x.reshape(2, 4, 3, -1)
@@ -169,7 +169,7 @@ def test_norms_and_softmax_sum_in_their_policys_order(order: str) -> None:
 
 
 def test_the_method_tells_trees_apart() -> None:
-    """A wrong order is seen: one chain is not sixteen, and a reversed chain is not an ascending one."""
+    """A wrong order is detected: one chain differs from sixteen, and a reversed chain from an ascending one."""
     x = masks(17)
     with pytest.raises(AssertionError):
         check(OPS.sum(x, [1], False, "lanes:16", RNE, RNE, RNG, 1), chain(list(range(17))), 17)

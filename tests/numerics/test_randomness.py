@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_order_or_neighbours() -> None:
 
 
 def test_no_two_uses_share_a_philox_input() -> None:
-    """Elements, draws and streams map to distinct (counter, draw) pairs and words: nothing is used twice."""
+    """Elements, draws and streams map to distinct (counter, draw) pairs and words, so that none is used twice."""
     elements = [*range(300), 2**40, 2**48 - 1]
     places = {((e // BLOCK) * STRIDE + e % STRIDE, (e % BLOCK) // STRIDE) for e in elements}
     assert len(places) == len(elements)

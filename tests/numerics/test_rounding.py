@@ -1,4 +1,4 @@
-"""The algorithm against the specification: encodings compared, so that signs of zero and the one NaN count.
+"""The algorithm compared with the specification by encodings, which include signs of zero and the one NaN.
 
 Three layers. Whole 16-bit spaces against the search of ``neighbours`` (itself equal to the specification, see
 ``test_exact``), and against the specification itself. The boundaries of every format x mode x overflow x

@@ -1,4 +1,4 @@
-"""The scalar IR: what each operator means, what is shared and folded, what is refused, and how a listing looks."""
+"""The scalar IR: the meaning of operators, shared and folded expressions, errors, and listings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_sqrt_is_correctly_rounded(type: Type) -> None:
 
 
 def fma_exact(a: float, b: float, c: float, rounding: Rounding) -> float | None:
-    """a * b + c over rationals; None where an operand is not finite or the sign of a zero is asked."""
+    """a * b + c over rationals; None if an operand is not finite or the result is a zero."""
     if not all(map(math.isfinite, (a, b, c))):
         return None
     value = Fraction(a) * Fraction(b) + Fraction(c)
@@ -328,7 +328,7 @@ def test_listing_golden() -> None:
 
 
 def test_digest_is_that_of_the_listing_and_nothing_else() -> None:
-    """A constant here: a changed digest would silently miss every cached kernel, or worse, hit one."""
+    """The digest is a constant: if it changed, cached kernels would be missed, or wrong ones found."""
     assert example_function().digest == example_function().digest
     assert example_function().digest == "f26c2ea2b3888b9b157a4872f3b6898a2b50d6aca5d54634edde1d182a35f87e"
     x = param("x", "u32")

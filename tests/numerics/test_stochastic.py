@@ -35,7 +35,7 @@ def stochastic(fmt: Format, bits: int = 32) -> Rounding:
 
 
 def between(fmt: Format, lost: Fraction) -> tuple[float, float, float, float]:
-    """(x, value below, value above, fraction really lost) with x a binary32 value in the binade of 2."""
+    """(x, value below, value above, lost fraction), where x is a binary32 value in the binade of 2."""
     gap = float(quantum(Fraction(2), fmt))
     x = float(np.float32(2 + float(lost) * gap))
     return x, 2.0, 2.0 + gap, (x - 2.0) / gap
@@ -174,7 +174,7 @@ def test_uncorrelated_with(other: str) -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_roundings_uncorrelated_with(other: str) -> None:
-    """The same array rounded twice: the two errors are independent, each of mean 0."""
+    """An array is rounded twice; the two errors are independent, and each has mean 0."""
     x = np.random.default_rng(6).uniform(1, 2, N).astype(np.float32)
     function = rounding_function(stochastic(FORMATS["bfloat16"]), "f32")
     scaled = x.astype(np.float64) * 128

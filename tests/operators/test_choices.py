@@ -1,4 +1,4 @@
-"""The larger and the smaller one: the sign of a zero depends on the numbers alone, not on where PyTorch meets them."""
+"""Maxima and minima: the sign of a zero depends on the numbers alone, not on their positions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_larger_of_two_zeros_is_positive_wherever_they_lie(n: int) -> None:
     "op", [aten.maximum.default, aten.amax.default, aten.clamp.Tensor, aten.aminmax.default], ids=str
 )
 def test_compiled_graphs_have_the_formulas(op: Any) -> None:
-    """A row is the same alone, in company, and at another place of the batch: bits that PyTorch's kernels change."""
+    """A row has the same bits alone, among others, and at another position; with PyTorch's kernels it does not."""
     other = signed_zeros(37, 33).flip(1)
     functions: dict[Any, Callable[[Tensor, Tensor], Any]] = {
         aten.maximum.default: torch.maximum,
@@ -87,7 +87,7 @@ def test_compiled_graphs_have_the_formulas(op: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "up_down", "identity"])
 def test_no_sign_of_zero_reaches_a_softmax(policy: str) -> None:
-    """The maximum inside is PyTorch's, of either sign: with all zeros positive, the result is the same."""
+    """The maximum inside is PyTorch's, with a zero of either sign: with positive zeros the result is the same."""
 
     def functions(x: Tensor) -> tuple[Tensor, ...]:
         return F.softmax(x, 1), F.log_softmax(x, 1), torch.logsumexp(x, 1), torch.linalg.vector_norm(x, torch.inf, 1)

@@ -1,4 +1,4 @@
-"""A formula is what its docstring says, it computes the operator it replaces, and the compiled graph computes it."""
+"""A formula does what its docstring says, computes the operator that it replaces, and is in the compiled graph."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def samples() -> dict[Any, list[Call]]:
 
 
 def bag_gradients(grad: Tensor, weights: Tensor) -> list[Call]:
-    """As PyTorch calls it: bags of each index and their sizes come from the forward call."""
+    """Arguments as PyTorch passes them: the bag of each index and the sizes of bags are results of the forward call."""
     indices, offsets, found = torch.tensor([0, 2, 1, 1, 0, 2]), torch.tensor([0, 2, 2]), []
     for mode, own, padding in ((0, weights, -1), (1, None, -1), (0, None, 1), (1, None, 1)):
         _, *saved = aten._embedding_bag(grad, indices, offsets, False, mode, False, own, False, padding)
@@ -297,7 +297,7 @@ def lanes(x: Array) -> Array:
 
 
 def once(function: Callable[[Any], Any], x: Array) -> Array:
-    """An elementary function through binary64: correctly rounded but for arguments rarer than these tests meet."""
+    """An elementary function through binary64: correctly rounded, except for rare arguments that no test here has."""
     return np.asarray(function(x.astype(np.float64))).astype(np.float32)
 
 
@@ -358,6 +358,6 @@ def test_16_bit_operands_are_widened_and_rounded_once_at_the_end() -> None:
 
 
 def test_no_formula_is_passed_over_for_one_that_pytorch_puts_above_it() -> None:
-    """A Python kernel of autograd's replaces an operator before any table is asked: so softshrink's formula is it."""
+    """A Python kernel for autograd takes precedence over tables of formulas; only softshrink has one."""
     above = [op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())]
     assert above == [aten.softshrink.default]

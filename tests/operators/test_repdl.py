@@ -1,4 +1,4 @@
-"""The preset ``repdl``: bits of RepDL's formulas, written again in support/repdl.py: forwards, backwards, in a step."""
+"""The preset ``repdl`` has the bits of RepDL's formulas (support/repdl.py), in both passes and an optimizer's step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def seeded(build: Any) -> nn.Module:
 
 
 def same(found: Tensor | None, expected: Any) -> None:
-    """Bits, the sign of a zero included."""
+    """Whether the bits are equal, including the signs of zeros."""
     assert found is not None
     got, want = found.detach().numpy(), np.asarray(expected, np.float32)
     assert got.shape == want.shape
@@ -79,7 +79,7 @@ def test_linear() -> None:
     [(3, 1, 1, 4, 5), (2, 3, 0, 7, 8), (2, 2, 2, 4, 3)],
 )
 def test_conv2d(kernel: int, stride: int, padding: int, height: int, width: int) -> None:
-    """Among them: rows that no window covers, padding wider than the kernel, an even kernel."""
+    """The cases include rows that no window covers, padding wider than the kernel, and an even kernel."""
     module = seeded(lambda: nn.Conv2d(2, 3, kernel, stride, padding))
     x = drawn(2, 2, height, width)
     w, b = module.weight.detach().numpy(), module.bias.detach().numpy()
@@ -93,7 +93,7 @@ def test_conv2d(kernel: int, stride: int, padding: int, height: int, width: int)
 
 
 def test_the_kernel_of_an_input_gradient_is_visited_in_its_own_order() -> None:
-    """Where ``reproducible`` turns the kernel around: the test above could not fail if the two agreed."""
+    """``reproducible`` reverses the kernel; if the two orders agreed, the test above could not fail."""
     module, x, g = seeded(lambda: nn.Conv2d(2, 3, 3)), drawn(2, 2, 6, 6), drawn(2, 3, 4, 4, seed=1)
     on_x = run(module, x, g)[1]
     x.requires_grad_()
@@ -172,7 +172,7 @@ def test_what_repdl_refuses_has_fxrounds_own_formula() -> None:
 
 
 class Net(nn.Module):
-    """What RepDL converts, and its loss."""
+    """The modules that RepDL converts, and its loss."""
 
     def __init__(self) -> None:
         super().__init__()

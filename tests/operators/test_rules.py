@@ -1,4 +1,4 @@
-"""The table of rules knows what models use, and every layer of the zoo runs without an unrounded operation."""
+"""The table of rules covers the operators of models, and every layer of the zoo runs with all operations rounded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_operator_without_a_rule_is_none() -> None:
 
 
 class Executed(TorchDispatchMode):
-    """Records every operator that yields floating point while a module runs."""
+    """Records every operator with a floating-point result while a module runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_every_float_operation_of_a_layer_is_rounded(name: str) -> None:
 
 
 def test_an_operator_that_yields_floats_is_never_left_to_the_policy_without_a_reason() -> None:
-    """What yields integers as a rule: on floating point it chooses, or it is named under strict."""
+    """Operators with integer results: with floating-point results they select, or are an error under strict."""
     x, i = torch.tensor([2.0, 1.0, 2.0]), torch.tensor([0, 1, 1])
     chosen = fxround.compile(lambda x: torch.unique(x, return_inverse=True)[1] + x, "reproducible")
     chosen(x)

@@ -1,4 +1,4 @@
-"""Choices as programs: the bits of the operators that they replace, special values included; which are left alone."""
+"""Choices as programs have the bits of the operators that they replace, also for special values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fusion: the bits of the graph that was fused, whatever its shape; and what is fused, what not."""
+"""Fusion keeps the bits of any graph; and which operations are fused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Chain(nn.Module):
 
 
 class Diamond(nn.Module):
-    """The sum stands between two pointwise operations of one shape: to fuse them would make a circle."""
+    """The sum is between two pointwise operations of one shape: fusing them would make a cycle."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2
@@ -119,7 +119,7 @@ def test_an_exported_fused_graph_gives_the_same_bits(tmp_path: Any) -> None:
 
 
 class Unrolled(nn.Module):
-    """A loop whose every turn is another program, by its numbers."""
+    """A loop in which every iteration is another program, because its numbers differ."""
 
     def forward(self, x: Tensor) -> Tensor:
         for turn in range(90):

@@ -1,4 +1,4 @@
-"""Hoisting: the bits of the graph as it was, whatever was reshaped and copied; and what it is for."""
+"""Hoisting keeps the bits of any graph with reshapes and copies, and brings operations together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pass on tiny graphs, as text before and after; and what must hold of every lowered graph."""
+"""Each pass on small graphs, compared as text; and the invariants of every lowered graph."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_what_numerics_cannot_round_is_told_with_the_line() -> None:
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 @pytest.mark.parametrize("policy", ["e4m3fn", "e5m2/stochastic/saturate", "up_down", "bfloat16"])
 def test_an_index_in_the_making_is_not_rounded(policy: str, mode: str) -> None:
-    """1024 pixels: their numbers fit none of these formats, and a rounded one would lie outside of the image."""
+    """Indices of 1024 pixels are not representable in these formats; rounded ones would be outside of the image."""
     image = torch.arange(1024.0).remainder(4)[None, None, None]
     larger = nn.Upsample(scale_factor=(1, 2), mode=mode)
     got = fxround.compile(larger, policy)(image)
@@ -345,7 +345,7 @@ def test_verify_catches_what_is_not_accounted_for() -> None:
 
 
 def test_up_down_does_not_move_an_integer_that_becomes_a_float() -> None:
-    """As mixtures of experts count the tokens of each."""
+    """Mixtures of experts count the tokens of each expert in this way."""
 
     def counts(ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.histc(ids.float(), bins=4, min=0, max=3), x + ids.to(x.dtype)

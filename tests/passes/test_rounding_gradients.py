@@ -1,4 +1,4 @@
-"""What roundings do to gradients: eagerly, by a policy's rules, and against roundings composed by hand."""
+"""Gradients of roundings: eager ones, and those of a policy's rules, compared with roundings composed by hand."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ R, RW = "e4m3fn/nearest_even/saturate", "e2m1fn/nearest_even/saturate"
 
 
 def policy(gradient: str) -> Policy:
-    """What is not said is binary32's, and exact on short numbers."""
+    """Roundings that no rule sets are binary32's, without error on short numbers."""
     return Policy(
         "p",
         (
@@ -111,7 +111,7 @@ def policy(gradient: str) -> Policy:
 
 
 class Tanh(torch.autograd.Function):
-    """tanh rounded once, and its derivative at the rounded value: no other is known."""
+    """tanh rounded once, and its derivative at the rounded value, the only value that is stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

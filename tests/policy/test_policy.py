@@ -1,4 +1,4 @@
-"""Policies: which rule speaks, what it says, and that nothing is lost or guessed on the way through text."""
+"""Policies: which rule applies, what it sets, and that texts lose nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled stays short: kernels by their number and the length of their text, never by a clock."""
+"""Compiled code stays short, measured by the number of kernels and the length of their texts, never by time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_STRAIGHT = 5 * MOST
 
 @contextmanager
 def emitted() -> Iterator[list[str]]:
-    """The texts that LLVM would be given inside the block, where every kernel is built anew and does nothing."""
+    """The texts that LLVM would compile inside the block, in which every kernel is built again and does nothing."""
     found: list[str] = []
     nothing = compile_module("define void @nothing() { ret void }", ("nothing",))["nothing"]
 

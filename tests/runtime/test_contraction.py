@@ -113,7 +113,7 @@ def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate
 
 
 def test_the_quick_up_down_is_not_trusted_where_binary32_ends() -> None:
-    """Sums of few quanta, which are exact where they are subnormal, and sums that end near the maximum."""
+    """Sums of few quanta, which are representable if they are subnormal, and sums that end near the maximum."""
     kernel = kernel_of("binary32/up_down")
     rng = np.random.default_rng(1)
     quanta = np.ldexp(rng.integers(-3, 4, (1, 300, 12)).astype(np.float32), rng.integers(-149, -124, (1, 300, 12)))
@@ -151,7 +151,7 @@ def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: 
     "accumulate", [RNE, "binary32/toward_zero", "binary32/stochastic", "bfloat16 chunk=7 combine=binary32"]
 )
 def test_a_product_is_the_same_with_and_without_packing(accumulate: str, isa: str) -> None:
-    """Few rows or few steps are not packed (``llvm.direct``); columns that are not side by side always are."""
+    """Few rows or few steps are not packed (``llvm.direct``); columns that are not contiguous always are."""
     kernel = kernel_of(accumulate)
     with instruction_set(isa):
         shapes = ((1, 1, 700, 150), (3, 2, 9, 33), (2, 13, 17, 16), (1, 8, 1, 1), (2, 5, 40, 70))
@@ -205,7 +205,7 @@ def test_a_row_is_the_same_alone_and_in_company(accumulate: str) -> None:
 
 @pytest.mark.parametrize("accumulate", ["binary32/stochastic", "binary32/up_down", "bfloat16/stochastic"])
 def test_a_stream_belongs_to_its_element(accumulate: str) -> None:
-    """The first rows of a product are those of any longer one, however it is cut and whoever computes it."""
+    """The first rows of a product are those of any longer product, for every division into pieces and threads."""
     a, b = values((300, 200), 1), values((200, 130), 2)
     rng = torch.tensor([1, 2])
     whole = OPS.matmul(a, b, accumulate, RNE, rng, 1)

@@ -147,7 +147,7 @@ def gradient(small: Tensor, image: Tensor, case: Case, accumulate: str) -> Tenso
 @settings(max_examples=8, deadline=None)
 @given(case=cases())
 def test_weight_gradients_are_their_definition(accumulate: str, turned: bool, case: Case) -> None:
-    """turned: of a transposed convolution, whose input and gradient exchange their parts."""
+    """turned: of a transposed convolution, in which input and gradient are exchanged."""
     into, out = case.groups * case.narrow, case.groups * case.wide
     reached = [
         (n + 2 * p - r - 1) // s + 1

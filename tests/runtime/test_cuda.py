@@ -273,7 +273,7 @@ def unique(some: tuple[Kernel, ...]) -> list[Kernel]:
 
 
 def codes(x: Array) -> Array:
-    """Bits, with every NaN alike where the IR does not say which NaN an operation gives."""
+    """Bits, with one encoding for all NaNs if the IR does not define the NaN of an operation."""
     return encodings(x) if x.dtype.kind == "f" else x
 
 
@@ -332,7 +332,7 @@ def layout(shape: tuple[int, ...], operands: list[Array]) -> ctypes.Structure:
 
 
 def memory(storage: Storage) -> type[np.generic]:
-    """How the texts see stored elements: 16-bit codes as unsigned short."""
+    """Stored elements as the texts declare them: 16-bit codes as unsigned short."""
     return {"f32": np.float32, "f64": np.float64}.get(storage, np.uint16)
 
 
@@ -356,7 +356,7 @@ def as_stored(x: Array, storage: Storage) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """As ``reference`` takes stored elements."""
+    """Stored elements in the form that ``reference`` takes."""
     return x.astype(np.uint32) if x.dtype == np.uint16 else x
 
 
@@ -399,7 +399,7 @@ def test_a_map_of_nothing(host: Host) -> None:
 
 
 def lines_of(x: Array) -> Array:
-    """(outer, length, inner) as (lines, length), the way ``reference`` takes it."""
+    """(outer, length, inner) as (lines, length), the form that ``reference`` takes."""
     return widened(x.transpose(0, 2, 1).reshape(x.shape[0] * x.shape[2], x.shape[1]))
 
 
@@ -440,7 +440,7 @@ def test_scans(host: Host, accumulate: str, shape: tuple[int, int, int]) -> None
 
 @pytest.mark.parametrize("row", EXACT_KERNELS, ids=" ".join)
 def test_exact_sums(host: Host, row: tuple[str, str, Storage]) -> None:
-    """Ordinary numbers, special ones, both ends of the range, and sums that cancel to their last bit."""
+    """Ordinary and special numbers, both ends of the range, and sums that cancel to their last bit."""
     kernel, storage = exact_of(*row), row[2]
     for shape in (*SHAPES, (2, 300, 3)):
         x = elements(shape, storage, 5)

@@ -1,4 +1,4 @@
-"""Machine code on disk: found again, never trusted blindly, shared by processes, bounded."""
+"""Machine code on disk: it is found again, verified before use, shared by processes, and bounded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_was_compiled_once_is_found_again_with_the_same_bits(
 
 
 def test_code_is_found_by_its_instruction_set(place: Path, run: Run) -> None:
-    """Two sets may name the same processor; their entries stay apart."""
+    """Two sets may name the same processor, but have separate entries."""
     for isa in instruction_sets():
         assert run(RNE, isa)[:2] == (1, 0)
     assert len(entries(place)) == len(instruction_sets())
@@ -258,7 +258,7 @@ def test_a_path_that_is_no_directory_costs_time_not_an_error(
 
 @contextmanager
 def ordinary_user(place: Path) -> Iterator[None]:
-    """The superuser may write anywhere: the block is run as the directory's new owner, nobody."""
+    """The superuser may write everywhere, so the block runs as the directory's new owner, the user nobody."""
     if os.geteuid():
         yield
         return
@@ -284,7 +284,7 @@ def test_a_directory_without_the_right_to_write_is_read(run: Run, monkeypatch: p
 
 
 def test_a_write_that_fails_costs_time_not_an_error(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system without room, or one mounted for reading."""
+    """As on a full file system, or one that is mounted read-only."""
     expected = run(RNE)[2]
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -329,7 +329,7 @@ def test_an_entry_that_is_a_link_is_not_run(place: Path, run: Run, tmp_path: Pat
 def test_source_that_changed_after_the_import_is_not_cached(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What such a process runs is not what the files say."""
+    """The code that such a process runs differs from its source files."""
     monkeypatch.setattr(disk_cache, "_STARTED", 0.0)
     disk_cache.fingerprint.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Epilogues: a contraction and its map that run as one have the bits of one after the other, and need one result."""
+"""Epilogues: a contraction and its map have the same bits together and one after the other, and need one result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def values(data: st.DataObject, shape: tuple[int, ...]) -> Tensor:
-    """Normal deviates in a layout of some kind; now and then with what is subnormal, overflows, or is none."""
+    """Normal deviates in a random layout, sometimes with subnormal numbers, overflows or NaNs."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(shape, generator=generator)
     if data.draw(st.integers(0, 3)) == 0 and x.numel():
@@ -73,7 +73,7 @@ def values(data: st.DataObject, shape: tuple[int, ...]) -> Tensor:
 
 
 def contraction(graph: fx.Graph, data: st.DataObject, given: list[Tensor]) -> tuple[fx.Node, tuple[int, ...]]:
-    """A contraction of some way, its operands added to those that are given, and the shape of its result."""
+    """A random contraction, with its operands appended to those given, and the shape of its result."""
     name = data.draw(
         st.sampled_from(("matmul", "batched", "few", "convolution", "images", "planes", "transposed", "gw"))
     )
@@ -108,7 +108,7 @@ def contraction(graph: fx.Graph, data: st.DataObject, given: list[Tensor]) -> tu
 
 
 def shaped(data: st.DataObject, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, or another of as many elements."""
+    """The shape, or another one with the same number of elements."""
     kind = data.draw(st.sampled_from(("same", "flat", "split", "one more")))
     if kind == "split":
         return (*shape[:-2], shape[-2] // 2, 2, shape[-1]) if shape[-2] % 2 == 0 else (1, *shape, 1)

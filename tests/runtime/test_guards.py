@@ -1,4 +1,4 @@
-"""Kernels between pages that may not be touched, and operators called with corrupted arguments, in child processes."""
+"""Kernels with operands at inaccessible pages, and operators with corrupted arguments, in child processes."""
 
 from __future__ import annotations
 

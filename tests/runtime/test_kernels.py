@@ -32,7 +32,7 @@ from fxround.runtime.cpu.reduction import run_reduce, run_scan
 
 
 def in_turn(cases: Sequence[str]) -> list[tuple[str, str]]:
-    """Every case on the host's own set, and on one of the named sets, which take turns."""
+    """Every case on the host's own instruction set, and on one of the named sets in turn."""
     named = instruction_sets()[1:]
     return [(case, isa) for i, case in enumerate(cases) for isa in ("host", named[i % len(named)])]
 
@@ -88,7 +88,7 @@ SIZES = st.sampled_from([1, 2, 3, 7, 16, 49, 63, 64, 65, 130])
 
 @st.composite
 def operands(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
-    """Values that broadcast to the shape: dimensions in any order in memory, stepped over, or of size 1."""
+    """Values that broadcast to the shape, with dimensions permuted in memory, with steps, or of size 1."""
     order = draw(st.permutations(range(len(shape))))
     kept = [1 if draw(st.booleans()) else shape[d] for d in order]
     steps = [draw(st.sampled_from([1, 1, 2])) for _ in kept]

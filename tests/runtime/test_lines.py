@@ -1,4 +1,4 @@
-"""Reductions of operands that lie anyhow in memory: every loop nest, against the NumPy reference or rational sums."""
+"""Reductions of operands of any layout: every loop nest, compared with the NumPy reference or rational sums."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BINARY32 = Rounding.parse("binary32")
 
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share even the smallest of works."""
+    """Threads share even the smallest amount of work."""
     for module in (reduction, scatter, exact_sum):
         monkeypatch.setattr(module, "_ENOUGH", 1)
 
 
 def by_reference(x: Tensor, dims: list[int], order: str, accumulate: str) -> Any:
-    """The sum over ``dims`` of a float32 tensor: results in front, then k, row-major."""
+    """The sum over ``dims`` of a float32 tensor: result dimensions first, then k, in row-major order."""
     kept = [d for d in range(x.dim()) if d not in dims]
     rows = stored(x.permute(*kept, *dims)).reshape(prod(x.shape[d] for d in kept), prod(x.shape[d] for d in dims))
     kernel = sum_kernel(Order.parse(order), Rounding.parse(accumulate), BINARY32, "f32", "f32")
@@ -148,7 +148,7 @@ def test_sums_over_any_dimensions_of_any_view(data: st.DataObject) -> None:
 
 @st.composite
 def views(draw: Any, rank: int) -> tuple[Tensor, list[int]]:
-    """A tensor of so many dimensions, permuted, sliced or repeated, and some of its dimensions."""
+    """A tensor with ``rank`` dimensions, permuted, sliced or repeated, and some of its dimensions."""
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 17, 20]), min_size=rank, max_size=rank))
     steps = draw(st.lists(st.integers(1, 2), min_size=rank, max_size=rank))
     x = values(tuple(n * s for n, s in zip(shape, steps, strict=True)), 1, special=draw(st.booleans()))
@@ -249,7 +249,7 @@ def test_an_exact_sum_that_cancels_is_plus_zero() -> None:
 
 
 def loops(x: Tensor) -> Iterator[Callable[[Callable[[Tensor, int], Tensor]], Tensor]]:
-    """Ways to give the rows of x to f(operand, dim), one a loop nest; each gives the results of all rows."""
+    """Ways to pass the rows of x to f(operand, dim), one per loop nest; each returns the results of all rows."""
     apart = torch.zeros(2 * x.shape[0], 2 * x.shape[1])
     apart[::2, ::2] = x
     yield lambda f: f(x, 1)

@@ -1,4 +1,4 @@
-"""Small tables in LLVM: every width, every number of entries, every instruction set of this host."""
+"""Small tables in LLVM, of every width and number of entries, on every instruction set of this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxround.runtime.cpu.llvm.render import emit
 
 
 def looked_up(count: int, lanes: int) -> tuple[str, Function]:
-    """The text of ``look(x, out)`` for so many lanes, and its meaning."""
+    """The text of ``look(x, out)`` for a number of lanes, and its meaning."""
     x = param("x", "u32")
     function = Function("f", (x,), (lookup(x, [(j * 0x9E3779B9) % 2**32 for j in range(count)]),))
     module = ir.Module("lookups")

@@ -39,7 +39,7 @@ CALL = ("binary32/nearest_even/inf", RNG, 9)
 
 @contextmanager
 def always_planes(plane_bytes: int = 1 << 19) -> Iterator[list[depthwise.Planes | None]]:
-    """Planes for whatever they can do, however many gaps; the plans that were made."""
+    """Use planes for every convolution that they support; yields the plans that were made."""
     made: list[depthwise.Planes | None] = []
 
     def planned(kernel: Contract, shape: depthwise.Shape) -> depthwise.Planes | None:

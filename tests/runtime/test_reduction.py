@@ -125,7 +125,7 @@ def test_products_equal_the_reference(accumulate: str) -> None:
 
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down"])
 def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
-    """Several registers side by side, whose last one reaches back over its neighbour."""
+    """Several registers per row, of which the last one overlaps its neighbour."""
     for inner in (16 * WIDE - 1, 16 * WIDE, 16 * WIDE + 5, 300):
         x = values((2, 37, inner), inner, special=True)
         rows = x.transpose(1, 2).reshape(-1, 37)
@@ -138,7 +138,7 @@ def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
 
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down"])
 def test_many_rows_side_by_side_equal_the_reference(accumulate: str) -> None:
-    """Square blocks turned in registers, what is left of k one by one, the last group reaching back."""
+    """Square blocks transposed in registers, the rest of k one by one, and a last group that overlaps its neighbour."""
     for dtype in STORAGES:
         storage, own = STORAGES[dtype], Rounding.parse(OWN[dtype])
         if dtype == torch.float64 and accumulate == "binary32/stochastic":
@@ -272,7 +272,7 @@ def test_a_model_that_scatters_and_multiplies_is_rounded() -> None:
 
 
 def added_in_turn(x: Tensor, index: Tensor, rows: Tensor) -> Any:
-    """x with rows added at index, one binary32 addition after the other, in the order of the rows."""
+    """x with rows added at index by binary32 additions, in the order of the rows."""
     found = x.detach().numpy().copy()
     for place, row in zip(index.reshape(-1).tolist(), rows.detach().reshape(-1, x.shape[1]).numpy(), strict=True):
         found[place] += row

@@ -102,7 +102,7 @@ def test_the_maximum_of_a_softmax_is_a_part_of_its_chain(length: int, dtype: tor
 
 
 class Attention(nn.Module):
-    """Weights of a product's rows; kept: whether the product is read behind them as well."""
+    """Softmax weights of a product's rows; kept: whether the product is also read after them."""
 
     def __init__(self, kept: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The schedule: the bits of the graph, memory that is used again, and results that nobody writes over."""
+"""The schedule keeps the graph's bits, uses memory again, and never overwrites a result."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_two_operands_of_a_concatenation_are_released_once(fuse: bool) -> None:
 
 
 class Deep(nn.Module):
-    """Forty sums over the rows, which no fusion joins: forty results of one size, of which two are alive at once."""
+    """Forty sums over the rows, which are not fused: forty results of one size, two of which are in use at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(40):

@@ -1,4 +1,4 @@
-"""Threads: every item once, whoever takes it; forks, Ctrl-C, several callers at once."""
+"""Threads: every item is done once, by any thread; forks, Ctrl-C, and concurrent callers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_callers_do_not_meet(team: str, number: int) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C as in a terminal: a shell starts what runs in the background with the signal ignored."""
+    """Ctrl-C as in a terminal: a shell starts background processes with the signal ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

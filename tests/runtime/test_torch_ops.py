@@ -24,7 +24,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
-    """Each operator with arguments that are not contiguous, so that layouts are seen."""
+    """Each operator with arguments that are not contiguous, so that layouts matter."""
     turned = normal(5, 4).t()
     image, kernel = normal(2, 6, 7, 4).transpose(1, 3), normal(6, 2, 3, 3)
     plain = ([1, 2], [1, 1], [1, 1])
@@ -73,7 +73,7 @@ def test_operators_survive_export(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_convolution_of_integers_is_torchs(dims: int, transposed: bool, groups: int) -> None:
-    """Small integers: every sum is exact, so that any order and any library agree."""
+    """Small integers: no sum has a rounding error, so that all orders and libraries agree."""
     sizes = [9, 8, 7][:dims]
     x = torch.randint(-4, 5, (3, 4, *sizes), generator=torch.Generator().manual_seed(dims)).float()
     shape = (4, 8 // groups) if transposed else (8, 4 // groups)
@@ -86,7 +86,7 @@ def test_convolution_of_integers_is_torchs(dims: int, transposed: bool, groups: 
 
 
 def test_convolution_visits_taps_in_order() -> None:
-    """The first tap wins in an accumulator of one bit of precision beyond it: k is (channel, row, column)."""
+    """Rounded toward zero to 8 bits, 256 absorbs every later tap; the order is (channel, row, column)."""
     w = torch.zeros(1, 2, 2, 2)
     x = torch.ones(1, 2, 2, 2)
     for first in range(8):
@@ -148,7 +148,7 @@ def test_other_devices_are_refused_by_name() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_convolution_gradients_of_integers_are_torchs(dims: int, transposed: bool, groups: int) -> None:
-    """Small integers again: sums are exact, so that autograd's gradients are the only right ones."""
+    """Small integers: no sum has a rounding error, so that autograd's gradients are the only correct ones."""
     generator = torch.Generator().manual_seed(dims)
     x = torch.randint(-3, 4, (3, 4, *[9, 8, 7][:dims]), generator=generator).float().requires_grad_()
     shape = (4, 6 // groups) if transposed else (6, 4 // groups)
@@ -164,7 +164,7 @@ def test_convolution_gradients_of_integers_are_torchs(dims: int, transposed: boo
 
 
 def test_one_channel_may_have_any_stride() -> None:
-    """A channels-last image of one channel is contiguous, and its channel's stride is not what it seems."""
+    """A channels-last image of one channel is contiguous, with a channel stride of 1."""
     x = torch.randint(-4, 5, (3, 6, 5, 1), generator=torch.Generator().manual_seed(1)).float().permute(0, 3, 1, 2)
     w = torch.randint(-4, 5, (2, 1, 3, 3), generator=torch.Generator().manual_seed(2)).float()
     args = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)

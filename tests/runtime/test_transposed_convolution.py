@@ -28,7 +28,7 @@ def integers(seed: int, *shape: int) -> Any:
 
 
 def meetings(case: tuple[tuple[int, ...], ...], result: tuple[int, ...]) -> Any:
-    """(place in the input, tap, place in the result) for every product of one channel."""
+    """(index in the input, tap, index in the result) for every product of one channel."""
     sizes, taps, stride, padding, dilation, _ = zip(*case, strict=True)
     for i, t in product(product(*map(range, sizes)), product(*map(range, taps))):
         y = tuple(s * a + d * b - p for s, a, d, b, p in zip(stride, i, dilation, t, padding, strict=True))
@@ -69,7 +69,7 @@ def test_every_small_geometry_beside_another_in_two_dimensions() -> None:
 
 @pytest.mark.parametrize("kernel, dilation, extra", [(3, 2, (0, 1)), (2, 3, (2, 1))])
 def test_modules_with_more_output_padding_than_stride(kernel: int, dilation: int, extra: tuple[int, int]) -> None:
-    """Integers: every sum is exact, so that PyTorch's gradients are the only right ones."""
+    """Integers: no sum has a rounding error, so that PyTorch's gradients are the only correct ones."""
     stock = torch.nn.ConvTranspose2d(2, 2, kernel, dilation=dilation, output_padding=extra).double()
     with torch.no_grad():
         for p in stock.parameters():

@@ -27,7 +27,7 @@ def linear(dtype: torch.dtype) -> nn.Linear:
 
 
 def ascending(x: Any, w: Any) -> Any:
-    """acc = acc + a_k b_k in binary32: a product of 16-bit numbers is exact there, so a step rounds once, as an fma."""
+    """acc = acc + a_k b_k in binary32, which holds products of 16-bit numbers: a step rounds once, as an fma."""
     acc = np.zeros((len(x), len(w)), np.float32)
     for k in range(x.shape[1]):
         acc += x[:, k, None] * w[None, :, k]
@@ -81,7 +81,7 @@ def test_dtype_asks_for_accumulators_of_16_bits() -> None:
 
 
 def test_scatters_round_a_wide_accumulator_once_in_the_results_mode() -> None:
-    """1 + 2^-9 + 2^-9 is halfway between 1 and 1 + 2^-7: stochastic rounding finds both, nearest the even one."""
+    """1 + 2^-9 + 2^-9 is halfway between 1 and 1 + 2^-7: stochastic rounding gives both, nearest the even one."""
     table = nn.Embedding(1, 4096).bfloat16()
     g = torch.tensor([1, 2.0**-9, 2.0**-9]).bfloat16()[:, None].expand(3, 4096)
     for policy, above in (("reproducible", 0.0), ("stochastic", 0.5)):

@@ -59,7 +59,7 @@ def test_the_mean_is_within_the_tolerance_as_often_as_asked(case: str) -> None:
 
 
 def test_the_stricter_level_is_needed() -> None:
-    """At 95 % a look, the same rule covers less than 95 % where looks are many: what the level pays for."""
+    """At a level of 95 % per evaluation, the rule covers less than 95 % if it is evaluated often."""
     values, truth = CASES["bits 0.25"]
     count = np.arange(1, 301)
     mean = np.cumsum(values, 1) / count

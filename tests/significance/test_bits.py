@@ -1,4 +1,4 @@
-"""Significant bits: the published bound, and no evidence where nothing was seen."""
+"""Significant bits: the published bound, and no evidence if all samples are equal."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_streamed_bits_know_no_evidence_and_no_number() -> None:
 
 
 def test_the_bound_holds_as_often_as_it_says() -> None:
-    """A further sample agrees with the true mean to s bits, p of the time, for a share c of the bounds."""
+    """Another sample agrees with the true mean to s bits with probability p, for a fraction c of the bounds."""
     random, n, trials = np.random.default_rng(7), 10, 4000
     samples = 1 + random.normal(size=(n, trials)) * 2.0**-10
     bits = significant_bits(samples, 53)

@@ -1,4 +1,4 @@
-"""Figures of one place: batches add up, extremes are exact, and 'outside' has a known false-alarm rate."""
+"""Figures of one place: batches are added, extremes are found, and 'outside' has a known false-alarm rate."""
 
 from __future__ import annotations
 

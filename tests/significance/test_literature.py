@@ -1,4 +1,4 @@
-"""The literature's cases with their known answers: what reports say of them.
+"""Reports on cases of the literature with known answers.
 
 Statistical claims are about the harmonic sums alone: 2 modes, 5 lengths, a mean and a variance each. Both have known
 distributions (below), and each comparison raises a false alarm with probability 2e-9 under normality, so the file does
@@ -160,7 +160,7 @@ def test_roots_then_squares_are_stable_and_wrong() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rumps_polynomial_has_no_bit(dtype: torch.dtype) -> None:
-    """Its terms are near 2^123, and what is left of them is less than 1."""
+    """Its terms are near 2^123, and their sum is less than 1."""
     assert exact_rump() == Fraction(-54767, 66192)
     report = fxround.variability(Rump(), rump_point(dtype), reference=tensor(exact_rump())[0], keep_samples=True)
     output, samples = report["output"], torch.stack(report.kept[0]["output", "output"]).double()

@@ -1,4 +1,4 @@
-"""Metrics against the libraries that define them, and against the definition where batches are added."""
+"""Metrics compared with the libraries that define them, and sums over batches compared with the definition."""
 
 from __future__ import annotations
 

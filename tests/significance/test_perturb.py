@@ -1,4 +1,4 @@
-"""Within the block a model is perturbed, call by call; behind it, the model is what it was."""
+"""Inside the block every call of the model is perturbed; after it the model is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report is a function of (model, inputs, policy, seed): not of threads, batches, or what else is looked at."""
+"""A report is a function of (model, inputs, policy, seed), and not of threads, batches or other observed places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxround.significance.report import CheckFailed
 
 
 class Small(nn.Module):
-    """A layer called like a result, one used twice, and arithmetic of the root's own."""
+    """A layer with the name of a result, a layer used twice, and arithmetic in the root module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_deterministic_policy_is_no_evidence_and_a_check_fails_on_it(model: nn
 
 
 class Stagnating(nn.Module):
-    """Square roots undo squares in exact arithmetic; in binary32 everything becomes one."""
+    """In exact arithmetic the squares undo the square roots; in binary32 every result is one."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(40):

@@ -1,4 +1,4 @@
-"""Reports do not depend on who computed the samples: this process, threads, processes, or a cluster."""
+"""Reports do not depend on where the samples were computed: this process, threads, processes, or a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fxround
 
 @pytest.fixture(scope="module")
 def net() -> nn.Module:
-    """Of torch's own classes: workers import what they unpickle, and pytest's modules cannot be imported by name."""
+    """A model of torch's own classes, because workers cannot import the test modules by name."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).eval()

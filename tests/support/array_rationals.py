@@ -47,7 +47,7 @@ class Arrays:
         return x if factor == 1 else self.mul(x, factor)
 
     def where(self, chosen: Any, x: Any, y: Any) -> Array:
-        """A selection, rounded where the policy's rule speaks of it."""
+        """A selection, rounded if a rule of the policy matches it."""
         return self.each(lambda c, a, b: self.o.kept(a if c else b), _bits(chosen), x, y)
 
     def neg(self, x: Any) -> Array:
@@ -97,7 +97,7 @@ def _bits(chosen: Any) -> Array:
 
 
 def _unless_open(f: Callable[..., Any], xs: list[Any]) -> Any:
-    """f(*xs), or None where it or one of xs is left open."""
+    """f(*xs), or None if it or one of xs is undefined by the contract."""
     if any(x is None for x in xs):
         return None
     try:
@@ -107,7 +107,7 @@ def _unless_open(f: Callable[..., Any], xs: list[Any]) -> Any:
 
 
 def condition(f: Callable[..., bool], *xs: Any) -> Array:
-    """A condition on each element; None where that is open."""
+    """A condition on each element; None if it is undefined."""
     full = np.broadcast_arrays(*(np.asarray(x, object) for x in xs))
     out = np.empty(full[0].shape, object)
     for i in np.ndindex(out.shape):
@@ -399,7 +399,7 @@ def replication_pad_backward(o: Arrays, g: Array, sizes: Place, before: Place) -
 
 
 def source(i: int, size: int, out: int, scale: float | None, align: bool, number: Callable[[float], Any]) -> Any:
-    """Where an element of the result lies in the source, in the dtype's own arithmetic."""
+    """The source position of an element of the result, in the dtype's own arithmetic."""
     if align:
         return number((size - 1) / (out - 1) if out > 1 else 0.0) * number(i)
     ratio = number(size / out if scale is None else 1 / scale)

@@ -1,7 +1,8 @@
 """A pytest plugin, ``-p foreign``: PyTorch's own float kernels are off by one ulp for a fifth of their results.
 
-Another processor's are: its square root, its exponential, the order of its sums and products. A test that passes here
-alone takes a stock operation for an oracle. ``+ - * /`` of elements and short results (exact in any order) are kept.
+This models another processor, whose square root, exponential, and orders of sums and products differ. A test that
+passes on one processor alone takes a stock operation as an oracle. ``+ - * /`` of elements, and short results (the
+same in any order), are kept.
 
     PYTHONPATH=tests/support ./run tests -p foreign tests/training/test_optimizer.py
 """

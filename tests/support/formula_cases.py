@@ -1,4 +1,4 @@
-"""How formulas meet operands of the whole range: a lowered graph is run node by node, and compared with references.
+"""Formulas on operands of the whole range: a lowered graph runs node by node and is compared with references.
 
 Programs, sums and products run through the NumPy reference, scatters through their kernels.
 """

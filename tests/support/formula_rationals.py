@@ -128,12 +128,12 @@ class Arithmetic:
         return rationals.contraction(a, b, self.chain, self.value)
 
     def added(self, x: Sequence[float], begin: float = 0.0) -> float:
-        """What a scatter makes of what was there, and of what is added one after the other."""
+        """The result of a scatter: the first value, to which the others are added in order."""
         acc = rationals.sequential(x, self.chain, begin)[-1] if len(x) else begin
         return round_float(round_float(acc, _BINARY32) if self.short else acc, self.value)
 
     def kept(self, x: float) -> float:
-        """What a selection or a change of sign gives: rounded where the policy's rule speaks of it."""
+        """The result of a selection or a change of sign, rounded if a rule of the policy matches it."""
         return round_float(x, self.value)
 
 

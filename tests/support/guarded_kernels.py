@@ -1,4 +1,4 @@
-"""Kernels with every operand, result and table between forbidden pages: ``python tests/support/guarded_kernels.py``.
+"""Kernels with every operand, result and table between inaccessible pages: ``python tests/support/guarded_kernels.py``.
 
 Each case is a random shape, layout and dtype of one kind of kernel, on each instruction set of the host, with the
 operands at the beginning and at the end of their pages; its bits are those of ordinary memory.
@@ -38,10 +38,10 @@ Case = tuple[Callable[..., Any], list[Tensor], str]
 
 
 class Draw(random.Random):
-    """What a case is made of."""
+    """The random choices of a case."""
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of these sizes, in some order of memory, some of it repeated, some of it with gaps."""
+        """A tensor of these sizes, with dimensions permuted in memory, some repeated, some with gaps."""
         order = self.sample(range(len(shape)), len(shape))
         gaps = [self.choice((1, 1, 1, 2)) for _ in shape]
         repeated = [self.random() < 0.1 for _ in shape]
@@ -169,7 +169,7 @@ def softmax(order: str) -> fxround.RoundedModule:
 
 
 def chains(draw: Draw) -> Case:
-    """A softmax in ranges of rows, of which the last one is seldom whole."""
+    """A softmax in ranges of rows, of which the last one is usually shorter."""
     order, rows = (
         draw.choice(("sequential", "sequential", "lanes:16")),
         64 * draw.randint(1, 3) + draw.choice((1, 6, 13, 40)),
@@ -207,7 +207,7 @@ def bits(result: Any) -> list[bytes]:
 
 
 def run(number: int) -> str | None:
-    """Try a case on every instruction set; what is wrong, or None."""
+    """Try a case on every instruction set; return the fault, or None."""
     draw = Draw(number)
     call, operands, said = KINDS[number % len(KINDS)](draw)
     layouts = ", ".join(f"{tuple(x.shape)} {x.stride()} {x.dtype}" for x in operands)
@@ -224,7 +224,7 @@ def run(number: int) -> str | None:
 
 
 def one_element_too_far() -> None:
-    """Ask a kernel for one block more than its operand has: this must end the process."""
+    """Run a kernel on one block more than its operand has, which must end the process."""
     kernel = pointwise(f"t0 = identity(x0) @ {RNE}", ("f32",), "f32")
     x, out = (guards.empty((1024,), (1,), torch.float32, True) for _ in range(2))
     call = MapCall.of(kernel, [((1025,), (1,))])
@@ -234,7 +234,7 @@ def one_element_too_far() -> None:
 
 
 def main() -> int:
-    """Try the cases of the command line; each that fails is a line."""
+    """Try the cases of the command line; print a line for each failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="begin", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000)

@@ -1,8 +1,8 @@
-"""Memory between pages that may not be touched, and children that die where a kernel leaves its operands.
+"""Memory between inaccessible pages, and child processes that end if a kernel leaves its operands.
 
-``guarded`` copies a tensor, its strides included, so that its first or its last byte lies at such a page: one element
-beyond is a crash. ``everywhere`` puts results, tables and scratch there too. ``survive`` runs numbered cases in a child
-process; a child that dies names its case, and another one goes on behind it.
+``guarded`` copies a tensor, its strides included, so that its first or its last byte is next to such a page: an
+access one element beyond it crashes. ``everywhere`` does the same for results, tables and scratch memory. ``survive``
+runs numbered cases in a child process; if a child dies, its case is named, and another child continues after it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LINE: Final = 64
 
 
 class Memory:
-    """Pages of bytes with a forbidden page before and behind them; kept until the process ends."""
+    """Pages of bytes between two inaccessible pages, which are kept until the process ends."""
 
     kept: Final[list[Any]] = []
 
     @classmethod
     def of(cls, size: int, at_end: bool) -> int:
-        """The address of ``size`` bytes that begin behind the first forbidden page, or end before the last one."""
+        """The address of ``size`` bytes that begin after the first inaccessible page, or end before the last one."""
         page = mmap.PAGESIZE
         inner = max(page, -(-size // page) * page)
         area = mmap.mmap(-1, inner + 2 * page)
@@ -48,7 +48,7 @@ class Memory:
 
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, at_end: bool) -> Tensor:
-    """An uninitialised tensor of these strides at a guard."""
+    """An uninitialized tensor of these strides next to an inaccessible page."""
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
     extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
@@ -58,7 +58,7 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, at_e
 
 
 def guarded(x: Tensor, at_end: bool) -> Tensor:
-    """A copy of x at a guard."""
+    """A copy of x next to an inaccessible page."""
     made = empty(x.shape, x.stride(), x.dtype, at_end)
     # Repeated elements are written once.
     once = tuple(slice(None) if step else slice(0, 1) for step in x.stride())
@@ -68,7 +68,7 @@ def guarded(x: Tensor, at_end: bool) -> Tensor:
 
 @contextmanager
 def everywhere(at_end: bool) -> Iterator[None]:
-    """What kernels write, their tables of offsets and their scratch lie at guards."""
+    """Put results, tables of offsets and scratch memory next to inaccessible pages."""
 
     def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made: Any = empty(shape, torch.empty(tuple(shape), device="meta").stride(), dtype, at_end)
@@ -101,7 +101,7 @@ def everywhere(at_end: bool) -> Iterator[None]:
 
 
 def survive(script: str, arguments: Sequence[str], cases: int) -> list[str]:
-    """Run ``script --from i --cases n`` until every case was tried; what failed, a line each."""
+    """Run ``script --from i --cases n`` until every case was tried; return a line for each failure."""
     found: list[str] = []
     begin = 0
     while begin < cases:
@@ -123,5 +123,5 @@ def survive(script: str, arguments: Sequence[str], cases: int) -> list[str]:
 
 
 def announce(number: int, said: str) -> None:
-    """Say which case comes, before it can end the process."""
+    """Print the number of the next case, before it can end the process."""
     print(f"CASE {number} {said}", flush=True)

@@ -24,7 +24,7 @@ _MOVED: Final = frozenset({"aten.clone.default", "aten.detach.default", "aten.vi
 
 
 class Ieee(TorchDispatchMode):
-    """Computes what is done to tensors inside of ``with Ieee():`` by NumPy; any other operator is an error."""
+    """Inside ``with Ieee():``, NumPy computes the operations on tensors; other operators are an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)

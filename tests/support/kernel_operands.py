@@ -51,7 +51,7 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 
 
 def stored(x: Tensor) -> Any:
-    """Elements as the kernels' scalar bodies see them: floats, or 16-bit codes in a uint32."""
+    """Elements in the form that the kernels' scalar bodies read: floats, or 16-bit codes in a uint32."""
     if x.dtype in (torch.float16, torch.bfloat16):
         return x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
     return x.contiguous().numpy()
@@ -85,7 +85,7 @@ OWN = {torch.float32: "binary32", torch.float64: "binary64", torch.float16: "bin
 
 
 def scattered(x: Tensor, places: Tensor, source: Tensor, accumulate: str) -> Any:
-    """By the reference: source[k] to x's element places[k], k ascending."""
+    """The reference's scatter: source[k] is added to the element places[k] of x, k ascending."""
     kernel = scatter_kernel(Rounding.parse(accumulate), STORAGES[x.dtype])
     flat = (stored(x).reshape(-1), places.reshape(-1).numpy(), stored(source).reshape(-1))
     return reference.scatter(kernel, *flat, KEY).reshape(x.shape)

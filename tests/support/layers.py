@@ -24,7 +24,7 @@ class Calls(nn.Module):
 
 
 class All(nn.Module):
-    """Several modules on the same arguments: one capture serves them all."""
+    """Several modules on the same arguments, so that one capture is enough."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The literature's cases: small programs whose right answer is known, and what rounding makes of it.
+"""Cases of the literature: small programs with known answers that rounding changes.
 
 Each is a module of its own, so that a report can name its operations. ``exact_*`` compute the right answers over
 rational numbers, from the very numbers that the modules are given. Sources: Muller's recurrence: J.-M. Muller,

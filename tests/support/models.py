@@ -28,7 +28,7 @@ class Example:
 
 
 def unfused(compiled: fxround.RoundedModule) -> fxround.RoundedModule:
-    """The same captured graphs, an operation at a time."""
+    """The same captured graphs, run operation by operation."""
     compiled.__dict__["fuse"] = False
     try:
         return compiled.with_policy(compiled.policy)
@@ -76,7 +76,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a GRU behind an embedding, their last state classified."""
+    """An LSTM and a GRU after an embedding, and a classifier of their last states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Recurrent(nn.Module):
 
 @cache
 def vision() -> Any:
-    """torchvision. Its compiled operators may be missing beside a CPU build of torch: declare them and try again."""
+    """torchvision. With a CPU build of torch its compiled operators may be missing: declare them and try again."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Rounding by looking: an oracle that searches the list of a format's values, and the arguments worth trying.
+"""Rounding by search: an oracle that searches the list of a format's values, and arguments to test.
 
 ``Neighbours`` shares with fxround only ``Format.magnitudes`` (which numbers exist). It knows no quantum and no rule of
 ``modes``: it finds the two listed values around x, measures the two distances, and each mode is a sentence of
@@ -169,7 +169,7 @@ def encodings(x: Array) -> Array:
 
 
 def boundaries(fmt: Format, carrier: str, spread: int = 12) -> Array:
-    """Carrier values where a rounding can go wrong: the format's ends, halfway points, their carrier neighbours, both
+    """Carrier values that test a rounding: the format's ends, halfway points, their carrier neighbours, both
     signs, zeros, infinities, a NaN, and the carrier's own ends. ``spread`` random binades between the ends."""
     kind = float_type(carrier)
     least = fmt.quantum_exponent

@@ -43,7 +43,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def calls() -> list[tuple[str, list[Any]]]:
-    """A good call of each operator."""
+    """A valid call of each operator."""
     rng = torch.tensor([3, 0])
     tail, place = [SR, RNE, rng, 2], [[1, 2], [1, 0], [1, 2], False, [0, 0], 2]
     back = [[1, 2], [1, 0], [1, 2], True, [0, 1], 2]
@@ -73,7 +73,7 @@ def calls() -> list[tuple[str, list[Any]]]:
 
 
 class Spoiler(random.Random):
-    """Bad arguments in the place of good ones."""
+    """Replaces valid arguments by invalid ones."""
 
     def any_of(self, value: Any) -> Any:
         if isinstance(value, bool):
@@ -128,7 +128,7 @@ class Spoiler(random.Random):
 
 
 def outcome(operator: Any, args: Any) -> Any:
-    """The layouts of what a call gives, or the error that it raises."""
+    """The layouts of the results of a call, or the error that it raises."""
     try:
         found = operator(*args)
     except Exception as error:  # each is judged by its type
@@ -138,20 +138,20 @@ def outcome(operator: Any, args: Any) -> Any:
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether an error tells a caller what is wrong."""
+    """Whether an error is one of fxround's, which says what is wrong."""
     text = str(error)
     stock = isinstance(error, RuntimeError) and any(words in text for words in STOCK)
     return (isinstance(error, GOOD) or stock) and bool(text) and (len(text) < 2000 or stock)
 
 
 def is_of_values(error: Any) -> bool:
-    """Whether an error comes from what a tensor holds, or from the memory that is there: no fake tensor shows it."""
+    """Whether an error depends on a tensor's values or on available memory, which a fake tensor does not have."""
     words = ("is out of range for dimension", "memory", "2^63", "2^32", "do not broadcast", "values of shape")
     return isinstance(error, Exception) and any(word in str(error) for word in words)
 
 
 def run(number: int) -> str | None:
-    """What is wrong with a case, or None."""
+    """The fault of a case, or None."""
     spoil = Spoiler(number)
     good = calls()
     name, args = good[number % len(good)]
@@ -186,7 +186,7 @@ def shown(value: Any) -> str:
 
 
 def main() -> int:
-    """Try the cases of the command line; each that fails is a line."""
+    """Try the cases of the command line; print a line for each failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="begin", type=int, default=0)
     parser.add_argument("--cases", type=int, default=10000)

@@ -20,7 +20,7 @@ KINDS = ("normal", "integers", "tiny", "huge", "special", "zeros", "halves")
 
 
 def values(shape: tuple[int, ...], seed: int, kind: str = "normal") -> Tensor:
-    """binary32 of many binades; integers, where midpoints are frequent; near either end of the range; specials."""
+    """binary32 numbers of many binades, integers (for midpoints), numbers near the ends of the range, specials."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
     if kind == "integers":

@@ -1,4 +1,4 @@
-"""What random models are written with: a recipe of numbers, and a graph in the making.
+"""The tools that write random models: a recipe of numbers, and a builder of graphs.
 
 A ``Recipe`` is a few tuples of small integers, so that Hypothesis shrinks it and a failure is repeated by its text.
 ``Builder`` writes nodes as ``graph.capture`` would, without Dynamo, with example inputs; what depends on a tangent is
@@ -71,7 +71,7 @@ class Model:
 
 
 class Builder:
-    """A graph in the making. values: its floating-point nodes; masks: its comparisons."""
+    """A graph that is being built. values: its floating-point nodes; masks: its comparisons."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.dtype = DTYPES[recipe.dtype % len(DTYPES)]
@@ -142,12 +142,12 @@ class Builder:
         return FakeTensor(self.mode, layout, torch.device("cpu"))
 
     def list(self, target: Any, *args: Any) -> list[fx.Node]:
-        """What an operator yields that returns several."""
+        """The results of an operator with several."""
         node = self(target, *args)
         return [self(operator.getitem, node, i) for i in range(len(node.meta["val"]))]
 
     def beside(self, x: fx.Node, y: fx.Node) -> fx.Node:
-        """y, or the nearest older value that broadcasts with x; x itself in the end."""
+        """y, or the latest older value that broadcasts with x, or x itself."""
         start = self.values.index(y)
         for value in (*reversed(self.values[: start + 1]), x):
             if value.meta["val"].dtype == x.meta["val"].dtype and broadcast(shape(value), shape(x)) is not None:

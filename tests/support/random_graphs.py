@@ -1,4 +1,4 @@
-"""Random models as ATen graphs: what their steps do, and how a recipe becomes a graph.
+"""Random models as ATen graphs: the operations of their steps, and the graph of a recipe.
 
 Every operation takes what earlier ones made and is left out where it does not fit, so that each recipe is a model.
 """
@@ -52,7 +52,7 @@ def number(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def scaled(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """A learnt number: a parameter of no dimensions."""
+    """A product with a parameter of no dimensions."""
     return b((aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor)[p % 3], x, b.scale)
 
 
@@ -82,7 +82,7 @@ def choice(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def masked(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """A comparison, or an older one, and what is chosen by it."""
+    """A choice by a comparison, a new one or an older one."""
     y = b.beside(x, y)
     other: Any = y if p % 2 else (0, 0.5)[p // 4 % 2]
     names = ("le", "lt", "gt", "ge", "eq", "ne")
@@ -137,7 +137,7 @@ def viewed(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 
 def _dense(b: Builder, x: fx.Node) -> fx.Node:
-    """x, copied where a view of it would be refused."""
+    """x, or a copy of it if a view would be refused."""
     if x.meta["val"].is_contiguous():
         return x
     return b(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -211,7 +211,7 @@ def joined(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def written(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """What a change in place becomes: x with a part of it replaced."""
+    """The functional form of a change in place: x with a part of it replaced."""
     size = shape(x)[0]
     piece = b(aten.slice.Tensor, x, 0, 0, size // 2)
     if p % 4 == 0:
@@ -281,7 +281,7 @@ def reduced(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def product(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """A linear layer, x y^T, a batch of products, and what stands behind a layer."""
+    """A linear layer, x y^T or a batch of products, and an operation that commonly follows."""
     old = shape(x)
     flat = b(aten.view.default, _dense(b, x), [-1, old[-1]])
     if p >= 6 and len(old) > 2:
@@ -302,7 +302,7 @@ def product(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def convolved(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """A convolution of some kind, often with what stands behind it."""
+    """A random convolution, often with an operation that commonly follows."""
     channels, groups = shape(x)[1], 1
     weight = b.weight if channels == 8 else b(aten.slice.Tensor, b.weight, 1, 0, channels)
     weight = weight if p % 2 else b(aten.slice.Tensor, weight, 0, 0, 4)
@@ -325,7 +325,7 @@ def convolved(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def convolution_gradient(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """The gradient of a convolution of y where x is the gradient of its result."""
+    """The gradient of a convolution of y, where x is the gradient of its result."""
     if len(shape(x)) != 4 or len(shape(y)) != 4:
         raise Unfit("images are wanted")
     into, out = shape(y)[1], shape(x)[1]
@@ -371,7 +371,7 @@ def attention(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
 
 @operation
 def skip(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
-    """Two convolutions of one value beside each other."""
+    """Two convolutions of the same value."""
     first, second = convolved(b, x, y, 0), convolved(b, x if p % 2 else y, y, 0)
     return b(aten.cat.default, [first, second], 1)
 
@@ -401,7 +401,7 @@ def build(recipe: Recipe) -> Model:
 
 
 def _finished(b: Builder, recipe: Recipe) -> Model:
-    """The graph with its results; inputs that nothing reads go."""
+    """The graph with its results, without inputs that nothing reads."""
     wanted = list(dict.fromkeys(b.values[-1 - i % len(b.values)] for i in recipe.returned))
     early = [node for node in wanted if node not in b.late]
     late = [node for node in wanted if node in b.late and node.op == "call_function"]

@@ -1,4 +1,4 @@
-"""The judge of random models: every way of running a graph gives the bits of the NumPy reference, node by node.
+"""The judge of random models: every way of running a graph must give the bits of the NumPy reference, node by node.
 
 A graph is lowered, fused and scheduled as ``fxround.compile`` does it. Maps run as NumPy at the addresses that the
 schedule hands out (``numpy_maps``), so that a model costs milliseconds, not the compilation of its kernels; products,
@@ -59,7 +59,7 @@ _ELEMENT: Mapping[str, Any] = {
 
 
 class Maps:
-    """In place of ``execute.native``: map kernels that NumPy runs at the addresses that they are given."""
+    """A replacement of ``execute.native``: map kernels that NumPy runs at the addresses that they receive."""
 
     def __init__(self) -> None:
         self.native, self.known = pointwise.native, {}  # type: ignore[var-annotated]
@@ -127,7 +127,7 @@ class Maps:
             target[:] = np.broadcast_to(result, index.shape).astype(_MEMORY[storage])
 
     def check(self, target: Array, spans: Sequence[tuple[int, int, bool]]) -> None:
-        """A block is read before it is written, and no other is: an operand lies apart from a result, or just there."""
+        """Record an error if the result overlaps an operand, unless both have the same memory, block by block."""
         at, size = target.ctypes.data, target.nbytes
         for address, length, whole in spans:
             if address < at + size and at < address + length and not (whole and address == at and length == size):
@@ -150,7 +150,7 @@ def _memory(address: int, begin: int, end: int, storage: str) -> Array:
 
 @contextlib.contextmanager
 def numpy_maps() -> Iterator[Maps]:
-    """Maps run as NumPy inside."""
+    """Inside the block, maps run as NumPy."""
     maps = Maps()
     pointwise._map_call.cache_clear()
     with mock.patch.object(pointwise, "native", maps):
@@ -165,7 +165,7 @@ def numpy_maps() -> Iterator[Maps]:
 
 @contextlib.contextmanager
 def as_if_large(small: int = 0) -> Iterator[None]:
-    """Every buffer is pooled, every chain runs over ranges of rows, epilogues step by step; dead memory is spoilt."""
+    """Pool every buffer, run every chain over ranges of rows and epilogues in steps, and overwrite released memory."""
     give = buffers._Pool.give
 
     def spoil(pool: Any, storage: Any, size: int) -> None:
@@ -224,7 +224,7 @@ def in_binary64(model: Model, lowered: fx.GraphModule, values: Mapping[fx.Node, 
 
 
 def _binary64(node: fx.Node, source: fx.Node, last: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Tensor, Any]:
-    """PyTorch's result for operands in binary64, and how far roundings may lead away from it."""
+    """PyTorch's result for operands in binary64, and the bound on the difference that roundings cause."""
 
     dtype = node.meta["val"].dtype if node.meta["val"].is_floating_point() else torch.float64
 
@@ -308,7 +308,7 @@ def judge(recipe: Recipe, maps: Maps | None = None) -> None:
 
 
 def _prepared(lowered: fx.GraphModule, fuse: bool) -> Callable[[Sequence[Any]], list[Any]]:
-    """What runs a lowered graph: in two parts, where it has a backward."""
+    """The scheduled graph of a lowered one, in two parts if it has a backward pass."""
 
     def ready(graph: fx.GraphModule) -> fx.GraphModule:
         return schedule(optimize(graph) if fuse else graph, fuse)

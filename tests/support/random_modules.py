@@ -1,4 +1,4 @@
-"""Random modules: PyTorch's own functions one after the other, as people write them, and every entrance to fxround.
+"""Random modules of PyTorch's own functions, and every entry point of fxround that runs them.
 
 ``Drawn`` keeps the shape of images [batch, 8, 6, 8] from step to step, so that any function may follow any other;
 changes in place, views, shared operands and values that nobody reads are among them. ``judge_module`` compiles it in
@@ -48,7 +48,7 @@ def _skipped(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Skip(nn.Module):
-    """Two convolutions beside each other, joined by a third."""
+    """Two parallel convolutions, whose results a third one combines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ MODULES = st.tuples(*[st.tuples(st.integers(0, len(FUNCTIONS) - 1), st.integers(
 
 
 class Drawn(nn.Module):
-    """Functions by their numbers; each takes a value and an older one, counted back from the latest."""
+    """Functions by number; each takes a value and an older one, counted back from the latest."""
 
     def __init__(self, steps: Steps, results: int = 1) -> None:
         super().__init__()

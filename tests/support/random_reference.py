@@ -1,4 +1,4 @@
-"""The NumPy reference of a lowered graph, node by node, and what makes it quick enough for thousands of models.
+"""The NumPy reference of a lowered graph, node by node, fast enough for thousands of models.
 
 Every operator of fxround is computed by ``fxround.runtime.reference`` from the texts of its arguments; products of
 windows and gradients are built here, by the definitions of docs/numerics.md. Other operators are PyTorch's own.
@@ -117,7 +117,7 @@ def _convolution(
 
 
 def _framed(x: Array, spacing: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Array:
-    """x with spacing - 1 zeros between its elements and so many around it; a negative edge takes elements away."""
+    """x with spacing - 1 zeros between its elements, and zeros around it; negative numbers remove elements."""
     sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], spacing, strict=True)]
     room = [max(0, -low) + n + max(0, high) + max(0, low) for n, low, high in zip(sizes, before, after, strict=True)]
     wide = np.zeros((*x.shape[:2], *room), x.dtype)

@@ -1,4 +1,4 @@
-"""What fxround must return, computed over rational numbers: the reference of test_whole_range.py and its long run.
+"""The results that fxround must return, in rational arithmetic: the reference of test_whole_range.py.
 
 Nothing here is shared with fxround but the rows of formats and modes, through ``numerics.exact``, the specification of
 one rounding. A value is a float; infinities, NaNs and the signs of zeros follow IEEE 754-2019, 6 and 7.
@@ -30,7 +30,7 @@ def sign(x: float) -> float:
 
 
 def rounded(value: Fraction, negative_zero: bool, rounding: Rounding) -> float:
-    """R of a rational; ``negative_zero`` says what a zero is."""
+    """R of a rational; ``negative_zero``: the sign of a zero."""
     return round_exact(value, value < 0 or (value == 0 and negative_zero), rounding)
 
 
@@ -201,7 +201,7 @@ class Windows:
 
 
 def at(plane: Array, place: Place) -> float:
-    """An element, or the +0 around them."""
+    """An element, or +0 outside of the image."""
     inside = all(0 <= p < n for p, n in zip(place, plane.shape, strict=True))
     return float(plane[place]) if inside else 0.0
 
@@ -227,7 +227,7 @@ def transposed(x: Array, w: Array, windows: Windows, size: Sequence[int], how: C
     turned = [tuple(n - 1 - t for n, t in zip(taps, tap, strict=True)) for tap in np.ndindex(taps)]
 
     def spread(plane: Array, q: Place, tap: Place) -> float:
-        """What lies under a tap among the zeros that are between the elements and around them."""
+        """The element under a tap, or one of the zeros between and around the elements."""
         steps = zip(q, tap, windows.stride, windows.pad, windows.dilation, strict=True)
         places = [divmod(p + d - t * e, s) for p, t, s, d, e in steps]
         return 0.0 if any(between for _, between in places) else at(plane, tuple(p for p, _ in places))

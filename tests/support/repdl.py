@@ -89,7 +89,7 @@ def conv2d(x: Array, w: Array, b: Array, stride: int, padding: int, groups: int 
 
 
 def conv2d_backward(g: Array, x: Array, w: Array, stride: int, padding: int) -> tuple[Array, Array, Array]:
-    """One group, as RepDL's."""
+    """For one group, as in RepDL."""
     on_x, on_w = np.zeros_like(x), np.zeros_like(w)
     for i, c, h, s in np.ndindex(*x.shape):
         for o, u, v in np.ndindex(w.shape[0], *w.shape[2:]):
@@ -109,7 +109,7 @@ def _spread(v: Array, x: Array) -> Array:
 
 
 class BatchNorm:
-    """The forward in training, and what the backward needs."""
+    """The forward pass in training, and the values that the backward pass needs."""
 
     def __init__(self, x: Array, weight: Array, bias: Array, eps: float) -> None:
         self.x, self.weight, self.f = x, weight, share(x.size // x.shape[1])
@@ -124,7 +124,7 @@ class BatchNorm:
         return new * self.mean + old * mean, new * self.var + old * var
 
     def backward(self, g: Array) -> tuple[Array, Array, Array]:
-        """One gradient after the other, in the order in which autograd visits what the forward made."""
+        """The gradients, in the order in which autograd visits the functions of the forward pass."""
         x, mean, std, weight = (
             self.x,
             _spread(self.mean, self.x),

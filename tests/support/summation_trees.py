@@ -1,4 +1,4 @@
-"""Summation trees: those that orders state, and those that results reveal (FPRev, see test_orders.py)."""
+"""Summation trees: those that orders state, and those found from results (FPRev, see test_orders.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def outside(tree: Tree, length: int) -> dict[tuple[int, int], int]:
 
 
 def masks(length: int) -> Tensor:
-    """One row a pair (i, j), i < j."""
+    """One row per pair (i, j), i < j."""
     rows = torch.ones(length * (length - 1) // 2, length)
     for row, (i, j) in zip(rows, combinations(range(length), 2), strict=True):
         row[i], row[j] = HUGE, -HUGE

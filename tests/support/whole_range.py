@@ -1,4 +1,4 @@
-"""Operands of every exponent, and the comparison of results: what the tests of the whole range share."""
+"""Operands of every exponent, and comparisons of results, for the tests of the whole range."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, -5e-324, LARGEST, -
 
 
 class Operands:
-    """Random binary64 numbers that meet the ends of the range, each other, and the boundaries of formats."""
+    """Random binary64 numbers near the ends of the range, near each other, and near the boundaries of formats."""
 
     def __init__(self, *what: object) -> None:
         self.rng = np.random.default_rng([SEED, *(sum(map(ord, str(w))) for w in what)])
 
     def significands(self, count: int) -> Any:
-        """Of 1 to 53 bits, some of them a unit or two off."""
+        """Significands of 1 to 53 bits, some of them changed by a unit or two."""
         drop = self.rng.integers(0, 53, count)
         short = self.rng.integers(2**52, 2**53, count) >> drop << drop
         return (short + self.rng.integers(-2, 3, count) * (self.rng.random(count) < 0.3)).astype(float)
@@ -47,7 +47,7 @@ class Operands:
         return np.where(self.rng.random(len(others)) < share, those, others)
 
     def near(self, x: Any, apart: int) -> Any:
-        """x but for a few last bits, and up to ``apart`` binades off."""
+        """x with other last bits, and up to ``apart`` binades away."""
         scale = self.rng.integers(-apart, apart + 1, len(x)) * (self.rng.random(len(x)) < 0.7)
         return x * np.ldexp(1 + self.rng.integers(-3, 4, len(x)) * 2.0**-52, scale) * self.rng.choice([-1, 1], len(x))
 
@@ -69,7 +69,7 @@ class Operands:
             return [a, b] if name == "mul" else [a, b, np.where(np.isinf(c), np.copysign(LARGEST, c), c)]
 
     def chain(self, length: int) -> tuple[list[float], list[float]]:
-        """Factors of products that over- and underflow, and that cancel what was added before."""
+        """Factors of products that overflow and underflow, and that cancel earlier products."""
         a, b = [], []
         for x, y in zip(self.values(length, 0.01), self.values(length, 0.01), strict=True):
             with np.errstate(all="ignore"):

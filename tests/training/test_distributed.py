@@ -1,4 +1,4 @@
-"""Two gloo processes: they agree with themselves, and with one process that accumulates their batches in order."""
+"""Two gloo processes have the bits of a second run, and of one process that accumulates their batches in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(policy: str, gradients: Callable[[RoundedModule, int], None], compiled
 
 
 def as_a_rank(store: str, out: str, rank: int) -> None:
-    """What each of the two processes does: every policy, one of them with one large bucket and with small ones."""
+    """The work of each process: every policy, one of them with a large bucket and with small ones."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Optimizers: each step's bits, what is stored in which format, what schedulers and checkpoints may do; a training."""
+"""Optimizers: the bits of a step, the formats of state, schedulers, checkpoints, and a training."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_step_has_the_bits_of_its_formula(kind: Any, options: dict[str, Any], 
 
 
 def test_a_rounded_step_is_hand_composed_roundings() -> None:
-    """bfloat16 weights and momentum, everything between in binary32; the k'th parameter has a seed of its own."""
+    """Weights and momentum are bfloat16, other values binary32, and the k-th parameter has its own seed."""
     policy = Policy(
         "held",
         (

@@ -1,4 +1,4 @@
-"""Views of a graph: they say what the graph says, they hide nothing, and they are data before they are text."""
+"""Views of a graph show its content completely, as data and as text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def a_site(op: str, kind: str, status: Any = "rounded", path: str = "fc", reason
 
 
 def a_graph() -> fx.GraphModule:
-    """x @ w.T, relu, a mask that is unused, topk (a tuple), a sum that nobody classified."""
+    """x @ w.T, relu, a mask that is unused, topk (a tuple), a sum that no rule classifies."""
     graph = fx.Graph()
 
     def call(target: Any, args: tuple[Any, ...], value: Any, entry: Site | None = None) -> fx.Node:
