@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 
 import fxround
+from benchmarks import walk
 from benchmarks.pictures import FOLDER, PICTURES, UNREPEATABLE
 from fxround import cli
 from fxround.numerics.formats import FORMATS, Format
@@ -21,6 +22,7 @@ from fxround.numerics.modes import MODES
 from fxround.operators.formulas import FORMULAS, TABLES
 from fxround.operators.rules import Kind
 from fxround.policy import PRESETS, ROLES
+from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.significance.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +62,12 @@ def test_commands_run(document: str, command: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", sorted({*PICTURES} - {*UNREPEATABLE}))
 def test_pictures_are_what_the_command_draws(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
+
+
+@pytest.mark.skipif(walk.ISA not in instruction_sets(), reason=f"the walks show code for {walk.ISA}")
+def test_the_walks_are_what_the_code_makes() -> None:
+    document = walk.DOCUMENT.read_text(encoding="utf-8")
+    assert walk.written(document) == document
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
