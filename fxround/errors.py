@@ -28,7 +28,10 @@ class UnsupportedOperator(FxroundError):
 
 
 class UnsupportedRounding(FxroundError):
-    """Raised if a kernel or a carrier cannot compute a rounding that the policy requests."""
+    """Raised if a rounding of the policy cannot be computed for a tensor.
+
+    An example is a format with more precision or range than the dtype that holds its values.
+    """
 
 
 class PolicyError(FxroundError, ValueError):

@@ -54,8 +54,11 @@ PolicyLike = Any
 class RoundedModule(Shown):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
-    Calling captures if no graph admits the arguments, and raises what capturing raises. Gradients flow to the shared
-    parameters and to the arguments through a backward graph that is rounded by the same policy. ``policy``, ``source``
+    The first call captures the model as a graph and lowers it by the policy; so does a later call whose arguments fit
+    no graph so far, for example of another dtype, and raises what ``compile`` raises at capture. Gradients
+    flow to the shared parameters and to the arguments through a backward graph that is rounded by the same policy.
+    ``reseed`` chooses the random bits, ``summary``, ``coverage``, ``graph_text`` and ``draw`` show the roundings,
+    ``observe`` yields every value, ``export`` writes a file for ``fxround.load``. ``policy``, ``source``
     (the model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are its own
     attributes; other names are the model's. Example::
 

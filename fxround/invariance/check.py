@@ -48,7 +48,9 @@ def check_invariance(
         model: a ``torch.nn.Module``, a ``RoundedModule`` or a ``LoadedModule``. It is not changed.
         inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
             DataLoader, of which the first batch is used.
-        axes: some of ``"batch"``, ``"slice"``, ``"stride"``, ``"threads"``, ``"isa"``, ``"process"``.
+        axes: some of ``"batch"`` (a row in batches of other sizes), ``"slice"`` (its position, and the tensor that the
+            batch is a slice of), ``"stride"`` (the memory layout of the arguments), ``"threads"``, ``"isa"`` (the
+            instruction set) and ``"process"`` (a new process).
         policy: as for ``fxround.compile``; None checks stock PyTorch. A compiled or loaded module keeps its own policy.
         gradients: whether to compare the gradients of parameters and arguments as well, in the model's own mode.
         dim: the dimension of the arguments that is the batch.

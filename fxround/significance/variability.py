@@ -73,7 +73,7 @@ def variability(
         capture: what is measured beside the results: ``"outputs"`` (nothing), ``"layers"`` (each layer's last value)
             or ``"nodes"`` (every operation).
         metrics: names of ``fxround.significance.metrics.METRICS``, functions of (sample, unperturbed result), or
-            ``"auto"``.
+            ``"auto"``: those that fit the first result.
         reference: ``"binary64"`` (a copy of the model cast to float64), None, or a tensor shaped like the results of
             all inputs.
         batch_size: splits tensors into batches of this many rows; None takes them whole.

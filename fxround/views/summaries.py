@@ -120,6 +120,9 @@ class Summary(Table):
 class Coverage(Table):
     """Counts of nodes and operations by status, as ``RoundedModule.coverage`` returns them.
 
+    A node is rounded by the policy, exact (it selects or moves values, or changes a sign), native (a stock kernel
+    rounds it, for the reason that is given), data movement, or integer.
+
     unrounded   one text for each floating-point operation that a stock kernel computes
     groups      the rows as data; ``coverage[i]`` is one ``Group``
     operations  every counted operation, data movement included
