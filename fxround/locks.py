@@ -42,5 +42,6 @@ def waited_for(lock: Any = None) -> Any:
         else:
             taken._at_fork_reinit()
 
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
+        os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
     return taken

@@ -18,6 +18,7 @@ RANKS = {
     "locks": 0,
     "arithmetic": 0,
     "keys": 0,
+    "new_process": 0,
     "numerics.formats": 0,
     "numerics.modes": 0,
     "numerics.scalar": 0,

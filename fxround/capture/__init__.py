@@ -33,7 +33,6 @@ from fxround.capture.refusals import (
     explained,
     refuse_unsupported_tensors,
     refused_kind,
-    require_tested_torch,
 )
 from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
@@ -113,7 +112,6 @@ def capture(
     thread of the process captures at a time; the model is not changed. Raises CaptureError with the line of the model
     and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
-    require_tested_torch()
     refuse_unsupported_tensors(model, args, kwargs)
     with alone(type(model).__name__), uncollected():
         return _captured(model, args, kwargs, decompositions, marked)

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.refusals import LeftToPython, explained
+from fxround.capture.torch_private import find_builtins
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH
 from fxround.locks import waited_for
@@ -258,6 +259,7 @@ def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
 
     fill(graph, model)
     codegen: Any = graph.graph._codegen
+    find_builtins(codegen)
     flatten, unflatten = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
     count, names = flatten.input_processor.num_args, flatten.input_processor.kwarg_names
 

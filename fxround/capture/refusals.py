@@ -23,9 +23,6 @@ import torch.utils._pytree as pytree
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH, source_line
 
-TESTED_TORCH: Final = ("2.13",)
-
-
 # The format of every floating-point dtype that may occur in a model.
 FORMAT_OF: Final = MappingProxyType(
     {
@@ -46,18 +43,6 @@ def refused_kind(tensor: torch.Tensor) -> str:
     if tensor.is_complex() or tensor.is_quantized:
         return "complex" if tensor.is_complex() else "quantized"
     return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
-
-
-def require_tested_torch(version: str = torch.__version__) -> None:
-    """Raise CaptureError outside the tested range.
-
-    Capture uses private APIs of PyTorch, which may change with every minor version.
-    """
-    if not any(version.startswith(f"{tested}.") for tested in TESTED_TORCH):
-        raise CaptureError(
-            f"fxround captures models with torch {', '.join(TESTED_TORCH)}.x, the tested range; this is {version}. "
-            f"Install torch>={TESTED_TORCH[0]},<2.{int(TESTED_TORCH[-1].split('.')[1]) + 1}."
-        )
 
 
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -4,16 +4,18 @@
 raises. ``quickened`` remembers results that tracing computes again and again with symbolic sizes; without it the graph
 has the same operators on the same sizes. Each remembered result is a pure function of its key: the two expressions,
 everything that a symbolic number carries besides them, and the version of what is known of the symbols. This file uses
-PyTorch's private APIs.
+PyTorch's private APIs; a comment names the versions wherever those differ.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import gc
 import importlib
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
@@ -44,6 +46,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
             torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
         )
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
+        stack.enter_context(_kept_checks())
         if not by_dynamo:
             stack.enter_context(asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
@@ -118,6 +121,29 @@ def asked_sizes() -> contextlib.AbstractContextManager[None]:
     config: Any = importlib.import_module("torch.fx.experimental._config")
     patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
     return patched
+
+
+@contextlib.contextmanager
+def _kept_checks() -> Iterator[None]:
+    """Keep the checks that a linear algebra routine succeeded, although nothing uses their results."""
+    # torch 2.11 and 2.12 do not declare that they have an effect.
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    check = torch.ops.aten._linalg_check_errors.default
+    declared = effects._get_effect(check) is not None
+    handle = None if declared else effects._register_effectful_op(check, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.destroy()
+
+
+def find_builtins(codegen: Any) -> None:
+    """Let the code around Dynamo's graph find Python's builtins."""
+    # torch 2.11 asks for them among the globals of the model's code.
+    if not hasattr(importlib.import_module("torch._dynamo.convert_frame"), "_safe_builtins_dict"):
+        for part in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
+            part.f_globals = ChainMap(part.f_globals, vars(builtins))
 
 
 def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -200,13 +226,20 @@ def _remembering(symbolic: Any, name: str, known: dict[Any, Any]) -> Callable[[A
         environment = self.shape_env
         if environment is None or get_proxy_mode() or not (_is_plain(self) and _is_plain(other)):
             return compute(self, other)
-        key = (name, id(environment), environment._replacements_version_counter, *_all_of(self), *_all_of(other))
+        key = (name, id(environment), _replacements(environment), *_all_of(self), *_all_of(other))
         found = known.get(key)
         if found is None:
             found = known[key] = compute(self, other)
         return found
 
     return remembered
+
+
+def _replacements(environment: Any) -> Any:
+    """Return what differs whenever a symbol was replaced by another expression."""
+    # torch 2.11 has no counter of the replacements.
+    counter = getattr(environment, "_replacements_version_counter", None)
+    return tuple(environment.replacements.items()) if counter is None else counter
 
 
 def _is_plain(number: Any) -> bool:

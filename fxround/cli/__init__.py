@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -33,6 +34,9 @@ FOLDER: Final = "fxround-demo"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failed check, 2 for a wrong argument, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that lacks the characters of tables shows "?"
+            stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)

@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 
 from fxround.arithmetic import require_ieee_arithmetic
-from fxround.capture.refusals import require_tested_torch
 from fxround.compiler.eager_round import round
 from fxround.compiler.exported import VERSION
+from fxround.compiler.torch_version import Standing, standing_of
 from fxround.errors import FxroundError
 from fxround.runtime.cpu import disk_cache
 from fxround.runtime.cpu.code import current_set
@@ -30,6 +30,9 @@ from fxround.views.table import Table, Tabled
 
 # The packages that fxround cannot work without.
 CORE: Final = ("torch", "numpy", "networkx", "llvmlite")
+# Extras for work on fxround itself.
+_WORK: Final = ("dev", "docs", "test")
+_STANDING: Final = {"tested": "tested", "warned": "not tested: it works, with a warning", "refused": "refused"}
 # A value, a format, and the rounded value: a tie to even, an overflow, a float below half of the least number.
 _KNOWN: Final = ((1 + 2.0**-8, "bfloat16", 1.0), (1e6, "e5m2", float("inf")), (2.0**-11, "e4m3fn", 0.0))
 
@@ -39,6 +42,7 @@ class Diagnosis(Tabled):
     """What ``fxround doctor`` found.
 
     versions        of Python, fxround and the packages of the core; "" for a missing package
+    torch           whether the version of PyTorch is tested, and the probe's answer if it is not
     machine         the system, the processor, its cores, PyTorch's threads, the instruction sets of kernels
     cache           the directory ("" if it is off), its entries, their bytes, and why it cannot be written to, if so
     gpus            names; fxround computes on the CPU
@@ -47,6 +51,7 @@ class Diagnosis(Tabled):
     """
 
     versions: dict[str, str]
+    torch: Standing
     machine: dict[str, Any]
     cache: dict[str, Any]
     gpus: tuple[str, ...]
@@ -59,13 +64,16 @@ class Diagnosis(Tabled):
 
     def table(self) -> Table:
         """Return a table with one row per fact."""
-        rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in self.versions.items()]
+        versions = {**self.versions, "torch": f"{self.torch.version}, {_STANDING[self.torch.verdict]}"}
+        rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in versions.items()]
         rows += [(name, str(value)) for name, value in self.machine.items()]
         rows += [("cache", self._cached()), ("GPU", ", ".join(self.gpus) or "none; fxround computes on the CPU")]
         for extra, packages in self.missing.items():
             what = f"{', '.join(packages)} missing: pip install 'fxround[{extra}]'" if packages else "complete"
             rows.append((f"extra {extra}", what))
         note = "\n".join(f"BROKEN: {problem}" for problem in self.problems) or "The core works."
+        if self.torch.verdict == "warned":
+            note = f"{note}\n{self.torch.reason}"
         return Table(("what", "found"), tuple(rows), note=note)
 
     def _cached(self) -> str:
@@ -77,8 +85,11 @@ class Diagnosis(Tabled):
 
 
 def diagnose() -> Diagnosis:
-    """Examine this installation. Raises nothing, and writes nothing except the cache of machine code."""
-    found = disk_cache.usage()
+    """Examine this installation. Raises nothing, and writes nothing except the cache of machine code.
+
+    A version of PyTorch that is not tested is probed first, which takes some seconds, once.
+    """
+    found, standing = disk_cache.usage(), standing_of(str(torch.__version__))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = {
         "system": platform.platform(),
@@ -89,21 +100,23 @@ def diagnose() -> Diagnosis:
     }
     return Diagnosis(
         {"python": platform.python_version(), "fxround": VERSION, **{name: _version(name) for name in CORE}},
+        standing,
         machine,
         asdict(found) | {"directory": str(found.directory or "")},
         tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         {extra: tuple(name for name in packages if not _version(name)) for extra, packages in _extras().items()},
-        tuple(_problems()),
+        tuple(_problems(standing)),
     )
 
 
-def _problems() -> Iterator[str]:
+def _problems(standing: Standing) -> Iterator[str]:
     """Yield the defects of the core."""
-    for check in (require_tested_torch, require_ieee_arithmetic):
-        try:
-            check()
-        except FxroundError as error:
-            yield str(error)
+    if standing.verdict == "refused":
+        yield standing.reason
+    try:
+        require_ieee_arithmetic()
+    except FxroundError as error:
+        yield str(error)
     missing = [name for name in CORE if not _version(name)]
     if missing:
         yield f"{', '.join(missing)} not installed: pip install fxround"
@@ -120,7 +133,7 @@ def _problems() -> Iterator[str]:
 
 
 def _extras() -> dict[str, tuple[str, ...]]:
-    """Return the packages of each extra but the developer's, as the installed package declares them."""
+    """Return the packages of each extra for users, as the installed package declares them."""
     try:
         declared = metadata("fxround")
     except PackageNotFoundError:
@@ -133,11 +146,13 @@ def _extras() -> dict[str, tuple[str, ...]]:
                 nested = re.match(r"fxround\[(\w+)\]", line)
                 yield from names(nested[1]) if nested else re.findall(r"^[\w.-]*\w", line)
 
-    return {extra: tuple(names(extra)) for extra in declared.get_all("Provides-Extra") or [] if extra != "dev"}
+    return {extra: tuple(names(extra)) for extra in declared.get_all("Provides-Extra") or [] if extra not in _WORK}
 
 
 def _version(package: str) -> str:
     """Return the version of an installed package, "" if it is missing."""
+    if package == "torch":  # its metadata leaves out the build, such as +cu130
+        return str(torch.__version__)
     try:
         return version(package)
     except PackageNotFoundError:

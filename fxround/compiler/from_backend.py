@@ -21,7 +21,7 @@ from torch import fx, nn
 from fxround.capture import Captured, Decompositions, describe, refuse_unsupported_nodes
 from fxround.capture.dynamo import alone
 from fxround.capture.gradient_marks import mark_values
-from fxround.capture.refusals import explained, refuse_unsupported_tensors, require_tested_torch
+from fxround.capture.refusals import explained, refuse_unsupported_tensors
 from fxround.capture.torch_private import (
     copy_results,
     joint_of,
@@ -32,6 +32,7 @@ from fxround.capture.torch_private import (
     uncollected,
 )
 from fxround.compiler.executable import Owner, owner_of
+from fxround.compiler.torch_version import require_working_torch
 from fxround.errors import CaptureError
 from fxround.graph.site import PORT, PORTS, Port
 from fxround.graph.values import fake_mode
@@ -45,7 +46,7 @@ def received(
     The model is None if Dynamo traces a function. It must be called inside a backend, and changes ``graph``. Raises
     CaptureError for a part of a model, and for what ``capture`` refuses.
     """
-    require_tested_torch()
+    require_working_torch()
     name, model = traced_frame()
     _refuse_parts(graph, name)
     refuse_unsupported_tensors(nn.Module(), inputs, {})

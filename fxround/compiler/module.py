@@ -39,6 +39,7 @@ from fxround.compiler.signature import (
     require_arguments,
     require_dtypes,
 )
+from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step, differentiable_later, step_of
 from fxround.compiler.watching import unwatched
 from fxround.errors import CaptureError, FxroundError
@@ -383,6 +384,7 @@ class RoundedModule(Shown):
         return None
 
     def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
+        require_working_torch()
         refuse_compiled(self.source)
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)

@@ -8,11 +8,8 @@ directory. A failure in either process raises FxroundError with its message.
 
 from __future__ import annotations
 
-import os
 import pickle
 import pkgutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,6 +20,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fxround import new_process
 from fxround.compiler.module import RoundedModule
 from fxround.errors import FxroundError
 from fxround.invariance.subjects import Outcome, Step, Subject
@@ -30,12 +28,10 @@ from fxround.runtime.cpu.code import instruction_set
 from fxround.significance.inputs import Call
 
 Build = Callable[[], nn.Module] | str
-# The child sets sys.path before it imports anything of fxround's or the caller's.
 _CHILD: Final = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+import sys
 from fxround.invariance.process import serve
-serve(sys.argv[2], sys.argv[3])
+serve(*sys.argv[1:])
 """
 _WAYS_OUT: Final = (
     "pass build=, a function that makes the model or its name 'module:function', or leave the axis 'process' out."
@@ -49,14 +45,10 @@ def elsewhere(
 
     Raises FxroundError with the last line of the error.
     """
-    import json
-
     with tempfile.TemporaryDirectory(prefix="fxround-") as folder:
         request, answer = Path(folder, "request"), Path(folder, "answer")
         request.write_bytes(_packed((_portable(subject, build), call, isa, trace)))
-        paths = json.dumps([os.getcwd() if entry == "" else entry for entry in sys.path])
-        command = [sys.executable, "-c", _CHILD, paths, str(request), str(answer)]
-        ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+        ran = new_process.run(_CHILD, str(request), str(answer), environment=environment)
         if ran.returncode or not answer.exists():
             last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
             raise FxroundError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -44,7 +43,11 @@ def provenance(
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has had resident since its start."""
+    """Return the most bytes that this process has had resident since its start; 0 on Windows, which does not say."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -59,6 +62,8 @@ def processor() -> str:
 
 
 def _version(package: str) -> str:
+    if package == "torch":  # its metadata leaves out the build, such as +cu130
+        return str(torch.__version__)
     try:
         return version(package)
     except PackageNotFoundError:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import fxround
 from fxround.capture import Captured, capture
-from fxround.capture.refusals import require_tested_torch
 from fxround.errors import CaptureError
 from fxround.graph.site import Port, located
 from fxround.graph.source_lines import source_line
@@ -163,16 +162,6 @@ def test_complex_numbers_inside_a_model_are_refused_with_the_line() -> None:
 def test_another_device_is_refused() -> None:
     with pytest.raises(CaptureError, match="is on meta"):
         captured(nn.Linear(3, 3, device="meta"), torch.randn(2, 3))
-
-
-@pytest.mark.parametrize("version", ["2.12.1", "2.14.0", "1.13.0", "2.130.0"])
-def test_an_untested_torch_is_refused(version: str) -> None:
-    with pytest.raises(CaptureError, match=re.escape(f"this is {version}")):
-        require_tested_torch(version)
-
-
-def test_the_tested_torch_is_accepted() -> None:
-    require_tested_torch("2.13.0+cpu")
 
 
 # ---- sizes ----

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import sys
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ import torch
 
 import fxround
 from fxround import cli, demo
-from fxround.capture import refusals
 from fxround.cli import doctor
+from fxround.compiler.torch_version import Standing
 from fxround.views.graph_views import to_networkx
 
 
@@ -207,7 +209,7 @@ def test_doctor_says_which_extra_lacks_what(
         ({"round": lambda x, form: x}, "rounded to bfloat16 is 1.00390625 and should be 1.0"),
         ({"round": lambda x, form: 1 // 0}, "no kernel can be compiled and run: ZeroDivisionError"),
         ({"_version": lambda name: ""}, "torch, numpy, networkx, llvmlite not installed"),
-        ({"require_tested_torch": lambda: refusals.require_tested_torch("1.0")}, "the tested range; this is 1.0"),
+        ({"standing_of": lambda version: Standing("1.0", "refused", "this is torch 1.0")}, "BROKEN: this is torch 1.0"),
     ],
 )
 def test_doctor_ends_with_status_1_where_the_core_is_broken(
@@ -235,3 +237,11 @@ def test_ctrl_c_ends_a_command_with_130_and_no_traceback(
     }
     status, out, err = run(capsys, command, *rest.get(command, ("net:build",)))
     assert (status, out, err) == (130, "", "fxround: interrupted\n")
+
+
+def test_a_terminal_without_the_characters_of_tables_shows_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    assert cli.main(["doctor"]) == 0
+    sys.stdout.flush()
+    assert b"The core works." in written.getvalue() and b"????" in written.getvalue()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pwd
 import stat
 import tempfile
 import time
@@ -47,7 +46,9 @@ _STARTED: Final = time.time()
 
 
 def directory() -> Path | None:
-    """The directory of the entries; None if the cache is switched off or there is no home."""
+    """The directory of the entries; None if the cache is switched off, there is no home, or files have no owner."""
+    if not hasattr(os, "geteuid"):  # Windows: nothing would tell whose code an entry holds
+        return None
     chosen, home = os.environ.get(VARIABLE), _home()
     if chosen is not None:
         if chosen == "~" or chosen.startswith("~/"):
@@ -92,6 +93,8 @@ def _home() -> Path | None:
     """``$HOME``; if that is no absolute path, the home directory that the system knows for this user."""
     home = os.environ.get("HOME", "")
     if not os.path.isabs(home):
+        import pwd  # not on Windows, where there is no cache
+
         try:
             home = pwd.getpwuid(os.getuid()).pw_dir
         except KeyError:
