@@ -8,7 +8,8 @@ pow with a result in binary32's range, the others with arguments of similar size
 encodings. As in ``exhaustive`` two kernels run, to nearest even and to odd with 26 bits, and MPFR decides the pairs
 that binary64 values, trusted to 256 ulps, and bounds that are theorems do not decide. The result of fmod is a binary32
 number, which C's fmod of binary64 gives; the floored remainder is that, plus the divisor if the signs differ: a sum
-whose error is known exactly. The pairs closest to a boundary are kept as hard cases.
+whose error is known exactly. Integer quotients follow from fmod too, or from rational numbers where they are long. The
+pairs closest to a boundary are kept as hard cases.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,14 +130,48 @@ def _floored_to_odd(x: F64, y: F64) -> F64:
     return np.where(value == 0, np.copysign(0.0, x), value)
 
 
+def _integer_quotient(x: Any, y: Any, floored: bool) -> Any:
+    """Return floor(x / y), or trunc(x / y), without rounding; a zero has the sign of x / y."""
+    if y == 0:
+        return x / y
+    ratio = gmpy2.mpq(x) / gmpy2.mpq(y)
+    whole = ratio.numerator // ratio.denominator
+    whole += ratio < 0 and ratio != whole and not floored
+    negative = gmpy2.is_signed(gmpy2.mpfr(x)) != gmpy2.is_signed(gmpy2.mpfr(y))
+    return gmpy2.mpfr(whole) if whole else gmpy2.mpfr(-0.0 if negative else 0.0)
+
+
+def _integer_quotients_to_odd(x: F64, y: F64, floored: bool) -> F64:
+    """Return the integer quotients rounded to odd to binary64, for binary32 numbers.
+
+    x - fmod(x, y) is the quotient times y. Below 2^50 the errors of the subtraction and the division leave it next to
+    the integer.
+    """
+    r = np.fmod(x, y)
+    value = np.rint((x - r) / y) - (floored & (r != 0) & ((x < 0) != (y < 0)))
+    for i in np.flatnonzero(np.abs(value) >= 2.0**50).tolist():
+        exact = Fraction(float(x[i])) / Fraction(float(y[i]))
+        whole = math.floor(exact) if floored else math.trunc(exact)
+        size = max(abs(whole).bit_length() - 53, 0)
+        kept = abs(whole) >> size
+        value[i] = math.ldexp(kept | (kept << size != abs(whole)), size) * (1 if whole > 0 else -1)
+    return np.where(value == 0, np.copysign(0.0, x) * np.copysign(1.0, y), value)
+
+
 PAIRS: Final = {
     "pow": Pairs(lambda x, y: x**y, np.power, in_range, _beside_one),
     "atan2": Pairs(gmpy2.atan2, _torch(torch.atan2), similar),
     "hypot": Pairs(gmpy2.hypot, _torch(torch.hypot), similar, _above_both),
     "fmod": Pairs(gmpy2.fmod, np.fmod, similar),
     "remainder": Pairs(_floored, _floored_to_odd, similar),
+    "floordiv": Pairs(
+        partial(_integer_quotient, floored=True), partial(_integer_quotients_to_odd, floored=True), similar
+    ),
+    "truncdiv": Pairs(
+        partial(_integer_quotient, floored=False), partial(_integer_quotients_to_odd, floored=False), similar
+    ),
 }
-EXACT: Final = ("fmod", "remainder")
+EXACT: Final = ("fmod", "remainder", "floordiv", "truncdiv")
 """Functions whose ``fast`` is to-odd already."""
 
 

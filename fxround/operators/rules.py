@@ -123,6 +123,10 @@ _CONVOLUTION_GRADIENTS: Final = {
     (True, False, False): OpRule("contraction", lower="convolution_input_gradient"),
     (False, True, False): OpRule("contraction", lower="convolution_weight_gradient"),
 }
+_QUOTIENTS: Final = {
+    "floor": OpRule("elementary", body="floordiv({0}, {1})"),
+    "trunc": OpRule("elementary", body="truncdiv({0}, {1})"),
+}
 _INDEX_PUT: Final = OpRule("reduction", lower="index_put")
 
 # Operators that select among their operand and numbers. As programs they can follow the operation of the operand.
@@ -200,11 +204,11 @@ _OPAQUE: Final = {
         linalg_cross""",
     "a Fourier transform: its roundings are not defined by a formula yet": "_fft_c2c _fft_r2c _fft_c2r",
     "its accumulation order is not defined by a formula yet": """
-        logcumsumexp _pdist_forward _pdist_backward _cdist_backward _embedding_bag _embedding_bag_forward_only
+        logcumsumexp _pdist_forward _pdist_backward _embedding_bag _embedding_bag_forward_only
         _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
         multi_margin_loss multilabel_margin_loss_forward segment_reduce grid_sampler_2d_backward
         masked_scatter_backward rrelu_with_noise_backward convolution_backward
-        upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa embedding_renorm""",
+        upsample_bicubic2d upsample_trilinear3d embedding_renorm""",
 }
 
 _TABLE: Final = (
@@ -253,10 +257,12 @@ def _yields_floats(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _integer_or_opaque(node: fx.Node) -> OpRule:
-    """Return the rule of operators that are exact on integers and hide several roundings on floating point."""
-    several = OpRule("opaque", reason="several roundings in one operator, without a formula yet")
-    return several if _yields_floats(node) else INTEGER
+def _quotient(node: fx.Node) -> OpRule:
+    """Return the rule of a division that may round to an integer: exact on integers, one rounding on floating point."""
+    mode = node.kwargs.get("rounding_mode", "floor" if "floor" in str(node.target) else None)
+    if not _yields_floats(node):
+        return INTEGER
+    return RULES["aten.div.Tensor"] if mode is None else _QUOTIENTS[str(mode)]
 
 
 def _product(node: fx.Node) -> OpRule:
@@ -292,6 +298,6 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     "aten.bincount.default": _bincount,
     **{f"aten.{name}.default": _integer_or_random for name in ("randperm", "randint", "randint_like")},
     "aten.randint.low": _integer_or_random,
-    **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _integer_or_opaque),
+    **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _quotient),
     **dict.fromkeys(("aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"), _product),
 }

@@ -47,6 +47,7 @@ def softplus(x: mpmath.mpf) -> mpmath.mpf:
     return mpmath.log1p(mpmath.exp(max(-abs(x), mpmath.mpf(-700)) if x > 0 else x)) + max(x, mpmath.mpf(0))
 
 
+INTEGERS = ("fmod", "remainder", "floordiv", "truncdiv")
 SATURATING = ("tanh", "expm1", "sigmoid", "erf", "erfc")
 
 
@@ -55,7 +56,7 @@ def exact(row: Elementary, args: tuple[float, ...]) -> mpmath.mpf | None:
     if 0.0 in args:
         return None
     plain = min(abs(a) for a in args) > 2.0**-20 and max(abs(a) for a in args) < 5
-    precision = 400 if plain or row.name in ("erfinv", "fmod", "remainder") else 1300
+    precision = 400 if plain or row.name in ("erfinv", *INTEGERS) else 1300
     with mpmath.workprec(precision):
         names = {
             **vars(mpmath),
@@ -93,7 +94,7 @@ OWN_RANGE = {
     "log10": (0.4, 2.5), "erf": (-5, 5), "erfc": (-3, 11), "sin": (-100, 100), "cos": (-100, 100), "tan": (-100, 100),
     "pow": (0, 8), "asin": (-1, 1), "acos": (-1, 1), "atan": (-4, 4), "atan2": (-4, 4), "sinh": (-90, 90),
     "cosh": (-90, 90), "asinh": (-5, 5), "acosh": (1, 5), "atanh": (-1, 1), "cbrt": (-8, 8), "rsqrt": (0, 4),
-    "hypot": (-9, 9), "fmod": (-99, 99), "remainder": (-99, 99), "erfinv": (-1, 1), "log1p": (-1, 3),
+    "hypot": (-9, 9), **dict.fromkeys(INTEGERS, (-99, 99)), "erfinv": (-1, 1), "log1p": (-1, 3),
     "lgamma": (-9, 9), "digamma": (-9, 9), "tanh": (-10, 10), "sigmoid": (-105, 20), "softplus": (-105, 20),
 }  # fmt: skip
 BOUNDARY = [0.5, 1.0, 2.0, 3.0, 0.25, 0.75, 10.0, 2.0**-149, 2.0**-126, 2.0**-30, 2.0**-12, 3.4028234663852886e38]
@@ -292,6 +293,12 @@ SPECIAL = [
     *((n, xy, NAN) for n in ("fmod", "remainder") for xy in ((1.0, 0.0), (0.0, -0.0), (INF, 1.0), (-INF, INF))),
     ("fmod", (-1.0, INF), -1.0), ("remainder", (-1.0, INF), INF), ("remainder", (1.0, INF), 1.0),
     ("fmod", (-6.0, 3.0), -0.0), ("remainder", (-6.0, 3.0), -0.0), ("remainder", (-5.0, 3.0), 1.0),
+    *((n, (s * x, y), s * z) for n in ("floordiv", "truncdiv") for s in (1, -1)
+      for x, y, z in ((0.0, 3.0, 0.0), (0.0, INF, 0.0), (2.0, 0.0, INF), (INF, 0.0, INF), (6.0, 3.0, 2.0))),
+    *((n, xy, NAN) for n in ("floordiv", "truncdiv") for xy in ((0.0, 0.0), (NAN, 1.0), (1.0, NAN), (INF, -INF))),
+    ("floordiv", (INF, 2.0), NAN), ("truncdiv", (-INF, 2.0), -INF), ("floordiv", (-1.0, INF), -1.0),
+    ("truncdiv", (-1.0, INF), -0.0), ("floordiv", (-7.0, 2.0), -4.0), ("truncdiv", (-7.0, 2.0), -3.0),
+    ("floordiv", (-1e-300, 1e300), -1.0), ("truncdiv", (1e-300, -1e300), -0.0), ("floordiv", (1e300, 1e-300), INF),
     ("erfinv", (1.0,), INF), ("erfinv", (-1.0,), -INF), ("erfinv", (1.5,), NAN), ("erfinv", (-INF,), NAN),
     *((n, (z,), z) for n in ("erfinv", "asin", "atan", "sinh", "asinh", "atanh", "cbrt") for z in (0.0, -0.0)),
     *((n, (z,), z) for n in ("sinh", "asinh", "cbrt") for z in (INF, -INF)),

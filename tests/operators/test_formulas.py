@@ -86,6 +86,20 @@ def samples() -> dict[Any, list[Call]]:
         **backward_samples(t),
         aten._trilinear.default: [call(t(2, 3), t(5, 3, 4), t(2, 4), [1, 3], [0], [1, 2], [2, 3])],
         aten._cdist_forward.default: [call(x, y, p, None) for p in (2.0, 1.0, 3.0)],
+        aten._cdist_backward.default: [
+            call(t(3, 3), x, y, p, torch.cdist(x, y, p)) for p in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf)
+        ],
+        **{
+            op: [call(image, [3, 9], False), call(image, [3, 9], True), call(image, [3, 4], False, 0.43, 0.7)]
+            for op in (aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default)
+        },
+        **{
+            op: [
+                call(t(2, 4, 3, 9), [3, 9], [2, 4, 7, 6], False),
+                call(t(2, 4, 3, 4), [3, 4], [2, 4, 7, 6], False, 0.43, 0.7),
+            ]
+            for op in (aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default)
+        },
         aten.avg_pool1d.default: [call(image[0], *pool) for pool in pools],
         aten.avg_pool2d.default: [call(image, *pool) for pool in pools]
         + [call(image, [2, 3], [], [1, 0], True, True, 5)],

@@ -163,6 +163,13 @@ def functions() -> dict[str, Layer]:
         "powers": (Calls(lambda x: [x**e for e in powers]), (p,)),
     }
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "integer_quotients": (
+            lambda x, y: (
+                [torch.div(x, y, rounding_mode=mode) for x, y in ((x, y), (x, 0.3)) for mode in ("floor", "trunc")]
+                + [x // y, 3 // x, x // 0.3]
+            ),
+            (p, p.flip(0)),
+        ),
         "scalars": (lambda x: 3 - x * 2 + x / 7 - 1 / x + 2.0**x, (p,)),
         "alpha": (lambda a, b: torch.add(a, b, alpha=2) - torch.sub(a, b, alpha=0.3), (x, y)),
         "addcmul": (lambda a, b: torch.addcmul(a, a, b, value=0.5), (x, y)),

@@ -5,6 +5,7 @@ addmm, for example, is ``y = mm(x, w) + b``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,22 @@ def cdist(a: Tensor, b: Tensor, p: float, compute_mode: int | None = None) -> Te
     """cdist(a, b) = norm(a_i - b_j)"""
     distance: Tensor = torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, [-1])
     return distance
+
+
+@formula(aten._cdist_backward.default)
+def cdist_backward(gradient: Tensor, a: Tensor, b: Tensor, p: float, distances: Tensor) -> Tensor:
+    """cdist_backward(g) = sum(s * g) over j, s the slope of the norm along d = a_i - b_j, 0 where d = 0"""
+    d = a.unsqueeze(-2) - b.unsqueeze(-3)
+    g, n = gradient.unsqueeze(-1), distances.unsqueeze(-1)
+    if p == 0:
+        return d.new_zeros([*d.shape[:-2], d.shape[-1]])
+    if p == 2:
+        slope = d / n
+    else:
+        # The sign of a NaN is 0; d itself keeps it.
+        sign = torch.where(d.isnan(), d, d.sign())
+        slope = sign if p == 1 or math.isinf(p) else sign * (d.abs() / n) ** (p - 1)
+        if math.isinf(p):
+            slope = torch.where(d.abs() < n, torch.zeros_like(d), slope)
+    slope = torch.where(d == 0, torch.zeros_like(d), slope)
+    return total(slope * g, [slope.dim() - 2])

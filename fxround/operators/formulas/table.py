@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture import core_decompositions
 from fxround.policy import DEFINITIONS, OWN
@@ -72,6 +73,15 @@ def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
 
 def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return c + a * b
+
+
+def constant(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of numbers or of rows of them, which become a constant of a graph that is being captured."""
+    # torch.tensor detaches what it returns in place, which a functional graph refuses. Its first half does not.
+    with _disable_current_modes():
+        made = torch.tensor(values, dtype=dtype)
+    kept: Tensor = aten.lift_fresh_copy(made)
+    return kept
 
 
 def widened(x: Tensor) -> Tensor:
