@@ -10,8 +10,10 @@ import math
 import array_rationals as again
 import derivative_rationals as backward
 import pytest
+import repdl_rationals as repdl
 import torch
-from array_rationals import MEAN, NONE, SUM, Pool
+import window_rationals as windows
+from array_rationals import MEAN, NONE, SUM
 from formula_cases import BAGS, IGNORED, INDICES, LABELS, OFFSETS, PIXELS, Case, compare, drawn, narrowed
 from formula_rationals import Arithmetic
 from layers import Calls
@@ -155,57 +157,6 @@ LOSSES = {
 }
 
 
-def _avg(sizes: tuple[int, ...], outs: tuple[int, ...], pool: Pool) -> Case:
-    run = aten.avg_pool2d_backward if len(sizes) == 2 else aten.avg_pool3d_backward
-    rest = (pool.kernel, pool.stride, pool.pad, pool.ceil, pool.include_pad, pool.divisor)
-    return Case(
-        [(1, 2, *outs), (1, 2, *sizes)],
-        lambda g, x: run(g, x, *rest),
-        lambda o, g, x: again.avg_pool_backward(o, g, sizes, pool),
-    )
-
-
-def _adaptive(sizes: tuple[int, ...], outs: tuple[int, ...]) -> Case:
-    run = aten._adaptive_avg_pool2d_backward if len(sizes) == 2 else aten._adaptive_avg_pool3d_backward
-    return Case([(1, 2, *outs), (1, 2, *sizes)], run, lambda o, g, x: again.adaptive_avg_pool_backward(o, g, sizes))
-
-
-# The numbers of the largest elements, as a pooling of windows that overlap may find them: some twice.
-MAXIMA = torch.tensor([[[[0, 2, 2], [6, 6, 11]], [[5, 5, 5], [9, 6, 11]]]])
-APART = torch.tensor([[[[0, 3], [9, 10]]]])
-WINDOWS = {
-    "avg_pool2d": _avg((5, 4), (3, 3), Pool((3, 2), (2, 2), (1, 1), include_pad=False)),
-    "avg_pool2d ceil": _avg((4, 4), (2, 2), Pool((3, 3), (2, 2), (0, 0), ceil=True)),
-    "avg_pool2d apart": _avg((4, 6), (2, 2), Pool((2, 3), (2, 3), (0, 0), divisor=7)),
-    "avg_pool3d": _avg((3, 3, 2), (2, 3, 2), Pool((2, 3, 1), (1, 1, 1), (0, 1, 0))),
-    "adaptive_avg_pool2d": _adaptive((5, 4), (3, 3)),
-    "adaptive_avg_pool3d": _adaptive((5, 2, 3), (2, 2, 2)),
-    "max_pool2d": Case(
-        [(1, 2, 2, 3), (1, 2, 3, 4)],
-        lambda g, x: aten.max_pool2d_with_indices_backward(g, x, [2, 2], [1, 1], [0, 0], [1, 1], False, MAXIMA),
-        lambda o, g, x: again.at_maxima(o, g, (3, 4), MAXIMA.numpy(), False),
-    ),
-    "max_pool2d apart": Case(
-        [(1, 1, 2, 2), (1, 1, 4, 4)],
-        lambda g, x: aten.max_pool2d_with_indices_backward(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, APART),
-        lambda o, g, x: again.at_maxima(o, g, (4, 4), APART.numpy(), True),
-    ),
-    "adaptive_max_pool2d": Case(
-        [(1, 2, 2, 3), (1, 2, 3, 4)],
-        lambda g, x: aten.adaptive_max_pool2d_backward(g, x, MAXIMA),
-        lambda o, g, x: again.at_maxima(o, g, (3, 4), MAXIMA.numpy(), False),
-    ),
-    "replication_pad1d": Case(
-        [(1, 2, 7), (1, 2, 3)],
-        lambda g, x: aten.replication_pad1d_backward(g, x, [3, 1]),
-        lambda o, g, x: again.replication_pad_backward(o, g, (3,), (3,)),
-    ),
-    "replication_pad2d": Case(
-        [(1, 1, 4, 6), (1, 1, 2, 3)],
-        lambda g, x: aten.replication_pad2d_backward(g, x, [1, 2, 2, 0]),
-        lambda o, g, x: again.replication_pad_backward(o, g, (2, 3), (2, 1)),
-    ),
-}
 INDEXED = {
     "embedding": Case(
         [(7, 2)],
@@ -245,11 +196,55 @@ INDEXED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    "cases", [ACTIVATIONS, NORMS | LOSSES, WINDOWS | INDEXED], ids=["activations", "losses", "windows"]
-)
+@pytest.mark.parametrize("cases", [ACTIVATIONS, NORMS | LOSSES, INDEXED], ids=["activations", "losses", "indexed"])
 def test_derivatives_round_every_operation(cases: dict[str, Case], dtype: torch.dtype) -> None:
     compare(cases, dtype, 2 * ROUNDS)
+
+
+BATCH = [(3, 2, 2), (2,), (2,), (2,), (2,)]
+REPDL = {
+    "mean": Case([(3, 4)], lambda x: aten.mean.dim(x, [1]), lambda o, x: repdl.mean(o, x, 1)),
+    "batch_norm": Case(
+        BATCH,
+        lambda x, w, b, m, v: aten._native_batch_norm_legit_functional(x, w, b, m, v, True, 0.3, 1e-5),
+        lambda o, x, w, b, m, v: repdl.batch_norm(o, x, w, b, m, v, 0.3),
+        5,
+    ),
+    "batch_norm inference": Case(
+        BATCH,
+        lambda x, w, b, m, v: aten._native_batch_norm_legit_no_training(x, w, b, m, v, 0.3, 1e-5)[0],
+        repdl.inference,
+    ),
+    "batch_norm backward": Case(
+        [(3, 2, 2), *BATCH[:4]],
+        lambda g, x, w, m, s: aten.native_batch_norm_backward(g, x, w, None, None, m, s, True, 1e-5, ALL),
+        lambda o, g, x, w, m, s: repdl.batch_norm_backward(o, g, x, w, m, s, True),
+        3,
+    ),
+    "batch_norm backward inference": Case(
+        [(3, 2, 2), *BATCH[:4]],
+        lambda g, x, w, m, v: aten.native_batch_norm_backward(g, x, w, m, v, None, None, False, 1e-5, ALL),
+        lambda o, g, x, w, m, v: repdl.batch_norm_backward(o, g, x, w, m, o.sqrt(o.add(v, 1e-5)), False),
+        3,
+    ),
+    "cross_entropy": Case(
+        [(4, 3)], lambda x: F.cross_entropy(x, LABELS), lambda o, x: repdl.cross_entropy(o, x, LABELS.numpy())
+    ),
+}
+REPDL_GRADIENTS = {
+    "mean": Case([(3,), (3, 4)], lambda x: torch.mean(x, 1), lambda o, g, x: repdl.mean_backward(o, g, x, 1)),
+    "cross_entropy": Case(
+        [(), (4, 3)],
+        lambda x: F.cross_entropy(x, LABELS),
+        lambda o, g, x: repdl.cross_entropy_backward(o, g, x, LABELS.numpy()),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_definitions_of_repdl_round_every_operation(dtype: torch.dtype) -> None:
+    compare(REPDL, dtype, 2 * ROUNDS, definitions="repdl")
+    compare(REPDL_GRADIENTS, dtype, 2 * ROUNDS, gradients=True, definitions="repdl")
 
 
 def test_the_gradient_of_smooth_l1_loss_keeps_a_nan() -> None:
@@ -276,10 +271,10 @@ def test_a_compiled_backward_graph_has_the_derivatives() -> None:
     x, w, b, table, image, g, h, k = (t.detach().double().numpy().astype(object) for t in tensors)
     y, mean, r = again.group_norm(o, x, w, b, 2)
     want = [
-        *(y, again.embedding_bag(o, table, BAGS, mean=True), again.adaptive_avg_pool(o, image, (3, 3))),
+        *(y, again.embedding_bag(o, table, BAGS, mean=True), windows.adaptive_avg_pool(o, image, (3, 3))),
         *backward.group_norm(o, g, x, mean[:, :, 0], r[:, :, 0], w, 2),
         again.embedding_bag_backward(o, h, 4, BAGS, mean=True),
-        again.adaptive_avg_pool_backward(o, k, (5, 4)),
+        windows.adaptive_avg_pool_backward(o, k, (5, 4)),
     ]
     for got, wanted in zip((*results, *(t.grad for t in leaves)), want, strict=True):
         assert got is not None

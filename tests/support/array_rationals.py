@@ -1,16 +1,14 @@
 """The arithmetic of ``formula_rationals`` over arrays, and composite operators of several dimensions written with it.
 
-An element that the contract leaves open is None, and so is what is computed from it. Windows, bags and indices are
-enumerated element by element from the definitions in docs/numerics.md, section 5.
+An element that the contract leaves open is None, and so is what is computed from it. Bags and indices are enumerated
+element by element from the definitions in docs/numerics.md, section 5; windows are in ``window_rationals``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import formula_rationals as again
@@ -206,6 +204,15 @@ def nll_loss(o: Arrays, x: Array, targets: Array, w: Array | None, reduction: in
     return [o.div(summed, weight) if reduction == MEAN else summed, weight]
 
 
+def smoothed(o: Arrays, x: Array, targets: Array, w: Array | None, share: float, ignored: int) -> Array:
+    """The mean cross entropy with label smoothing: share of it belongs to all classes alike. x: (items, classes)."""
+    s = log_softmax(o, x)
+    own, weight = nll_loss(o, s, targets, w, MEAN, ignored)
+    over = o.neg(o.total(s if w is None else o.mul(s, w[None]), 1))
+    every = o.div(o.total(o.where(targets == ignored, 0.0, over), 0), weight)
+    return o.add(o.mul(own, 1 - share), o.mul(every, share / x.shape[1]))
+
+
 def log_softmax(o: Arrays, x: Array) -> Array:
     """Over dimension 1."""
     s = o.sub(x, o.kept(o.along(again.largest, x, [1], True)))
@@ -242,202 +249,24 @@ def cdist(o: Arrays, a: Array, b: Array, p: float) -> Array:
     return o.pow(o.total(o.pow(o.abs(d), p), 2), 1 / p)
 
 
-# Windows.
-
-
-@dataclass(frozen=True)
-class Pool:
-    """An average pooling as PyTorch documents it."""
-
-    kernel: Place
-    stride: Place
-    pad: Place
-    ceil: bool = False
-    include_pad: bool = True
-    divisor: int | None = None
-
-    def counts(self, sizes: Sequence[int]) -> Place:
-        """How many windows there are: with ceil, the last one begins inside of the image or the padding before it."""
-        found = []
-        for n, k, s, p in zip(sizes, self.kernel, self.stride, self.pad, strict=True):
-            steps = Fraction(n + 2 * p - k, s)
-            last = math.ceil(steps) if self.ceil else math.floor(steps)
-            found.append(last if self.ceil and last * s - p >= n else last + 1)
-        return tuple(found)
-
-    def window(self, index: Place) -> list[Place]:
-        begin = [i * s - p for i, s, p in zip(index, self.stride, self.pad, strict=True)]
-        return [tuple(b + t for b, t in zip(begin, tap, strict=True)) for tap in np.ndindex(*self.kernel)]
-
-    def count(self, index: Place, sizes: Sequence[int]) -> int:
-        if self.divisor is not None:
-            return self.divisor
-        margin = self.pad if self.include_pad else (0,) * len(sizes)
-        return sum(_inside(place, sizes, margin) for place in self.window(index))
-
-
-def _inside(place: Place, sizes: Sequence[int], margin: Place) -> bool:
-    return all(-m <= p < n + m for p, n, m in zip(place, sizes, margin, strict=True))
-
-
-def planes(x: Array, dims: int) -> tuple[Place, list[Place], Place]:
-    """The dimensions before the image's, their indices, and the sizes of the image."""
-    lead = x.shape[: x.ndim - dims]
-    return lead, list(np.ndindex(*lead)), x.shape[x.ndim - dims :]
-
-
-def avg_pool(o: Arrays, x: Array, pool: Pool) -> Array:
-    lead, _, sizes = planes(x, len(pool.kernel))
-    none = (0,) * len(sizes)
-    out = np.empty((*lead, *pool.counts(sizes)), object)
-    for i in np.ndindex(out.shape):
-        plane, index = x[i[: len(lead)]], i[len(lead) :]
-        window = [plane[place] if _inside(place, sizes, none) else 0.0 for place in pool.window(index)]
-        out[i] = o.o.div(o.o.total(window), float(pool.count(index, sizes)))
-    return out
-
-
-def avg_pool_backward(o: Arrays, g: Array, sizes: Place, pool: Pool) -> Array:
-    lead, indices, outs = planes(g, len(sizes))
-    none = (0,) * len(sizes)
-    parts = []
-    for i in indices:
-        for w in np.ndindex(*outs):
-            share = o.o.div(g[(*i, *w)], float(pool.count(w, sizes)))
-            parts += [((*i, *place), share) for place in pool.window(w) if _inside(place, sizes, none)]
-    if pool.kernel == pool.stride and all(n == w * k for n, w, k in zip(sizes, outs, pool.kernel, strict=True)):
-        out = np.empty((*lead, *sizes), object)
-        for place, share in parts:
-            out[place] = share
-        return out
-    return o.gathered((*lead, *sizes), parts)
-
-
-def _adaptive(index: Place, sizes: Place, outs: Place) -> list[list[int]]:
-    """The positions of a window along each dimension."""
-    rows = zip(index, sizes, outs, strict=True)
-    return [list(range(math.floor(i * n / w), math.ceil((i + 1) * n / w))) for i, n, w in rows]
-
-
-def adaptive_avg_pool(o: Arrays, x: Array, outs: Place) -> Array:
-    lead, _, sizes = planes(x, len(outs))
-    everywhere = [_adaptive(index, sizes, outs) for index in np.ndindex(*outs)]
-    longest = [max(len(window[d]) for window in everywhere) for d in range(len(outs))]
-    out = np.empty((*lead, *outs), object)
-    for i in np.ndindex(out.shape):
-        plane, window = x[i[: len(lead)]], _adaptive(i[len(lead) :], sizes, outs)
-        taken = []
-        for tap in np.ndindex(*longest):
-            inside = all(t < len(places) for t, places in zip(tap, window, strict=True))
-            taken.append(plane[tuple(p[t] for p, t in zip(window, tap, strict=True))] if inside else 0.0)
-        out[i] = o.o.div(o.o.total(taken), float(math.prod(map(len, window))))
-    return out
-
-
-def adaptive_avg_pool_backward(o: Arrays, g: Array, sizes: Place) -> Array:
-    lead, indices, outs = planes(g, len(sizes))
-    parts = []
-    for i in indices:
-        for w in np.ndindex(*outs):
-            window = _adaptive(w, sizes, outs)
-            share = o.o.div(g[(*i, *w)], float(math.prod(map(len, window))))
-            parts += [((*i, *place), share) for place in itertools.product(*window)]
-    return o.gathered((*lead, *sizes), parts)
-
-
-def first_largest(plane: Array, places: Sequence[Place]) -> Place:
-    """The first of the largest elements in the order of the index; a NaN is larger than all."""
-    best = places[0]
-    for place in places[1:]:
-        v, top = plane[place], plane[best]
-        if v > top or (math.isnan(v) and not math.isnan(top)):
-            best = place
-    return best
-
-
-def adaptive_max_pool(o: Arrays, x: Array, outs: Place) -> Array:
-    lead, _, sizes = planes(x, len(outs))
-    out = np.empty((*lead, *outs), object)
-    for i in np.ndindex(out.shape):
-        plane, window = x[i[: len(lead)]], _adaptive(i[len(lead) :], sizes, outs)
-        out[i] = plane[first_largest(plane, list(itertools.product(*window)))]
-    return o.kept(out)
-
-
-def max_pool(o: Arrays, x: Array, pool: Pool) -> Array:
-    lead, _, sizes = planes(x, len(pool.kernel))
-    out = np.empty((*lead, *pool.counts(sizes)), object)
-    for i in np.ndindex(out.shape):
-        plane = x[i[: len(lead)]]
-        places = [p for p in pool.window(i[len(lead) :]) if _inside(p, sizes, (0,) * len(sizes))]
-        out[i] = plane[first_largest(plane, places)]
-    return o.kept(out)
-
-
-def at_maxima(o: Arrays, g: Array, sizes: Place, indices: Array, apart: bool) -> Array:
-    """indices: the row-major number of each window's largest element. apart: no two windows overlap."""
-    lead, _, _ = planes(g, len(sizes))
-    parts = [((*i[: len(lead)], *np.unravel_index(int(indices[i]), sizes)), g[i]) for i in np.ndindex(g.shape)]
-    if not apart:
-        return o.gathered((*lead, *sizes), parts)
-    out = np.zeros((*lead, *sizes), object) + 0.0
-    for place, v in parts:
-        out[place] = v
-    return out
-
-
-def replication_pad_backward(o: Arrays, g: Array, sizes: Place, before: Place) -> Array:
-    lead, _, _ = planes(g, len(sizes))
-    parts = []
-    for i in np.ndindex(g.shape):
-        rows = zip(i[len(lead) :], before, sizes, strict=True)
-        parts.append(((*i[: len(lead)], *(min(max(p - b, 0), n - 1) for p, b, n in rows)), g[i]))
-    return o.gathered((*lead, *sizes), parts)
-
-
-# Interpolation.
-
-
-def source(i: int, size: int, out: int, scale: float | None, align: bool, number: Callable[[float], Any]) -> Any:
-    """The source position of an element of the result, in the dtype's own arithmetic."""
-    if align:
-        return number((size - 1) / (out - 1) if out > 1 else 0.0) * number(i)
-    ratio = number(size / out if scale is None else 1 / scale)
-    return max((number(i) + number(0.5)) * ratio - number(0.5), number(0))
-
-
-def interpolated(o: Arrays, x: Array, outs: Place, scale: float | None = None, align: bool = False) -> Array:
-    """(bi-, tri-)linear: the last dimension first."""
-    number: Callable[[float], Any] = np.float32 if o.o.short else np.float64
-    lead, _, sizes = planes(x, len(outs))
-    out = np.empty((*lead, *outs), object)
-    for i in np.ndindex(out.shape):
-        plane = x[i[: len(lead)]]
-        corners = []
-        for p, n, w in zip(i[len(lead) :], sizes, outs, strict=True):
-            at = source(p, n, w, scale, align, number)
-            low = int(at)
-            corners.append((low, min(low + 1, n - 1), again.clamped(o.o.sub(float(at), float(low)), 0.0, 1.0)))
-
-        def value(d: int, place: Place, plane: Array = plane, corners: Any = corners) -> float:
-            if d == len(corners):
-                return float(plane[place])
-            low, high, weight = corners[d]
-            left, right = value(d + 1, (*place, low)), value(d + 1, (*place, high))
-            return o.o.add(left, o.o.mul(o.o.sub(right, left), weight))
-
-        out[i] = value(0, ())
-    return out
-
-
-def nearest(x: Array, outs: Place) -> Array:
-    """A movement: no element is rounded."""
-    lead, _, sizes = planes(x, len(outs))
-    out = np.empty((*lead, *outs), object)
-    for i in np.ndindex(out.shape):
-        rows = zip(i[len(lead) :], sizes, outs, strict=True)
-        out[i] = x[(*i[: len(lead)], *(p * n // w for p, n, w in rows))]
-    return out
+def cdist_backward(o: Arrays, g: Array, a: Array, b: Array, p: float) -> Array:
+    """The slopes of the norm along the differences, times g, added over the rows of b."""
+    d, n = o.sub(a[:, None, :], b[None, :, :]), cdist(o, a, b, p)[:, :, None]
+    sign = condition(lambda v: v if math.isnan(v) else float((v > 0) - (v < 0)), d)
+    if p == 0:
+        return np.zeros(a.shape, object) + 0.0
+    if p == 2:
+        slope = o.div(d, n)
+    elif p == 1:
+        slope = o.kept(sign)
+    elif math.isinf(p):
+        slope = o.where(condition(lambda v, top: v < top, o.abs(d), n), 0.0, sign)
+    else:
+        ratio = o.div(o.abs(d), n)
+        power = o.sqrt(ratio) if p == 1.5 else o.mul(ratio, ratio) if p == 3 else o.pow(ratio, p - 1)
+        slope = o.mul(sign, power)
+    slope = o.where(condition(lambda v: v == 0, d), 0.0, slope)
+    return o.total(o.mul(slope, g[:, :, None]), 1)
 
 
 # Bags and scatters.

@@ -28,6 +28,7 @@ from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, lower
+from fxround.policy import OWN
 from fxround.runtime import reference
 
 OPS = torch.ops.fxround
@@ -122,43 +123,54 @@ class Case:
     results: int = 1
 
 
-def compare(cases: Mapping[str, Case], dtype: torch.dtype, policies: int, draws: int = 2) -> None:
-    """Every case under some policies, on some operands each. All of binary32 is decided, but for powers."""
+def compare(
+    cases: Mapping[str, Case],
+    dtype: torch.dtype,
+    policies: int,
+    draws: int = 2,
+    *,
+    gradients: bool = False,
+    definitions: str = OWN,
+) -> None:
+    """Every case under some policies, on some operands each. All of binary32 is decided, but for powers.
+
+    gradients: a case's first operand is the gradient of its one result, its results are those of the others.
+    """
     if dtype is torch.float32 and ROUNDS == 1:
         # A capture costs more than what runs: a short run leaves half of the cases to float64.
         cases = dict(list(cases.items())[SEED % 2 :: 2])
     draw = Operands(*cases, str(dtype))
     value, step = (Rounding.parse("binary32") for _ in range(2))
-    shapes = [shape for case in cases.values() for shape in case.shapes]
-    slices, begin = [], 0
-    for case in cases.values():
-        slices.append(slice(begin, begin + len(case.shapes)))
-        begin += len(case.shapes)
+    tangents = int(gradients)
+
+    def operands() -> list[list[Tensor]]:
+        found = iter(drawn(draw, [shape for case in cases.values() for shape in case.shapes], value))
+        own = [[next(found) for _ in case.shapes] for case in cases.values()]
+        return own if dtype is torch.float64 else [[narrowed(draw, x) for x in xs] for xs in own]
 
     def forward(*xs: Tensor) -> list[Any]:
-        found = [case.run(*xs[part]) for case, part in zip(cases.values(), slices, strict=True)]
+        given = iter(xs)
+        found = [case.run(*(next(given) for _ in case.shapes[tangents:])) for case in cases.values()]
         return [y for result in found for y in (result if isinstance(result, list | tuple) else [result])]
 
-    def operands() -> list[Tensor]:
-        found = drawn(draw, shapes, value)
-        return found if dtype is torch.float64 else [narrowed(draw, x) for x in found]
-
-    with torch.no_grad():
-        captured = capture(Calls(forward), operands(), {}, decompositions())
+    with torch.set_grad_enabled(gradients):
+        example = [x.requires_grad_(gradients) for xs in operands() for x in xs[tangents:]]
+        captured = capture(Calls(forward), example, {}, decompositions(definitions))
     compared, asked = 0, 0
     for _ in range(policies):
         value = Rounding.parse(f"{draw.choice(VALUES)}/{draw.choice(DETERMINISTIC)}")
         step = Rounding.parse(f"{draw.choice(STEPS)}/{draw.choice(DETERMINISTIC)}")
         policy = Policy("drawn", (Rule(rounding=str(value), accumulate=str(step), optional=True),))
         where = f"{value} {step} {dtype}"
-        graph = Reference(lower(captured.graph, Plan(policy, False)))
+        graph = Reference(lower(captured.graph, Plan(policy, gradients)))
         o = Arrays(Arithmetic(value, step, dtype is torch.float32))
         for _ in range(draws):
             xs = operands()
-            found = iter(graph.run(*xs, RNG))
-            for (name, case), part in zip(cases.items(), slices, strict=True):
+            given = [x for own in xs for x in own[tangents:]] + [x for own in xs for x in own[:tangents]]
+            found = iter(list(graph.run(*given, RNG))[len(cases) * tangents :])
+            for (name, case), own in zip(cases.items(), xs, strict=True):
                 got = [next(found) for _ in range(case.results)]
-                arrays = [x.double().numpy().astype(object) for x in xs[part]]
+                arrays = [x.double().numpy().astype(object) for x in own]
                 want = case.want(o, *arrays)
                 wanted = [v for w in (want if isinstance(want, list | tuple) else [want]) for v in np.ravel(w)]
                 numbers = [v for g in got for v in g.double().flatten().tolist()]
