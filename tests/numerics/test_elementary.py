@@ -298,7 +298,7 @@ SPECIAL = [
     *((n, xy, NAN) for n in ("floordiv", "truncdiv") for xy in ((0.0, 0.0), (NAN, 1.0), (1.0, NAN), (INF, -INF))),
     ("floordiv", (INF, 2.0), NAN), ("truncdiv", (-INF, 2.0), -INF), ("floordiv", (-1.0, INF), -1.0),
     ("truncdiv", (-1.0, INF), -0.0), ("floordiv", (-7.0, 2.0), -4.0), ("truncdiv", (-7.0, 2.0), -3.0),
-    ("floordiv", (-1e-300, 1e300), -1.0), ("truncdiv", (1e-300, -1e300), -0.0), ("floordiv", (1e300, 1e-300), INF),
+    ("floordiv", (-1e-300, 1e300), -1.0), ("truncdiv", (1e-300, -1e300), -0.0),
     ("erfinv", (1.0,), INF), ("erfinv", (-1.0,), -INF), ("erfinv", (1.5,), NAN), ("erfinv", (-INF,), NAN),
     *((n, (z,), z) for n in ("erfinv", "asin", "atan", "sinh", "asinh", "atanh", "cbrt") for z in (0.0, -0.0)),
     *((n, (z,), z) for n in ("sinh", "asinh", "cbrt") for z in (INF, -INF)),
