@@ -1,5 +1,7 @@
 """Run every benchmark of the package, or the one that is named: each module that has a ``main``.
 
+Modules that write into docs/ and measure nothing run only if they are named.
+
 python -m benchmarks [NAME [its own arguments]]
 """
 
@@ -11,6 +13,8 @@ import sys
 
 import benchmarks
 
+WRITERS = ("pictures", "walk")
+
 
 def main() -> None:
     """Run the benchmark that is named, with the arguments after its name; else run all of them, one after the other."""
@@ -18,7 +22,7 @@ def main() -> None:
     named = sys.argv.pop(1) if len(sys.argv) > 1 else None
     if named is not None and named not in known:
         sys.exit(f"no benchmark is named {named!r}; there are {', '.join(known)}")
-    for name in known if named is None else [named]:
+    for name in [name for name in known if name not in WRITERS] if named is None else [named]:
         run = getattr(importlib.import_module(f"benchmarks.{name}"), "main", None)
         if run is not None:
             print(f"\n== {name} ==", flush=True)
