@@ -61,13 +61,13 @@ def test_commands_run(document: str, command: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", sorted({*PICTURES} - {*UNREPEATABLE}))
 def test_pictures_are_what_the_command_draws(name: str) -> None:
-    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
+    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name](), "python -m benchmarks.pictures"
 
 
 @pytest.mark.skipif(walk.ISA not in instruction_sets(), reason=f"the walks show code for {walk.ISA}")
 def test_the_walks_are_what_the_code_makes() -> None:
     document = walk.DOCUMENT.read_text(encoding="utf-8")
-    assert walk.written(document) == document
+    assert walk.written(document) == document, "python -m benchmarks.walk"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -82,6 +82,11 @@ def test_the_reference_has_every_public_name() -> None:
     mappings = {"formats", "modes", "policies"}
     assert sorted(listed) == sorted({*fxround.__all__, "compile", "hash", "round"} - mappings)
     assert all(f"`fxround.{name}`" in text for name in mappings)
+
+
+def test_the_site_has_every_page() -> None:
+    navigation = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(navigation) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 def test_docstrings_become_lists_and_code() -> None:
