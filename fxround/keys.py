@@ -20,7 +20,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
 
 
-def check_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
+def require_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]) -> None:
     """Raise PolicyError for a key that is not allowed, or a value that has not the allowed type."""
     for key, value in data.items():
         if key not in allowed:

@@ -48,7 +48,7 @@ WRONG = {"run_kernel": "_roundings", "run_product": "_contractions", "run_reduce
 
 
 @pytest.mark.parametrize("kernel", WRONG)
-def test_one_wrong_bit_is_told(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_bit_is_reported(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(selftests, kernel)
 
     def wrong(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def test_one_wrong_bit_is_told(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
         list(getattr(selftests, WRONG[kernel])())
 
 
-def test_wrong_random_bits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_random_bits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftests, "_PHILOX", (((0, 0, 0, 0), (0, 0), (1, 2, 3, 4)),))
     with pytest.raises(fxround.SelftestFailed, match=r"Philox4x32-10 of \(0, 0, 0, 0\): got"):
         fxround.selftest()

@@ -74,12 +74,12 @@ def check_invariance(
     """
     asked = _axes(axes)
     call = next(calls(getattr(model, "source", model), inputs))
-    check = _Check(_subject(model, policy, gradients), call, dim, build, first)
-    found = tuple(check.axis(axis) for axis in asked)
+    comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first)
+    found = tuple(comparison.axis(axis) for axis in asked)
     if not any(axis.distinct for axis in found):
         reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in found)
-        raise ValueError(f"no axis applies to {check.subject.name} and these inputs: {reasons}")
-    return InvarianceReport(check.subject.name, check.subject.policy, gradients, found)
+        raise ValueError(f"no axis applies to {comparison.subject.name} and these inputs: {reasons}")
+    return InvarianceReport(comparison.subject.name, comparison.subject.policy, gradients, found)
 
 
 def _axes(names: Sequence[str]) -> list[Axis]:
@@ -110,7 +110,7 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
 
 
 @dataclass(frozen=True)
-class _Check:
+class _Comparison:
     """A subject and the call from which all cases are made."""
 
     subject: Subject

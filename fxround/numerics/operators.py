@@ -71,18 +71,18 @@ class Operator:
     """One row of the operator table.
 
     ``wide`` forms the exact value in binary64; ``native`` is the hardware's nearest-even operation, if there is one.
-    ``exact``: the result is always a value of the operands' own format. For elementary functions: ``sticky`` evaluates
-    to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a rule to the nearest value and what
-    it lost; ``quick`` and ``single`` are short evaluations for binary32. ``residual``: ``error`` is a fused residual of
-    the first two operands, which can underflow. ``sign``: the sign, in the highest bit, of an exact sum of zero that is
-    rounded towards negative infinity.
+    ``selects``: the result is always a value of the operands' own format, and nothing is rounded. For elementary
+    functions: ``sticky`` evaluates to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a
+    rule to the nearest value and what it lost; ``quick`` and ``single`` are short evaluations for binary32.
+    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow. ``sign``: the sign, in
+    the highest bit, of an exact sum of zero that is rounded towards negative infinity.
     """
 
     name: str
     arity: int
     wide: Callable[..., Wide]
     native: Callable[..., Expr] | None = None
-    exact: bool = False
+    selects: bool = False
     sticky: Callable[..., Expr] | None = None
     rounded_by: Callable[..., Expr] | None = None
     quick: Callable[..., Quick] | None = None
@@ -125,14 +125,14 @@ def _elementary(name: str) -> Operator:
 
 
 _ARITHMETIC: Final[tuple[Operator, ...]] = (
-    Operator("identity", 1, Wide, exact=True),
-    Operator("neg", 1, lambda x: Wide(negate(x)), exact=True),
-    Operator("abs", 1, lambda x: Wide(absolute(x)), exact=True),
-    Operator("relu", 1, lambda x: Wide(select(x < 0.0, 0.0, x)), exact=True),
-    Operator("clamp", 3, _clamped, exact=True),
-    Operator("where_lt", 4, _chosen(lambda a, b: a < b), exact=True),
-    Operator("where_le", 4, _chosen(lambda a, b: (a < b) | a.equals(b)), exact=True),
-    Operator("where_eq", 4, _chosen(lambda a, b: a.equals(b)), exact=True),
+    Operator("identity", 1, Wide, selects=True),
+    Operator("neg", 1, lambda x: Wide(negate(x)), selects=True),
+    Operator("abs", 1, lambda x: Wide(absolute(x)), selects=True),
+    Operator("relu", 1, lambda x: Wide(select(x < 0.0, 0.0, x)), selects=True),
+    Operator("clamp", 3, _clamped, selects=True),
+    Operator("where_lt", 4, _chosen(lambda a, b: a < b), selects=True),
+    Operator("where_le", 4, _chosen(lambda a, b: (a < b) | a.equals(b)), selects=True),
+    Operator("where_eq", 4, _chosen(lambda a, b: a.equals(b)), selects=True),
     Operator("add", 2, exact_sum, lambda a, b: a + b, sign=lambda a, b: bits(a) | bits(b)),
     Operator(
         "sub",
@@ -166,7 +166,7 @@ STEPS: Final = MappingProxyType(
 
 def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
     """Raise ValueError where the operator's exact value is not available for this rounding: see the module's text."""
-    if operator.exact or _is_native(operator, carriers, rounding):
+    if operator.selects or _is_native(operator, carriers, rounding):
         return
     narrow_operands = all(c == "f32" for c in carriers)
     if narrow_operands and rounding.format.precision <= 51:
@@ -205,7 +205,7 @@ def apply(
 ) -> Expr:
     """Return R(f(args)) as a value of the carrier ``out``.
 
-    args: f32 or f64 values. rounding: None only for an exact operator whose operands fit ``out``. random: 32 random
+    args: f32 or f64 values. rounding: None only for a selecting operator whose operands fit ``out``. random: 32 random
     bits (u32), required where the mode draws. any_nan: the result may be a NaN of any sign and payload, for a step of a
     chain whose last step gives the one NaN. Raises ValueError for an unknown operator, a wrong number of operands, or a
     rounding that ``require`` refuses.
@@ -217,7 +217,7 @@ def apply(
         raise ValueError(f"{name} takes {operator.arity} operands, got {len(args)}")
     carriers = tuple(a.type for a in args)
     if rounding is None:
-        return _exact(operator, args, out)
+        return _selected(operator, args, out)
     CARRIERS[out].require(rounding.format)
     require(operator, carriers, rounding)
     if _is_native(operator, carriers, rounding) and operator.native is not None:
@@ -226,7 +226,7 @@ def apply(
     if name == "identity" and str(rounding) == _HARDWARE and carriers == ("f64",) and out == "f32":
         # The hardware's conversion is this rounding.
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
-    if operator.exact:
+    if operator.selects:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
         return _convert(_beyond(operator, tuple(map(widen_exactly, args)), rounding, random), out)
@@ -295,9 +295,9 @@ def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], round
     return select(absolute(nearest).equals(math.inf), to_odd(wide), nearest)
 
 
-def _exact(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:
-    if not operator.exact:
-        raise ValueError(f"{operator.name} is not exact: it needs a rounding")
+def _selected(operator: Operator, args: tuple[Expr, ...], out: Type) -> Expr:
+    if not operator.selects:
+        raise ValueError(f"{operator.name} computes a new value: it needs a rounding")
     if any(a.type == "f64" for a in args) and out == "f32":
         raise ValueError(f"{operator.name}: float64 operands do not fit a float32 result without a rounding")
     return _convert(operator.wide(*args).value, out)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, shown
-from fxround.keys import check_keys, nearest, toml
+from fxround.keys import nearest, require_keys, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS, Format, candidates, other_numbers, own_name, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient
@@ -223,14 +223,14 @@ class Policy:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Policy:
         """Return the policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
-        check_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
+        require_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
         rows = []
         for row in data.get("rules", []):
             if not isinstance(row, Mapping):
                 raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {shown(row)}")
             row = {key: spelt(value) for key, value in row.items()}
             rows.append(row)
-            check_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
+            require_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
         rules = tuple(Rule(**row) for row in rows)
         return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
 

@@ -78,7 +78,7 @@ def _by_package(
             axis=0,
             basis=2,
             error="relative",
-            method=checked_method(method),
+            method=known_method(method),
             probability=probability,
             confidence=confidence,
         )
@@ -105,7 +105,7 @@ def bits_from(
     differ. Raises ValueError for ``contributing`` bits of the general method, which need the samples themselves.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        if checked_method(method) == "general":
+        if known_method(method) == "general":
             if kind != "significant":
                 raise ValueError("the general method's contributing bits need the samples: use contributing_bits")
             apart = np.fmax(np.abs(high / mean - 1), np.abs(low / mean - 1))
@@ -122,7 +122,7 @@ def _within(apart: Floats) -> Floats:
     return np.where(fraction == 0.5, 1.0, 0.0) - exponent
 
 
-def checked_method(method: str) -> Method:
+def known_method(method: str) -> Method:
     """Return the method. Raises ValueError listing the methods."""
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, get_args(Method)))}")

@@ -28,14 +28,14 @@ OUTPUT: Final = "output"
 ROOT: Final = "(root)"
 
 
-def checked_capture(capture: str) -> Capture:
+def known_capture(capture: str) -> Capture:
     """Return the word. Raises ValueError listing the words."""
     if capture not in get_args(Capture):
         raise ValueError(f"capture is {capture!r}; expected one of {', '.join(map(repr, get_args(Capture)))}")
     return capture  # type: ignore[return-value]
 
 
-def checked_isolate(isolate: str | None) -> Isolate | None:
+def known_isolate(isolate: str | None) -> Isolate | None:
     """Return the word. Raises ValueError listing the words."""
     if isolate is not None and isolate not in get_args(Isolate):
         raise ValueError(f"isolate is {isolate!r}; expected one of {', '.join(map(repr, get_args(Isolate)))}, or None")

@@ -41,7 +41,7 @@ Fan = Callable[[Call, Iterable[int], Watch], Iterator[Sample]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sampling:
     """How samples are taken; ``samples`` None: until ``watch`` is known to within ``tolerance``, at most ``most``."""
 
     samples: int | None
@@ -99,7 +99,7 @@ class Batch:
 class Study:
     """The statistics of all batches so far."""
 
-    def __init__(self, runs: Runs, plan: Plan, fan: Fan | None, tick: Callable[[], None]) -> None:
+    def __init__(self, runs: Runs, plan: Sampling, fan: Fan | None, tick: Callable[[], None]) -> None:
         self.runs, self.plan, self.tick = runs, plan, tick
         self._fan = fan or self._serially
         self.tallies: dict[Key, Tally] = {}

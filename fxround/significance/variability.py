@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from fxround.policy import Policy
 from fxround.runtime.cpu.pointwise import Draw
 from fxround.significance.adaptive import Sequential
-from fxround.significance.bits import CONFIDENCE, Method, checked_method, penalty
+from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options
 from fxround.significance.inputs import Call, calls, count
 from fxround.significance.metrics import METRICS, named
 from fxround.significance.observed import Runs
-from fxround.significance.places import Capture, Isolate, checked_capture, checked_isolate
+from fxround.significance.places import Capture, Isolate, known_capture, known_isolate
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import provenance
 from fxround.significance.report import VariabilityReport
-from fxround.significance.study import BINARY64, BITS, Plan, Study, interruptible
+from fxround.significance.study import BINARY64, BITS, Sampling, Study, interruptible
 from fxround.significance.workers import Workers
 
 FEW: Final = 5
@@ -149,7 +149,7 @@ def _plan(
     reference: Any,
     keep: bool,
     options: Options,
-) -> Plan:
+) -> Sampling:
     automatic = samples == "auto"
     if automatic:
         Sequential(tolerance, options.confidence)
@@ -162,15 +162,15 @@ def _plan(
     for name, value in (("probability", options.probability), ("confidence", options.confidence)):
         if value is not None and not 0 < value < 1:
             raise ValueError(f"{name} is {value}; expected more than 0 and less than 1")
-    checked_method(options.method)
-    plan = Plan(
-        None if automatic else samples, tolerance, watch, most, checked_capture(capture), checked_isolate(isolate),
+    known_method(options.method)
+    plan = Sampling(
+        None if automatic else samples, tolerance, watch, most, known_capture(capture), known_isolate(isolate),
         metrics if metrics == "auto" else named(metrics), reference, options, keep,
     )  # fmt: skip
     return _watching(plan) if automatic and watch != BITS else plan
 
 
-def _watching(plan: Plan) -> Plan:
+def _watching(plan: Sampling) -> Sampling:
     """The plan, with the watched metric among its metrics."""
     known = {**METRICS, **{metric.name: metric for metric in named(plan.metrics)}}
     if plan.watch not in known:
@@ -182,7 +182,7 @@ def _watching(plan: Plan) -> Plan:
     return replace(plan, metrics=held if metric in held else (*held, metric))
 
 
-def _require_known(inputs: Any, plan: Plan, seed: int, n_jobs: int) -> None:
+def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
     """Raise for arguments that no run can use; warn of few samples."""
     Draw(seed)
     if not isinstance(n_jobs, int) or n_jobs == 0:

@@ -120,7 +120,7 @@ class Broken(nn.Module):
         (Broken(), "x @ torch.ones(5, 5)", "change"),
     ],
 )
-def test_a_model_that_cannot_be_captured_is_told_with_its_line(model: nn.Module, line: str, advice: str) -> None:
+def test_a_model_that_cannot_be_captured_is_reported_with_its_line(model: nn.Module, line: str, advice: str) -> None:
     with pytest.raises(CaptureError) as error:
         captured(model, torch.randn(4, 3))
     assert line in str(error.value) and advice in str(error.value)

@@ -197,14 +197,14 @@ def test_a_methods_calls_of_the_model_are_rounded(model: Plain, policy: str) -> 
     assert type(compiled.copied()) is Plain
 
 
-def test_stand_ins_leave_no_subclass_behind(model: Plain) -> None:
+def test_stand_ins_leave_no_subclass_after(model: Plain) -> None:
     before = list(Plain.made)
     fxround.compile(model, "bfloat16").set_up(1)
     assert Plain.made == before
 
 
 @pytest.mark.filterwarnings("ignore:Plain.encode computes aten.addmm")
-def test_what_a_method_computes_itself_is_refused_if_strict_and_told_if_not(model: Plain) -> None:
+def test_what_a_method_computes_itself_is_refused_if_strict_and_warned_about_if_not(model: Plain) -> None:
     strict = fxround.compile(model, "reproducible")
     with torch.no_grad():
         with pytest.raises(

@@ -205,6 +205,6 @@ def test_wrong_uses_say_what_to_do(make: Any, message: str) -> None:
         make()
 
 
-def test_a_wrong_policy_is_told_where_it_is_written() -> None:
+def test_a_wrong_policy_is_reported_where_it_is_written() -> None:
     with pytest.raises(fxround.PolicyError, match="did you mean 'bfloat16'"):
         fxround.compile(policy="bfloat61")

@@ -110,7 +110,7 @@ def test_a_change_in_place_that_another_argument_would_show_is_refused() -> None
     assert torch.equal(apart, torch.stack([torch.ones(8), torch.zeros(8)]))
 
 
-def test_numbers_are_told_apart_by_their_digits() -> None:
+def test_numbers_are_distinguished_by_their_digits() -> None:
     rounded = fxround.compile(lambda x, k: x * k, "reproducible")
     positive, negative = (rounded(torch.ones(3), k) for k in (0.0, -0.0))
     assert not positive.signbit().any() and negative.signbit().all()
@@ -245,7 +245,7 @@ def test_strict_overrides_the_policy() -> None:
         fxround.compile(Inverse(), "stochastic", strict=True, example_inputs=example)
 
 
-def test_wrong_arguments_are_told(model: nn.Module, compiled: fxround.RoundedModule, tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.RoundedModule, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"model is a str; expected a torch\.nn\.Module or a function"):
         fxround.compile("model", "identity")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="RoundedModule already"):
@@ -313,7 +313,7 @@ def test_non_contiguous_nan_and_infinite_inputs(model: nn.Module, x: Tensor) -> 
     assert result[0].isnan().all() and torch.equal(result[2], rounded(x)[2])
 
 
-def test_a_wrong_shape_is_told_with_the_line(model: nn.Module) -> None:
+def test_a_wrong_shape_is_reported_with_the_line(model: nn.Module) -> None:
     with pytest.raises(RuntimeError, match=r"expected input.* to have 1 channels, but got 3") as raised:
         fxround.compile(model, "identity")(torch.randn(2, 3, 10, 10))
     assert any(str(frame.path).endswith("models.py") for frame in raised.traceback)
@@ -342,7 +342,7 @@ def test_arguments_that_the_model_refuses_are_refused() -> None:
         compiled(torch.ones(2, 4).to_sparse())
 
 
-def test_what_the_model_itself_refuses_is_told_in_its_own_words(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_model_itself_refuses_is_reported_in_its_own_words(capfd: pytest.CaptureFixture[str]) -> None:
     wide, normed = nn.Linear(7, 3), nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).train()
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x8 and 7x3\)"):
         fxround.compile(wide, "stochastic")(torch.ones(4, 8))

@@ -39,7 +39,7 @@ def test_a_path_through_a_unit_that_reaches_further_than_its_users_is_seen() -> 
     assert sorted(done) == ["a", "b", "u", "w", "x"]
 
 
-def test_units_that_wait_for_one_another_are_told() -> None:
+def test_units_that_depend_on_one_another_are_reported() -> None:
     _, nodes = graph_of({"a": "", "b": "a", "c": "b"})
     outer = Unit([nodes["a"], nodes["c"]], 0, 2, 2)
     units = {nodes["a"]: outer, nodes["b"]: Unit([nodes["b"]], 1, 1, 1), nodes["c"]: outer}

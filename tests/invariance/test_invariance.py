@@ -229,7 +229,7 @@ def test_a_model_built_over_there_has_the_training_flag_of_each_module() -> None
     assert [part.training for part in rebuilt.module.modules()] == [True, False, True]
 
 
-def test_what_fails_in_the_other_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_the_other_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fxround.FxroundError, match="could not be run in another process: ModuleNotFoundError"):
         check_invariance(nn.Linear(3, 2), torch.randn(2, 3), ("process",), build="no_such_module:build")
 

@@ -103,7 +103,7 @@ def test_storages_and_draws_are_part_of_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("accumulate", ["binary32", "bfloat16/stochastic"])
-def test_reductions_of_one_step_are_told_apart(accumulate: str) -> None:
+def test_reductions_of_one_step_are_distinguished(accumulate: str) -> None:
     step, rest = Rounding.parse(accumulate), (Rounding.parse("binary32"), "f32", "f32")
     sums = [sum_kernel(Order.parse(order), step, *rest) for order in ("sequential", "lanes:2", "lanes:16", "exact")]
     others = [make(step, *rest) for make in (prod_kernel, cumsum_kernel, cumprod_kernel)]

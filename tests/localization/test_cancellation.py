@@ -107,7 +107,7 @@ def births(model: nn.Module, x: Tensor, **options: Any) -> list[tuple[str, str, 
     return [(b.operator.split(".")[1], str(b.value), b.index, b.reaches) for b in found.births]
 
 
-def test_births_are_told_apart_from_what_is_passed_on() -> None:
+def test_births_are_distinguished_from_what_is_passed_on() -> None:
     x = torch.tensor([1.0, 2.0, 100.0])
     assert births(Chain(), x) == [
         ("exp", "inf", (2,), False),

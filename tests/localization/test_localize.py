@@ -312,7 +312,7 @@ def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
         ({"check": finite, "runs": 0}, "runs=0, limit=None: expected at least 1"),
     ],
 )
-def test_mistakes_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         localize(Pair(), X, **arguments)
 

@@ -280,7 +280,7 @@ def test_an_operator_that_the_table_lacks_is_reported() -> None:
         lowered(lambda x: torch._standard_gamma(x), torch.ones(3), strict=True)
 
 
-def test_what_numerics_cannot_round_is_told_with_the_line() -> None:
+def test_what_numerics_cannot_round_is_reported_with_the_line() -> None:
     with pytest.raises(
         UnsupportedRounding, match=r"aten\.add\.Tensor in the root module at test_passes\.py:\d+.*float64"
     ):

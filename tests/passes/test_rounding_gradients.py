@@ -31,7 +31,7 @@ def short(*shape: int, seed: int, bits: int = 4, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("text", SATURATING)
-def test_a_clamp_behind_an_unclamped_rounding_has_the_bits_of_the_one_rounding(text: str) -> None:
+def test_a_clamp_after_an_unclamped_rounding_has_the_bits_of_the_one_rounding(text: str) -> None:
     rounding = Rounding.parse(text)
     top = rounding.format.maximum
     drawn = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * min(top, 1e30)
@@ -74,7 +74,7 @@ def test_the_gradient_is_rounded_with_bits_of_its_own() -> None:
     assert z.grad is not None and z.grad.tolist() == [0.3125, 0.0]
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     x = torch.zeros(3)
     with pytest.raises(ValueError, match="clamps nothing"):
         fxround.round(x, "e4m3fn", gradient="zero_clamped")

@@ -205,7 +205,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.from_toml("name ="), "not a TOML document"),
     ],
 )
-def test_mistakes_are_told_with_the_remedy(make: object, message: str) -> None:
+def test_mistakes_are_reported_with_the_remedy(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(PolicyError, match=message) as error:
         make()

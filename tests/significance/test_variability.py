@@ -234,12 +234,14 @@ def test_samples_are_kept_where_asked(model: nn.Module, x: Tensor) -> None:
         ({"n_jobs": 0}, ValueError, "n_jobs is 0"),
     ],
 )
-def test_mistakes_are_told(model: nn.Module, x: Tensor, arguments: dict[str, Any], error: Any, message: str) -> None:
+def test_mistakes_are_reported(
+    model: nn.Module, x: Tensor, arguments: dict[str, Any], error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         fxround.variability(model, x, **({"samples": 5, **PLAIN} | arguments))
 
 
-def test_inputs_that_the_model_does_not_take_are_told(model: nn.Module, x: Tensor) -> None:
+def test_inputs_that_the_model_does_not_take_are_reported(model: nn.Module, x: Tensor) -> None:
     for inputs, message in ((3, "inputs is a int"), ([(x, x, x)], "a batch has 3 parts"), ([3], "a batch is a int")):
         with pytest.raises(TypeError, match=message):
             fxround.variability(model, inputs, samples=5)
@@ -256,7 +258,7 @@ def test_a_loader_is_read_once(model: nn.Module, x: Tensor) -> None:
     assert found.rows == 10 and found.batches is None
 
 
-def test_other_randomness_is_told(x: Tensor) -> None:
+def test_other_randomness_is_reported(x: Tensor) -> None:
     noisy = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).train()
     with pytest.warns(UserWarning, match="random by themselves"):
         found = fxround.variability(noisy, x, samples=5, **PLAIN)

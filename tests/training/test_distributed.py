@@ -149,7 +149,7 @@ def test_the_average_of_many() -> None:
         average_program(Policy.preset("identity"), "", torch.complex64, 2)
 
 
-def test_wrong_modules_and_ranks_are_told() -> None:
+def test_wrong_modules_and_ranks_are_reported() -> None:
     compiled = fxround.compile(nn.Linear(2, 2), "reproducible")
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         average_in_order(compiled)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.runtime.cpu.llvm.loops import I64, PTR, count, define, told
+from fxround.runtime.cpu.llvm.loops import I64, PTR, count, define, with_sizes
 from fxround.runtime.cpu.llvm.packing import pack_left, pack_right
 from fxround.runtime.cpu.llvm.tile import Block, ContractVariant, Item
 
@@ -37,7 +37,7 @@ def build_contract(variant: ContractVariant) -> str:
     module = ir.Module("contract")
     args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
     b, a = define(module, "contract", args, variant.kernel.direction, variant.kernel.watched)
-    a = told(b, a, SIZES + STRIDES)
+    a = with_sizes(b, a, SIZES + STRIDES)
     work = Item(b, a, variant)
     # A sum of no products still has one block of no steps, which stores the rounded +0.
     some = b.icmp_signed(">", a["length"], I64(0))

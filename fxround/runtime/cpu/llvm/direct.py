@@ -30,7 +30,7 @@ from fxround.runtime.cpu.llvm.loops import (
     iota,
     masked_load,
     masked_store,
-    told,
+    with_sizes,
 )
 from fxround.runtime.cpu.llvm.render import literal, llvm_type, splat
 from fxround.runtime.cpu.llvm.steps import Steps
@@ -90,7 +90,7 @@ def build_direct(variant: DirectVariant) -> str:
     module = ir.Module("direct")
     args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
     b, a = define(module, "direct", args, variant.kernel.direction, variant.kernel.watched)
-    a = told(b, a, SIZES + STRIDES)
+    a = with_sizes(b, a, SIZES + STRIDES)
     work = _Direct(b, a, variant)
     with count(b, a["begin"], a["end"]) as item:
         batch = b.sdiv(item, a["runs"])

@@ -86,7 +86,7 @@ def _export(module: ir.Module, name: str, function: ir.Function, control: int, l
     b.ret_void()
 
 
-def told(b: ir.IRBuilder, a: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def with_sizes(b: ir.IRBuilder, a: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The arguments, and the numbers of the array ``layout`` (int64) by their names."""
     return a | {name: b.load(at(b, a["layout"], I64(i), I64), typ=I64) for i, name in enumerate(names)}
 

@@ -53,18 +53,18 @@ _OPTIMIZED: Final = 2000
 class MapVariant:
     """A Map specialised for how each operand is stored, and for a processor.
 
-    told: after seed and sample, the key holds the node and the number of each draw, in turn; otherwise only the nodes.
+    numbered: after seed and sample, the key holds the node and the number of each draw in turn; otherwise the nodes.
     """
 
     kernel: Map
     access: tuple[Access, ...]
     machine: Machine
-    told: bool = False
+    numbered: bool = False
 
     @property
     def digest(self) -> str:
         """The key of the compiled code."""
-        return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.told else ''}"
+        return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.numbered else ''}"
 
 
 @cache
@@ -156,7 +156,7 @@ def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], 
     def load(array: Any, index: Any) -> Any:
         return b.load(at(b, array, index, I32), typ=I32)
 
-    if variant.told:
+    if variant.numbered:
         own = at(b, key, I64(3), I32)
         return lambda d: (load(own, b.mul(d, I64(2))), load(own, b.add(b.mul(d, I64(2)), I64(1))))
     words = variant.kernel.draws

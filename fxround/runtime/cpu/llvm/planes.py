@@ -35,7 +35,7 @@ from fxround.runtime.cpu.llvm.loops import (
     masked_load,
     masked_store,
     store_vector,
-    told,
+    with_sizes,
 )
 from fxround.runtime.cpu.llvm.packing import gather
 from fxround.runtime.cpu.llvm.render import bytes_of, literal, llvm_type, splat
@@ -91,7 +91,7 @@ def build_planes(variant: PlanesVariant) -> str:
     module = ir.Module("planes")
     args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
     b, a = define(module, "planes", args, variant.kernel.direction, variant.kernel.watched)
-    a = told(b, a, SIZES)
+    a = with_sizes(b, a, SIZES)
     work = _Planes(b, a, variant)
     with count(b, a["begin"], a["end"]) as item:
         work.enter(item)
@@ -141,7 +141,7 @@ class _Planes:
     def fill(self, channel: Any) -> None:
         """Fill the plane of one input channel, line by line.
 
-        A line is stored in whole vectors; the line after it overwrites what it leaves behind its end.
+        A line is stored in whole vectors; the line after it overwrites what it leaves after its end.
         """
         b, a = self.b, self.a
         plane = at(b, self.planes, b.mul(channel, a["plane"]), self.value)
