@@ -26,10 +26,10 @@ _ORIGINS = {"compiled": 0, "stored": 0}
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Run the block's kernels as code for ``avx512``, ``avx2``, ``sse2`` or ``host``; the bits are the same.
+    """Run the block's kernels as code for a named instruction set; the bits are the same.
 
-    name: one of these four; ``host`` has all features of the processor. Raises ValueError for an instruction set that
-    the processor lacks. Example::
+    name: ``avx512``, ``avx2`` or ``sse2`` on x86-64, ``neon`` on AArch64, or ``host``, which has all features of the
+    processor. Raises ValueError for an instruction set that the processor lacks. Example::
 
         with fxround.instruction_set("sse2"):
             y = compiled(x)
@@ -68,9 +68,7 @@ def native(digest: str, build: Callable[..., str], subject: Any, name: str, prot
     with _LOCK:
         # Another thread may have compiled it while this one waited for the lock.
         if key not in _CODE:
-            address = _address(digest, build, subject, name, _ISA[0])
-            function = _CODE[key] = prototype(address)
-            function.address = address
+            _CODE[key] = _function(digest, build, subject, name, prototype, _ISA[0])
         return _CODE[key]
 
 
@@ -78,6 +76,14 @@ def address_of(function: Any) -> int:
     """The address of the code of a function that ``native`` returned."""
     address: int = function.address
     return address
+
+
+def _function(digest: str, build: Callable[..., str], subject: Any, name: str, prototype: Any, isa: str) -> Any:
+    """The callable, which knows its address."""
+    address = _address(digest, build, subject, name, isa)
+    function = prototype(address)
+    function.address = address
+    return function
 
 
 def _address(digest: str, build: Callable[..., str], subject: Any, name: str, isa: str) -> int:

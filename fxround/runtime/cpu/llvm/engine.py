@@ -9,21 +9,72 @@ to them when it is loaded. All code is linked in the same way, whether it is fre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import platform
+from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final
 
 import llvmlite
 import llvmlite.binding as llvm
 
 from fxround.locks import waited_for
-from fxround.runtime.cpu.llvm.lookups import definitions
+from fxround.runtime.cpu.llvm import environment, lookups
+from fxround.runtime.cpu.llvm.environment import Architecture
 
-# sse2 has no fused multiply-add: LLVM calls the C library's fma, which is correctly rounded by its contract.
-_FEATURES: Final[dict[str, tuple[str, str]]] = {
-    "avx512": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,-prefer-256-bit"),
-    "avx2": ("haswell", "+avx2,+fma"),
-    "sse2": ("x86-64", "+sse2"),
+
+@dataclass(frozen=True)
+class Machine:
+    """The registers of an instruction set: the bytes of a vector, and how many registers there are.
+
+    wide_products: whether it multiplies 52-bit integers (AVX-512 IFMA). directed: whether it has a fused multiply-add
+    that rounds in the direction that a kernel sets, and exception flags that a kernel reads.
+    """
+
+    vector_bytes: int
+    registers: int
+    wide_products: bool = False
+    directed: bool = True
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """A named instruction set: its architecture, and the processor and features that LLVM compiles for.
+
+    needs: the features, as LLVM names them, that a host must have to run it.
+    """
+
+    architecture: Architecture
+    cpu: str
+    features: str
+    machine: Machine
+    needs: tuple[str, ...] = ()
+
+
+_AVX512: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
+# The widest of an architecture first. sse2 has no fused multiply-add: LLVM calls the C library's fma, which is
+# correctly rounded by its contract. neon is a part of every AArch64 processor, so a host need not report it.
+SETS: Final = MappingProxyType(
+    {
+        "avx512": InstructionSet(
+            "x86-64",
+            "skylake-avx512",
+            "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,-prefer-256-bit",
+            Machine(64, 32),
+            _AVX512,
+        ),
+        "avx2": InstructionSet("x86-64", "haswell", "+avx2,+fma", Machine(32, 16), ("avx2", "fma")),
+        "sse2": InstructionSet("x86-64", "x86-64", "+sse2", Machine(16, 16, directed=False), ("sse2",)),
+        "neon": InstructionSet("aarch64", "generic", "+neon", Machine(16, 32)),
+    }
+)
+# The machine of a host of another architecture, which has no named set.
+_UNKNOWN: Final = Machine(16, 16, directed=False)
+_ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "x86_64": "x86-64",
+    "AMD64": "x86-64",
+    "aarch64": "aarch64",
+    "arm64": "aarch64",
 }
 _WIDE_BYTES: Final = 64
 # A module of this name is not optimized: it is straight-line code whose values are in registers already.
@@ -41,33 +92,30 @@ def _initialize() -> None:
 
 
 @cache
+def host_architecture() -> Architecture:
+    """The architecture of the processor that this process runs on."""
+    return _ARCHITECTURES.get(platform.machine(), "other")
+
+
+@cache
 def instruction_sets() -> tuple[str, ...]:
     """``host`` and the named instruction sets that this host can run, widest first."""
     _initialize()
     has = llvm.get_host_cpu_features()
-    wide = all(has.get(f, False) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
-    middle = has.get("avx2", False) and has.get("fma", False)
-    return ("host", *(["avx512"] if wide else []), *(["avx2"] if middle else []), *(["sse2"] if "sse2" in has else []))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The registers of an instruction set: the bytes of a vector, and how many registers there are.
-
-    wide_products: whether it multiplies 52-bit integers (AVX-512 IFMA).
-    """
-
-    vector_bytes: int
-    registers: int
-    wide_products: bool = False
+    own = {name: row for name, row in SETS.items() if row.architecture == host_architecture()}
+    return ("host", *(name for name, row in own.items() if all(has.get(f, False) for f in row.needs)))
 
 
 @cache
 def machine_of(isa: str) -> Machine:
     """The registers of a named instruction set; for ``host``, those of the widest one."""
-    name = next((n for n in instruction_sets() if n != "host"), "sse2") if isa == "host" else isa
-    wide_products = isa == "host" and name == "avx512" and llvm.get_host_cpu_features().get("avx512ifma", False)
-    return {"avx512": Machine(64, 32, wide_products), "avx2": Machine(32, 16), "sse2": Machine(16, 16)}[name]
+    if isa != "host":
+        return SETS[isa].machine
+    name = next((n for n in instruction_sets() if n != "host"), None)
+    if name is None:
+        return _UNKNOWN
+    wide_products = name == "avx512" and llvm.get_host_cpu_features().get("avx512ifma", False)
+    return replace(SETS[name].machine, wide_products=wide_products)
 
 
 def _target(isa: str) -> tuple[str, str]:
@@ -76,7 +124,7 @@ def _target(isa: str) -> tuple[str, str]:
     if isa not in instruction_sets():
         raise ValueError(f"this host cannot run {isa!r} code; it can: {', '.join(instruction_sets())}")
     if isa != "host":
-        return _FEATURES[isa]
+        return SETS[isa].cpu, SETS[isa].features
     # LLVM prefers 256-bit vectors on some processors because 512-bit ones lower their clock; these kernels gain from
     # 512.
     wide = ",-prefer-256-bit" if "avx512" in instruction_sets() else ""
@@ -102,6 +150,15 @@ def _compiler(isa: str) -> Any:
 
 
 @cache
+def _cross_compiler(isa: str, triple: str) -> Any:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    row = SETS[isa]
+    target = llvm.Target.from_triple(triple)
+    return target.create_target_machine(cpu=row.cpu, features=row.features, opt=3, reloc="pic")
+
+
+@cache
 def _linker(isa: str, depth: int) -> Any:
     # The execution engine owns its target machine. A signal handler that links in the middle of a link has an engine of
     # its own: in a shared one, looking a name up could find the function of the other object.
@@ -117,11 +174,13 @@ def _optimize(module: Any, machine: Any, level: int = 2) -> None:
     builder.getModulePassManager().run(module, builder)
 
 
-def _optimized(text: str, isa: str) -> Any:
-    module, machine = llvm.parse_assembly(text), _compiler(isa)
-    tables = definitions(text, machine_of(isa).vector_bytes == _WIDE_BYTES)
-    if tables:
-        module.link_in(llvm.parse_assembly(tables))
+def _optimized(text: str, isa: str, machine: Any) -> Any:
+    module = llvm.parse_assembly(text)
+    architecture = host_architecture() if isa == "host" else SETS[isa].architecture
+    tables = lookups.definitions(text, machine_of(isa).vector_bytes == _WIDE_BYTES)
+    defined = f"{tables}\n{environment.definitions(text, architecture)}".strip()
+    if defined:
+        module.link_in(llvm.parse_assembly(defined))
     module.verify()
     _optimize(module, machine, 0 if text.startswith(f'; ModuleID = "{STRAIGHT}"') else 2)
     return module
@@ -131,7 +190,22 @@ def object_code(text: str, isa: str = "host") -> bytes:
     """The relocatable object file (ELF) of an LLVM module, as bytes."""
     with _LOCK:
         machine = _compiler(isa)
-        code: bytes = machine.emit_object(_optimized(text, isa))
+        code: bytes = machine.emit_object(_optimized(text, isa, machine))
+        return code
+
+
+def object_for(text: str, isa: str, triple: str) -> bytes:
+    """The object file of an LLVM module for another machine: position-independent code of a named instruction set.
+
+    triple: the machine as LLVM spells it, for example ``aarch64-unknown-linux-gnu``. The code is that of
+    ``object_code`` on such a host, but for the way in which it addresses its constants. Raises ValueError for a set of
+    another architecture than the triple's.
+    """
+    if SETS[isa].architecture != _ARCHITECTURES.get(triple.partition("-")[0]):
+        raise ValueError(f"{triple} cannot run {isa!r} code; it is code of {SETS[isa].architecture}")
+    with _LOCK:
+        machine = _cross_compiler(isa, triple)
+        code: bytes = machine.emit_object(_optimized(text, isa, machine))
         return code
 
 
@@ -158,4 +232,4 @@ def assembly(text: str, isa: str = "host") -> str:
     """The optimized assembly of a module, as text."""
     with _LOCK:
         machine = _compiler(isa)
-        return str(machine.emit_assembly(_optimized(text, isa)))
+        return str(machine.emit_assembly(_optimized(text, isa, machine)))

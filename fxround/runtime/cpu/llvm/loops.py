@@ -6,7 +6,6 @@ elements. Nothing here computes with values: every arithmetic operator of a kern
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,6 +14,7 @@ from llvmlite import ir
 
 from fxround.numerics.storage import ELEMENT_OF, Storage
 from fxround.numerics.truncation import Direction
+from fxround.runtime.cpu.llvm import environment
 from fxround.runtime.cpu.llvm.render import SCALARS, llvm_type
 
 I8: Final = ir.IntType(8)
@@ -22,13 +22,6 @@ I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
-# The state in which a process starts: all exceptions masked, round to nearest, subnormals kept.
-_MXCSR: Final = 0x1F80
-_DIRECTIONS: Final[dict[Direction, int]] = {"nearest": 0, "down": 0x2000, "up": 0x4000, "zero": 0x6000}
-# Flush subnormal results to zero; this raises underflow even where the result was exact.
-_FLUSH: Final = 0x8000
-# The flags for a subnormal operand, overflow and underflow.
-_RAISED: Final = 0x1A
 MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16, "mask": I8}
 
 
@@ -45,7 +38,7 @@ def define(
     restores the caller's, so neither flushing of subnormals nor a rounding direction set outside can change a result.
     ``direction`` is the rounding direction while it runs. A ``watched`` function flushes subnormal results to zero and
     has an argument ``flags`` (a pointer to an i32), which is set to nonzero if anything overflowed or was subnormal.
-    On processors other than x86-64 the caller's environment stays as it is.
+    On processors other than x86-64 and AArch64 the caller's environment stays as it is.
     """
     kind = ir.FunctionType(ir.VoidType(), [t for _, t in args])
     function = ir.Function(module, kind, f"{name}.body")
@@ -58,31 +51,21 @@ def define(
         if isinstance(type_, ir.PointerType) and label != "out":
             argument.add_attribute("noalias")
     labels = [label for label, _ in args]
-    _export(module, name, function, _DIRECTIONS[direction] | (_FLUSH if watched else 0), labels)
+    _export(module, name, function, direction, labels.index("flags") if watched else None)
     return ir.IRBuilder(function.append_basic_block("entry")), dict(zip(labels, function.args, strict=True))
 
 
-def _export(module: ir.Module, name: str, function: ir.Function, control: int, labels: list[str]) -> None:
-    """Export ``name``: set the environment, call the function, collect its flags, restore the environment."""
+def _export(module: ir.Module, name: str, function: ir.Function, direction: Direction, flags: int | None) -> None:
+    """Export ``name``: set the environment, call the function, collect its flags, restore the environment.
+
+    ``flags`` is the index of the argument of a watched function that takes them.
+    """
     outer = ir.Function(module, function.function_type, name)
     b = ir.IRBuilder(outer.append_basic_block("entry"))
-    if platform.machine() not in ("x86_64", "AMD64"):
-        assert control == 0, "this processor's rounding direction and flags are not set here"
-        b.call(function, outer.args)
-        b.ret_void()
-        return
-    kind = ir.FunctionType(ir.VoidType(), [PTR])
-    save, load = (ir.Function(module, kind, f"llvm.x86.sse.{n}mxcsr") for n in ("st", "ld"))
-    theirs, ours = scratch(b, I32, 1), scratch(b, I32, 1)
-    b.store(I32(_MXCSR | control), ours)
-    b.call(save, [theirs])
-    b.call(load, [ours])
+    theirs, ours = scratch(b, I32, environment.WORDS), scratch(b, I32, environment.WORDS)
+    environment.enter(b, theirs, ours, direction, flags is not None)
     b.call(function, outer.args)
-    if control & _FLUSH:
-        b.call(save, [ours])
-        flags = outer.args[labels.index("flags")]
-        b.store(b.or_(b.load(flags, typ=I32), b.and_(b.load(ours, typ=I32), I32(_RAISED))), flags)
-    b.call(load, [theirs])
+    environment.leave(b, theirs, ours, None if flags is None else outer.args[flags])
     b.ret_void()
 
 

@@ -8,7 +8,6 @@ blocks, tiles and threads are. ``Item._store`` is the only place where the packe
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +109,7 @@ def _usual(step: Function) -> int:
 
 def quick_for(kernel: Contract, machine: Machine) -> Contract | None:
     """The kernel's quick equal if the processor has a fused multiply-add and known exception flags, else None."""
-    known = platform.machine() in ("x86_64", "AMD64") and machine.vector_bytes >= 32
-    return kernel.quick if known else None
+    return kernel.quick if machine.directed else None
 
 
 @dataclass(frozen=True)
