@@ -198,7 +198,7 @@ def _row(rounding: Rounding, name: str, y: int) -> list[str]:
 
 def _chance(x: Fraction, rounding: Rounding) -> Fraction:
     """Return the share of 32 random words, spread evenly, with which x is rounded up."""
-    words = range(0, 2**32, 2**27)
+    words = range(0, 2**32, 2**32 if rounding.mode.deterministic else 2**27)
     return Fraction(sum(Fraction(round_exact(abs(x), x < 0, rounding, word)) > x for word in words), len(words))
 
 
