@@ -60,20 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="how many bits of a digit classifier survive rounding every operation?")
+    demo = commands.add_parser(
+        "demo", help="count the significant bits of a digit classifier whose every operation is perturbed"
+    )
     demo.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
     demo.add_argument("--samples", type=int, default=10, help="perturbed runs (default 10)")
-    demo.add_argument("--seed", type=int, default=0, help="of the training and of the samples (default 0)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of the training and of the samples (default 0)")
     demo.add_argument("--output", type=Path, default=Path(FOLDER), help=f"folder for the full table ({FOLDER})")
     demo.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     demo.set_defaults(command=_demo)
-    inspect = commands.add_parser("inspect", help="what would a policy round in a model of yours?")
-    inspect.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, example inputs)")
+    inspect = commands.add_parser("inspect", help="show what a policy rounds in a model")
     inspect.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+        "model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, example inputs)"
+    )
+    inspect.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
     )
     inspect.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
-    inspect.add_argument("--shape", action="append", default=[], help="of a float32 example input, like 1,3,224,224")
+    inspect.add_argument(
+        "--shape", action="append", default=[], help="shape of a float32 example input, for example 1,3,224,224"
+    )
     inspect.add_argument("--graph", action="store_true", help="print the graph as well")
     inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
@@ -81,35 +87,43 @@ def _parser() -> argparse.ArgumentParser:
     _add_variability(commands)
     add_localize(commands, _loaded, _named)
     add_invariance(commands, _loaded)
-    doctor = commands.add_parser("doctor", help="does this installation work, and what is it made of?")
+    doctor = commands.add_parser(
+        "doctor", help="print versions, processor and cache, and whether the installation works"
+    )
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON and nothing else")
     doctor.set_defaults(command=_doctor)
     return parser
 
 
 def _add_variability(commands: Any) -> None:
-    study = commands.add_parser(
-        "variability", help="how many bits of a model's results are real, and which layers lose them?"
-    )
-    study.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    study = commands.add_parser("variability", help="count the significant bits of a model's results and layers")
+    study.add_argument("model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, inputs)")
     study.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
     )
-    study.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
+    study.add_argument(
+        "--shape", action="append", default=[], help="shape of a random float32 input, for example 1,3,224,224"
+    )
     study.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
     study.add_argument(
         "--samples", type=_samples, default=10, metavar="N|auto", help="runs of every batch (default 10)"
     )
-    study.add_argument("--tolerance", type=float, default=0.5, help="in bits, of --samples auto (default 0.5)")
-    study.add_argument("--capture", choices=("outputs", "layers", "nodes"), default="layers", help="what is looked at")
-    study.add_argument("--isolate", choices=("layers", "operators"), help="perturb them one at a time as well")
     study.add_argument(
-        "--metric", action="append", metavar="NAME", help="may be given several times (default: what fits)"
+        "--tolerance", type=float, default=0.5, help="tolerance of --samples auto, in bits (default 0.5)"
     )
-    study.add_argument("--reference", choices=("binary64", "none"), default="binary64", help="what the mean is held to")
-    study.add_argument("--method", choices=("cnh", "general"), default="cnh", help="of the significant bits")
+    study.add_argument(
+        "--capture", choices=("outputs", "layers", "nodes"), default="layers", help="places to measure (default layers)"
+    )
+    study.add_argument("--isolate", choices=("layers", "operators"), help="also perturb them one at a time")
+    study.add_argument(
+        "--metric", action="append", metavar="NAME", help="a metric; may be repeated (default: those that fit)"
+    )
+    study.add_argument(
+        "--reference", choices=("binary64", "none"), default="binary64", help="run that the mean is compared with"
+    )
+    study.add_argument("--method", choices=("cnh", "general"), default="cnh", help="method of the significant bits")
     study.add_argument("--batch-size", type=int, help="split the inputs")
-    study.add_argument("--seed", type=int, default=0, help="of the samples (default 0)")
+    study.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
     study.add_argument("--jobs", type=int, default=1, help="worker processes (default 1, -1: all cores)")
     for flag, what in _CHECKS:
         study.add_argument(flag, type=float, help=f"exit with status 1 {what}")

@@ -22,17 +22,21 @@ STOCK: Final = "none"
 def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
     """Add the command to a parser's commands; ``load``: returns model and inputs of parsed arguments."""
     parser = commands.add_parser(
-        "invariance", help="do a model's bits stay when batch, threads or machine code change?"
+        "invariance", help="test whether a model's bits change with batch, threads or machine code"
     )
-    parser.add_argument("model", metavar="MODULE:CALLABLE", help="returns a model, or (model, inputs)")
+    parser.add_argument("model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, inputs)")
     parser.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or what returns inputs"
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
     )
-    parser.add_argument("--shape", action="append", default=[], help="of a random float32 input, like 1,3,224,224")
-    parser.add_argument("--policy", default=REPRODUCIBLE, help=f"as elsewhere; {STOCK}: stock PyTorch ({REPRODUCIBLE})")
-    parser.add_argument("--axes", default=",".join(AXES), help=f"some of {','.join(AXES)} (all)")
+    parser.add_argument(
+        "--shape", action="append", default=[], help="shape of a random float32 input, for example 1,3,224,224"
+    )
+    parser.add_argument(
+        "--policy", default=REPRODUCIBLE, help=f"a policy, or {STOCK} for stock PyTorch (default {REPRODUCIBLE})"
+    )
+    parser.add_argument("--axes", default=",".join(AXES), help=f"some of {','.join(AXES)} (default all)")
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
-    parser.add_argument("--dim", type=int, default=0, help="of the arguments, which holds the batch (0)")
+    parser.add_argument("--dim", type=int, default=0, help="batch dimension of the arguments (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
     parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments)))
 
