@@ -8,7 +8,6 @@ call that trains (training mode, gradients wanted) advances the sample by one; w
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from fxround.compiler.signature import (
     kind,
     require_arguments,
     require_dtypes,
+    signature_of,
 )
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step, differentiable_later, step_of
@@ -443,7 +443,7 @@ class _Exportable(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> Any:
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
 
-        forward.__signature__ = inspect.signature(source.forward)  # type: ignore[attr-defined]
+        forward.__signature__ = signature_of(source.forward)  # type: ignore[attr-defined]
         self.__dict__["forward"] = forward
 
 

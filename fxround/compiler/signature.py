@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import weakref
 from collections.abc import Mapping
 from enum import Enum
@@ -41,10 +42,19 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def signature_of(function: Any) -> inspect.Signature:
+    """Return ``inspect.signature``, with annotations that cannot be evaluated left as they are written."""
+    if sys.version_info >= (3, 14):  # evaluates annotations when they are asked for; imports for type checkers are none
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
 def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        signature_of(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{type(model).__name__}.forward: {error}") from None
 
@@ -163,7 +173,7 @@ def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
     found = _CLASSES.get(key)
     if found is None:
         try:
-            signature = inspect.signature(key)
+            signature = signature_of(key)
         except (TypeError, ValueError):  # a builtin function without a signature
             return base
         parameters = list(signature.parameters.values())

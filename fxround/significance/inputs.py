@@ -8,7 +8,6 @@ model decides whether the last part of a loader's batch is a target; a wrong num
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from fxround.compiler.signature import signature_of
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,14 @@ def _of_batch(model: nn.Module, batch: Any) -> Call:
     if len(parts) > 1 and _takes(model, parts[:-1]):
         return Call(parts[:-1], target=parts[-1])
     raise TypeError(
-        f"a batch has {len(parts)} parts, and {type(model).__name__}.forward{inspect.signature(model.forward)} takes "
+        f"a batch has {len(parts)} parts, and {type(model).__name__}.forward{signature_of(model.forward)} takes "
         "neither all of them nor all but the last (a target): yield tuples of arguments, or dicts of keywords"
     )
 
 
 def _takes(model: nn.Module, args: tuple[Any, ...]) -> bool:
     try:
-        inspect.signature(model.forward).bind(*args)
+        signature_of(model.forward).bind(*args)
     except TypeError:
         return False
     return True

@@ -420,6 +420,14 @@ def test_autocast_is_part_of_what_a_graph_is_for() -> None:
     assert compiled(x).dtype == torch.float32
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="earlier versions evaluate annotations at once")
+def test_annotations_for_type_checkers_alone_are_not_evaluated() -> None:
+    names: dict[str, Any] = {"nn": nn}
+    text = "class Net(nn.Module):\n    def forward(self, x: Missing) -> Missing:\n        return x + 1\n"
+    exec(compile(text, "net.py", "exec", dont_inherit=True), names)
+    assert torch.equal(fxround.compile(names["Net"](), "identity")(torch.ones(2)), torch.full((2,), 2.0))
+
+
 def test_the_signature_is_the_models() -> None:
     def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         return input_ids * scale
