@@ -11,9 +11,10 @@ from typing import Any
 
 import griffe
 
-# A name or several, two blanks or more, and the meaning; a longer name than the column is wide has one blank.
+# A name or several, two blanks or more, and the meaning.
 _ENTRY = re.compile(r"(?P<names>[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*) {2,}(?P<meaning>\S.*)")
 _EXAMPLE = re.compile(r"(?:(?<=\n)|(?<=\. )|^)Examples?::\n\n(?P<code>(?: {4}.*\n|\n)*(?: {4}.*)\n?)", re.MULTILINE)
+_NAMED = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*):(?= [^\n])")
 
 
 class Docstrings(griffe.Extension):
@@ -32,16 +33,21 @@ def markdown(text: str) -> str:
 
 
 def _listed(paragraph: str) -> str:
-    """Return a paragraph of aligned columns as a list; any other paragraph as it is."""
+    """Return a paragraph of aligned columns as a list, and one that begins ``name: ...`` with the name as code."""
     lines = paragraph.split("\n")
     entries = [_ENTRY.fullmatch(line) for line in lines]
-    if entries[0] is None or "```" in paragraph:
+    if "```" in paragraph:
         return paragraph
+    if entries[0] is None:
+        return _NAMED.sub(lambda m: _code(m["names"]) + ":", paragraph)
     parts = []
     for line, entry in zip(lines, entries, strict=True):
         if entry is not None:
-            names = ", ".join(f"`{name}`" for name in entry["names"].split(", "))
-            parts.append(f"- {names}: {entry['meaning']}")
+            parts.append(f"- {_code(entry['names'])}: {entry['meaning']}")
         else:
             parts.append(f"  {line.strip()}")
     return "\n".join(parts)
+
+
+def _code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))

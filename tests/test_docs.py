@@ -64,6 +64,13 @@ def test_pictures_are_what_the_command_draws(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name](), "python -m benchmarks.pictures"
 
 
+def test_the_readme_says_what_its_picture_shows() -> None:
+    picture = (FOLDER / "roundings.svg").read_text(encoding="utf-8")
+    bits = dict(re.findall(r">([\w.]+)</text><text [^>]*>([\d.]+) bits<", picture))
+    said = f"{bits['exp']} of 24 bits of the exponential,\nin the mean, and {bits['result']} of the probabilities"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(walk.ISA not in instruction_sets(), reason=f"the walks show code for {walk.ISA}")
 def test_the_walks_are_what_the_code_makes() -> None:
     document = walk.DOCUMENT.read_text(encoding="utf-8")

@@ -65,13 +65,13 @@ def own_name(name: str) -> str:
 class Format:
     """A floating-point format: which numbers exist.
 
-    precision  p, the bits of the significand including the implicit one (1 to 53)
-    emin       the exponent of the smallest normal number, 2^emin
-    maximum    the largest finite value, exact in binary64
-    signed     False: no value is below zero
-    inf, nan   whether the format has them; a NaN stays a NaN in the carrier in any case
-    zero       False: the smallest magnitude is 2^emin
-    subnormals False: no value lies between 0 and 2^emin
+    precision   p, the bits of the significand including the implicit one (1 to 53)
+    emin        the exponent of the smallest normal number, 2^emin
+    maximum     the largest finite value, exact in binary64
+    signed      False: no value is below zero
+    inf, nan    whether the format has them; a NaN stays a NaN in the carrier in any case
+    zero        False: the smallest magnitude is 2^emin
+    subnormals  False: no value lies between 0 and 2^emin
 
     Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
     Example::

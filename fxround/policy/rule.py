@@ -67,7 +67,7 @@ class Rule:
 
     match       glob over module paths; a path matches everything inside the module too ("layer1", "*.attention")
     operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
-    role        one of ROLES; None: the result of any operation
+    role        one of ``fxround.policy.ROLES``, for example "weight"; None: the result of any operation
     rounding    "format/mode/overflow", where format "dtype" is the operation's own; "identity" leaves it unchanged
     accumulate  the rounding of each step, optionally followed by "product=..." or "chunk=n combine=..." (Accumulation),
                 or "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
