@@ -81,7 +81,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SelftestReport(Tabled):
-    """What ``fxround.selftest`` compared; all values were equal, bit for bit.
+    """The comparisons of ``fxround.selftest``; all values were equal, bit for bit.
 
     machine           the name of the processor
     instruction_set   the instruction set of the code, for example "avx2"
@@ -289,6 +289,6 @@ def _same(what: str, got: Any, want: Any) -> None:
 
 def _advice() -> str:
     return (
-        f"Instruction set {current_set()} on {processor()}. Try again with FXROUND_CACHE_DIR=off, which compiles anew; "
-        "if it stays, results of this machine are not those of others: please report this message."
+        f"Instruction set {current_set()} on {processor()}. Try again with FXROUND_CACHE_DIR=off, which compiles again. "
+        "If the fault stays, results of this machine are not those of others: please report this message."
     )

@@ -81,7 +81,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What AOTAutograd returned, and the example that was traced."""
+    """The results of AOTAutograd, and the example that was traced."""
 
     joint: Any
     leaves: list[Any] = field(repr=False)

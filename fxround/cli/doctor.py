@@ -39,7 +39,7 @@ _KNOWN: Final = ((1 + 2.0**-8, "bfloat16", 1.0), (1e6, "e5m2", float("inf")), (2
 
 @dataclass(frozen=True)
 class Diagnosis(Tabled):
-    """What ``fxround doctor`` found.
+    """The findings of ``fxround doctor``.
 
     versions        of Python, fxround and the packages of the core; "" for a missing package
     torch           whether the version of PyTorch is tested, and the probe's answer if it is not

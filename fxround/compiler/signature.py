@@ -1,7 +1,7 @@
 """Admission: the arguments that a compiled module takes, and the Python values on which a captured graph depends.
 
 A graph holds Python values that it found as constants. These values are part of the key under which the graph is kept,
-so that a changed number, flag or hook is captured anew.
+so that a changed number, flag or hook is captured again.
 """
 
 from __future__ import annotations

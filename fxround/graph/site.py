@@ -31,7 +31,7 @@ Direction = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a value of the graph comes from, and what was decided about it (``node.meta["fxround"]``).
+    """The origin of a value of the graph, and the decisions about it (``node.meta["fxround"]``).
 
     ``path`` and ``module_type``: the module. ``operator``: the ATen overload. ``source`` and ``code``: the line of the
     model. ``kind``, ``role``, ``direction``: what the operator does and what the value is to the model

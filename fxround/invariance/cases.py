@@ -159,7 +159,7 @@ AXES: Final = MappingProxyType(
         for axis in (
             Axis("batch", "how many other rows there are", batch),
             Axis("slice", "where a row stands, and what its batch was cut out of", slices),
-            Axis("stride", "how the arguments lie in memory", stride),
+            Axis("stride", "the memory layout of the arguments", stride),
             Axis("threads", "how many threads work", threads),
             Axis("isa", "which instruction set the kernels use", isa),
             Axis("process", "which process runs", process),

@@ -60,7 +60,7 @@ class AxisResult:
 
 @dataclass(frozen=True)
 class InvarianceReport(Tabled):
-    """What ``fxround.check_invariance`` found: one ``AxisResult`` per axis.
+    """The results of ``fxround.check_invariance``: one ``AxisResult`` per axis.
 
     model       the name of the model
     policy      the name of the policy

@@ -141,7 +141,7 @@ def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:
 
 
 def _any(given: list[Tensor], value: Tensor, kind: Any, pointwise: bool) -> Tensor:
-    """Where an operand is of the kind: at the element itself, or anywhere."""
+    """Tell where an operand is of the kind: at the element itself, or anywhere."""
     found = torch.zeros((), dtype=torch.bool)
     for x in given:
         found = found | (kind(x) if pointwise else kind(x).any())

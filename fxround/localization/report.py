@@ -60,7 +60,7 @@ class Culprits:
 
 @dataclass(frozen=True)
 class LocalizeReport(Tabled):
-    """What ``fxround.localize`` found.
+    """The findings of ``fxround.localize``.
 
     model, policy, quiet  names of the model's class and of the two policies
     level, seed, runs     as passed; runs is 1 if nothing is random

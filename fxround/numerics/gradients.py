@@ -1,4 +1,4 @@
-"""What a rounding does to the gradient that passes from its result to its operand.
+"""The effect of a rounding on the gradient that passes from its result to its operand.
 
 A rounding is constant almost everywhere, so its derivative is useless for training. By default the gradient passes
 unchanged; a policy can ask for one or both of two changes:

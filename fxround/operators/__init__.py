@@ -1,1 +1,1 @@
-"""What fxround knows of ATen's operators: their rules, and the formulas of composite ones."""
+"""ATen's operators: their rules, and the formulas of composite ones."""

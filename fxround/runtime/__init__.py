@@ -1,1 +1,1 @@
-"""How kernels run: LLVM on the CPU, CUDA C++ as text, a NumPy reference, and the torch operators over them."""
+"""Execution of kernels: LLVM on the CPU, CUDA C++ as text, a NumPy reference, and the torch operators over them."""

@@ -1,1 +1,1 @@
-"""How many bits of a result are real: samples of a perturbed model, their statistics and reports."""
+"""The significant bits of results: samples of a perturbed model, their statistics and reports."""

@@ -51,7 +51,7 @@ class Generator:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> Generator:
-        """Start anew: every part gets the seed of its name, and sample or step 0. Returns the generator itself.
+        """Restart: every part gets the seed of its name, and sample or step 0. Returns the generator itself.
 
         Raises ValueError for a seed outside 0 to 2^63 - 1.
         """

@@ -1,1 +1,1 @@
-"""What a person sees of a graph: text, tables, drawings."""
+"""Text, tables and drawings of a graph."""

@@ -21,7 +21,7 @@ def described(name: str) -> list[str]:
     """Every node with a tensor result, with its operands, shape and strides, but not the computation of sizes."""
     example = build(name)
     captured = capture(example.model, example.args, example.kwargs, decompositions())
-    # Symbols are named anew in each trace.
+    # Each trace names its symbols again.
     symbols = {str(d): "batch" for dims in captured.sizes.dimensions if dims for d in dims if not isinstance(d, int)}
     numbers: dict[fx.Node, int] = {}
     lines = []

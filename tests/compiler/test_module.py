@@ -75,7 +75,7 @@ def test_train_and_eval_are_those_of_the_model(x: Tensor) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_modules_of_other_dtypes_are_captured_anew(model: nn.Module, x: Tensor) -> None:
+def test_modules_of_other_dtypes_are_captured_again(model: nn.Module, x: Tensor) -> None:
     rounded = fxround.compile(copy.deepcopy(model), "reproducible")
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         rounded.to(dtype)

@@ -134,7 +134,7 @@ class Reader(nn.Module):
         return x * 2 + self.offset + TABLE
 
 
-def test_a_tensor_that_is_no_buffer_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_is_no_buffer_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Reader()
     compiled = fxround.compile(model, "reproducible")
     x = torch.rand(4, 3)
@@ -156,7 +156,7 @@ class Settings:
         self.bias = torch.ones(3)
 
 
-def test_objects_and_arrays_among_the_arguments_are_read_anew() -> None:
+def test_objects_and_arrays_among_the_arguments_are_read_again() -> None:
     compiled = fxround.compile(lambda x, s, a: x * s.scale + s.bias + torch.from_numpy(a), "reproducible")
     x, settings, array = torch.rand(4, 3), Settings(), np.ones(3, np.float32)
     assert torch.equal(compiled(x, settings, array), x * 2 + 1 + 1)

@@ -162,7 +162,7 @@ def test_a_wrong_constant_block_is_found() -> None:
     assert not check._constant(x.numpy(), nearest, sticky)
 
 
-def test_the_state_resumes_and_starts_anew_for_other_code(
+def test_the_state_resumes_and_starts_again_for_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = State.open(tmp_path, "exp", resume=True)

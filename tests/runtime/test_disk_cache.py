@@ -130,7 +130,7 @@ def altered_in_the_header(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [truncated, emptied, lengthened, altered_in_the_code, altered_in_the_header], ids=lambda f: f.__name__
 )
-def test_a_damaged_entry_is_compiled_anew(
+def test_a_damaged_entry_is_compiled_again(
     place: Path, run: Run, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run()[2]
@@ -144,7 +144,7 @@ def test_a_damaged_entry_is_compiled_anew(
     assert run() == (0, 1, expected)
 
 
-def test_an_entry_of_another_key_is_compiled_anew(place: Path, run: Run) -> None:
+def test_an_entry_of_another_key_is_compiled_again(place: Path, run: Run) -> None:
     expected = run(RNE)[2]
     (mine,) = entries(place)
     run(SR)

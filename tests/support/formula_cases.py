@@ -105,7 +105,7 @@ def drawn(draw: Operands, shapes: Sequence[tuple[int, ...]], value: Rounding) ->
 
 
 def narrowed(draw: Operands, x: Tensor) -> Tensor:
-    """x in binary32, exponents beyond its range drawn anew within it."""
+    """x in binary32; exponents beyond its range are drawn again within it."""
     with np.errstate(all="ignore"):
         m, _ = np.frexp(x.numpy())
         again = np.ldexp(m, draw.rng.integers(-149, 129, m.shape))

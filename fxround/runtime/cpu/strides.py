@@ -82,7 +82,7 @@ class Lines:
         ]
         k = [Dim(x.shape[d], steps[d], whole[d], 0) for d in reduced]
         if any(d.size == 0 for d in k):
-            # Lines without elements are all described alike: one dimension of size 0.
+            # All lines without elements have the same description: one dimension of size 0.
             k = [Dim(0, 0, 0, 0)]
         return Lines(_merged(sorted(results, key=_apart)), _merged(k if ordered else sorted(k, key=_apart)))
 

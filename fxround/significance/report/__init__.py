@@ -56,7 +56,7 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class VariabilityReport:
-    """What ``fxround.variability`` measured.
+    """The results of ``fxround.variability``.
 
     policy, seed, method, confidence  as passed
     samples     the number of runs of each batch
