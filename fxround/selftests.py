@@ -289,6 +289,6 @@ def _same(what: str, got: Any, want: Any) -> None:
 
 def _advice() -> str:
     return (
-        f"Instruction set {current_set()} on {processor()}. Try again with FXROUND_CACHE_DIR=off, which compiles again. "
+        f"Instruction set {current_set()} on {processor()}. Try again with FXROUND_CACHE_DIR=off, to compile it again. "
         "If the fault stays, results of this machine are not those of others: please report this message."
     )
