@@ -14,27 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
 
 from fxround.errors import CaptureError
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
 
-# The format of every floating-point dtype that may occur in a model.
-FORMAT_OF: Final = MappingProxyType(
-    {
-        torch.float32: "binary32",
-        torch.float64: "binary64",
-        torch.float16: "binary16",
-        torch.bfloat16: "bfloat16",
-        torch.float8_e5m2: "e5m2",
-        torch.float8_e4m3fn: "e4m3fn",
-        torch.float8_e8m0fnu: "e8m0fnu",
-    }
-)
 EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from fxround.arithmetic import require_ieee_arithmetic
 from fxround.capture.dynamo import aside
 from fxround.errors import FxroundError, shown
-from fxround.runtime.cpu.pointwise import Draw, require_state
+from fxround.graph.dialect import require_state
+from fxround.runtime.cpu.pointwise import Draw
 
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"

@@ -1,4 +1,4 @@
-"""The texts of graph arguments as objects, parsed once each.
+"""The texts of graph arguments as objects: programs, roundings, orders, and the kernels that they describe.
 
 A graph carries its arithmetic as text, and a call looks the parsed object up. Every parsed object is frozen, so it can
 be shared.
@@ -11,8 +11,18 @@ from typing import Final, cast, get_args
 
 from fxround.errors import shown
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Map
-from fxround.kernels.specialize import draws, fused_kernel, map_kernel
+from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.kernels.specialize import (
+    contract_kernel,
+    cumprod_kernel,
+    cumsum_kernel,
+    draws,
+    fused_kernel,
+    map_kernel,
+    prod_kernel,
+    scatter_kernel,
+    sum_kernel,
+)
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
@@ -50,3 +60,35 @@ def pointwise(text: str, loads: tuple[Storage, ...], result: Storage) -> Map:
 def fused(text: str, loads: tuple[Storage, ...], results: str) -> Map:
     """The kernel of a fused program's text; ``results`` as in ``storages``."""
     return fused_kernel(program(text), loads, storages(results))
+
+
+@lru_cache(maxsize=1024)
+def contract(accumulate: str, round_by: str, loads: tuple[Storage, Storage], result: Storage) -> Contract:
+    """The kernel of a sum of products."""
+    return contract_kernel(accumulation(accumulate), rounding(round_by), loads, result)
+
+
+@lru_cache(maxsize=1024)
+def total(order_of: str, accumulate: str, round_by: str, stored: Storage) -> Reduce | Exact:
+    """The kernel of a sum in an order; operand and result are stored in the same way, as in all that follow."""
+    return sum_kernel(order(order_of), rounding(accumulate), rounding(round_by), stored, stored)
+
+
+def product(accumulate: str, round_by: str, stored: Storage) -> Reduce:
+    """The kernel of a product."""
+    return prod_kernel(rounding(accumulate), rounding(round_by), stored, stored)
+
+
+def running_sum(accumulate: str, round_by: str, stored: Storage) -> Scan:
+    """The kernel of the sums of all prefixes."""
+    return cumsum_kernel(rounding(accumulate), rounding(round_by), stored, stored)
+
+
+def running_product(accumulate: str, round_by: str, stored: Storage) -> Scan:
+    """The kernel of the products of all prefixes."""
+    return cumprod_kernel(rounding(accumulate), rounding(round_by), stored, stored)
+
+
+def scatter(accumulate: str, stored: Storage) -> Scatter:
+    """The kernel that adds contributions to a destination."""
+    return scatter_kernel(rounding(accumulate), stored)

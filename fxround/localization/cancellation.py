@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.capture.refusals import FORMAT_OF
 from fxround.compiler.module import PolicyLike
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import float_value, located
 from fxround.localization.masked_model import Masked
 from fxround.numerics.formats import Format

@@ -25,8 +25,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.capture.refusals import FORMAT_OF
 from fxround.fingerprint import hash
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import Call
 from fxround.significance.metrics import chosen

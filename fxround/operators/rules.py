@@ -55,10 +55,12 @@ def rule_of(node: fx.Node) -> OpRule | None:
     return refine(node) if refine else RULES.get(name)
 
 
-def argument(node: fx.Node, position: int) -> Any:
-    """Return an argument of an ATen call, given by position or by name, or its default."""
+def argument(node: fx.Node, which: int | str) -> Any:
+    """Return an argument of an ATen call, or its default. which: its position or its name in the schema."""
     target: Any = node.target
-    declared = target._schema.arguments[position]
+    declarations = target._schema.arguments
+    position = which if isinstance(which, int) else [declared.name for declared in declarations].index(which)
+    declared = declarations[position]
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(declared.name, declared.default_value if declared.has_default_value() else None)

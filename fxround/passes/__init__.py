@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 from typing import Final
 
-import torch
 from torch import fx
 
 from fxround.capture.torch_private import quickened, uncollected
+from fxround.graph.dialect import Fused, read_map
 from fxround.graph.site import ORIGIN
 from fxround.graph.values import module_of, settle
 from fxround.kernels.program import EXACT
@@ -87,8 +87,8 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
 
 def _is_made(node: fx.Node) -> bool:
     """Whether ``optimize`` made the node's program."""
-    chosen = node.target is torch.ops.fxround.pointwise.default and str(node.args[1]).endswith(f"@ {EXACT}")
-    return chosen or node.target is torch.ops.fxround.fused.default
+    call = read_map(node)
+    return isinstance(call, Fused) or (call is not None and call.program.endswith(f"@ {EXACT}"))
 
 
 __all__ = ["PIPELINE", "Plan", "lower", "optimize"]

@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import fx
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ROLE, Site, float_values
 from fxround.numerics.modes import MODES
 from fxround.operators.rules import CONSTANTS

@@ -7,20 +7,30 @@ own. The stock kernel computes products under ``accumulate="native"`` and produc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from dataclasses import fields
+from typing import Any, Final
 
 import torch
 from torch import fx
 
+from fxround.graph.dialect import (
+    Call,
+    Convolution,
+    ConvolutionInputGradient,
+    ConvolutionWeightGradient,
+    Matmul,
+)
+from fxround.graph.dtypes import STORAGES
+from fxround.graph.geometry import Geometry
 from fxround.graph.site import float_value
-from fxround.kernels.specialize import contract_kernel
 from fxround.numerics.accumulation import Accumulation
-from fxround.operators.rules import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, locating, rng_of, sites, size_of
+from fxround.operators.rules import argument, rule_of
+from fxround.passes.rewrite import Plan, become, decided, rng_of, sites, size_of
 
 aten = torch.ops.aten
 _BACKWARD: Final = aten.convolution_backward.default
+# The last arguments of every contraction: accumulate, rounding, rng, node.
+Tail = tuple[str, str, fx.Node, int]
 
 
 def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
@@ -31,47 +41,50 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         if float_value(node) is None or node.meta["val"].dtype not in STORAGES:
             continue
-        assignment, rounding = wanted
-        storage = STORAGES[node.meta["val"].dtype]
-        with locating(place):
-            contract_kernel(wanted[0].accumulate, rounding, (storage, storage), storage)
-        operands = _OPERANDS[rule.lower](graph, node)
-        tail = (str(assignment.accumulate), str(rounding), rng_of(graph), place.number)
-        become(graph, node, rule.lower, (*operands, *tail))
+        tail = (str(wanted[0].accumulate), str(wanted[1]), rng_of(graph), place.number)
+        become(graph, node, _CALLS[rule.lower](graph, node, tail))
     graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not _BACKWARD)
 
 
-def _matmul(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    return tuple(node.args[:2])
+def _matmul(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
+    return Matmul(argument(node, "self"), argument(node, "mat2"), *tail)
 
 
-def _convolution(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    x, weight, _, *geometry = node.args
-    return x, weight, *_expanded(node, geometry)
+def _convolution(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
+    x, weight = argument(node, "input"), argument(node, "weight")
+    return Convolution(x, weight, _geometry(node, x), *tail)
 
 
-def _expanded(image: Any, geometry: Sequence[Any]) -> list[Any]:
-    """The arguments of a convolution's geometry with a number for each spatial dimension: one may stand for all."""
-    dims = len(image.meta["val"].shape) - 2
-    return [list(g) * dims if isinstance(g, list | tuple) and len(g) == 1 else g for g in geometry]
+def _input_gradient(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
+    backward, size = _differentiated(graph, node, "input")
+    gradient = argument(backward, "grad_output")
+    return ConvolutionInputGradient(gradient, argument(backward, "weight"), size, _geometry(backward, gradient), *tail)
 
 
-def _gradient(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """Return (gradient of the result, the other operand, the size of the differentiated operand, the geometry).
-
-    ``node`` takes one result of a convolution_backward, whose position says which operand is differentiated.
-    """
-    backward, position = node.args
-    assert isinstance(backward, fx.Node) and isinstance(position, int)
-    gradient, *operands = cast("tuple[fx.Node, ...]", backward.args[:3])
-    geometry = _expanded(gradient, backward.args[4:10])
-    size = [size_of(graph, node, operands[position], d) for d in range(len(operands[position].meta["val"].shape))]
-    return gradient, operands[1 - position], size, *geometry
+def _weight_gradient(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
+    backward, size = _differentiated(graph, node, "weight")
+    gradient = argument(backward, "grad_output")
+    return ConvolutionWeightGradient(gradient, argument(backward, "input"), size, _geometry(backward, gradient), *tail)
 
 
-_OPERANDS: Final = {
-    "matmul": _matmul,
-    "convolution": _convolution,
-    "convolution_input_gradient": _gradient,
-    "convolution_weight_gradient": _gradient,
+def _differentiated(graph: fx.GraphModule, node: fx.Node, name: str) -> tuple[fx.Node, list[Any]]:
+    """Return the convolution_backward of which ``node`` takes a result, and the size of the operand of this name."""
+    backward = node.args[0]
+    assert isinstance(backward, fx.Node)
+    operand = argument(backward, name)
+    return backward, [size_of(graph, node, operand, d) for d in range(operand.meta["val"].dim())]
+
+
+def _geometry(convolution: fx.Node, image: fx.Node) -> Geometry:
+    """Return the geometry with a number for each spatial dimension of an image: one may stand for all."""
+    dims = image.meta["val"].dim() - 2
+    given = [argument(convolution, field.name) for field in fields(Geometry)]
+    return Geometry.of(*(list(g) * dims if isinstance(g, list | tuple) and len(g) == 1 else g for g in given))
+
+
+_CALLS: Final = {
+    Matmul.name: _matmul,
+    Convolution.name: _convolution,
+    ConvolutionInputGradient.name: _input_gradient,
+    ConvolutionWeightGradient.name: _weight_gradient,
 }

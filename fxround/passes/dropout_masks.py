@@ -15,9 +15,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxround.graph.dialect import Pointwise
+from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import META
 from fxround.numerics.formats import Format
-from fxround.passes.rewrite import STORAGES, Plan, become, insert, rng_of, sites, size_of
+from fxround.passes.rewrite import Plan, become, insert, rng_of, sites, size_of
 
 aten = torch.ops.aten
 
@@ -32,9 +34,8 @@ def lower_draws(graph: fx.GraphModule, plan: Plan) -> None:
         if place.kind != "random" or node.target not in _PROBABILITIES or node.meta["val"].dtype not in STORAGES:
             continue
         probability = _PROBABILITIES[node.target](graph, node)
-        args = ([probability], _COIN, node.meta["val"].dtype, rng_of(graph), place.number)
         shape: Any = node.args[0]
-        become(graph, node, "pointwise", args)
+        become(graph, node, Pointwise([probability], _COIN, node.meta["val"].dtype, rng_of(graph), place.number))
         node.meta[META] = replace(place, status="exact", reason="")
         if not shape.users and shape.op == "call_function":
             graph.graph.erase_node(shape)

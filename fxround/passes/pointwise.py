@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxround.graph.dialect import Pointwise
+from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import META
-from fxround.kernels.program import Program
-from fxround.kernels.specialize import map_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.operators.rules import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, locating, rng_of, sites
+from fxround.passes.rewrite import Plan, become, decided, insert, rng_of, sites
 
 aten = torch.ops.aten
 
@@ -40,10 +40,7 @@ def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         dtype = node.meta["val"].dtype
         operands, text = _program(graph, node, rule.body, wanted[1])
-        loads = tuple(STORAGES[operand.meta["val"].dtype] for operand in operands)
-        with locating(place):
-            map_kernel(Program.parse(text), loads, STORAGES[dtype])
-        become(graph, node, "pointwise", (operands, text, dtype, rng_of(graph), place.number))
+        become(graph, node, Pointwise(operands, text, dtype, rng_of(graph), place.number))
 
 
 def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding) -> tuple[list[fx.Node], str]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dialect import Cumprod, Cumsum, IndexPut, Prod, ScatterAdd, Sum
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site
 from fxround.graph.values import evaluate
-from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_format, sum_kernel
+from fxround.kernels.specialize import scatter_format
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.operators.rules import rule_of
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, keeps, locating, rng_of, round_after, sites
+from fxround.operators.rules import argument, rule_of
+from fxround.passes.rewrite import Plan, become, decided, insert, keeps, rng_of, round_after, sites
 from fxround.policy import Assignment
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
         wanted, rule = decided(place), rule_of(node) if place.kind == "reduction" else None
         if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
-        if not hasattr(torch.ops.fxround, rule.lower):
+        if rule.lower not in _LOWERINGS:
             node.meta[META] = replace(place, reason=f"fxround has no kernel for {rule.lower} yet")
         elif node.meta["val"].dtype in STORAGES:
             _LOWERINGS[rule.lower](graph, node, place, wanted[0], wanted[1])
@@ -47,51 +48,48 @@ def _step(assignment: Assignment) -> Rounding:
     return assignment.accumulate.step
 
 
-def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    source: Any = node.args[0]
-    dims = list(node.args[1] or []) if len(node.args) > 1 else []  # type: ignore[arg-type]
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+def _tail(
+    graph: fx.GraphModule, place: Site, assignment: Assignment, rounding: Rounding
+) -> tuple[str, str, fx.Node, int]:
+    """Return the last arguments of every reduction: accumulate, rounding, rng, node."""
+    return str(_step(assignment)), str(rounding), rng_of(graph), place.number
+
+
+def _reduced(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[int], bool]:
+    """Return operand, dimensions and keepdim of aten.sum or aten.prod in any of their overloads."""
+    named = {declared.name for declared in node.target._schema.arguments}  # type: ignore[union-attr]
+    source, dims = argument(node, "self"), argument(node, "dim") if "dim" in named else []
     if source.meta["val"].dim() == 0:
-        source, dims, keepdim = insert(graph, node, aten.reshape.default, (source, [1])), [0], False
-    dims = dims or list(range(source.meta["val"].dim()))
-    storage, accumulate, order = STORAGES[node.meta["val"].dtype], _step(assignment), assignment.order
-    with locating(place):
-        sum_kernel(order, accumulate, rounding, storage, storage)
-    texts = (str(order), str(accumulate), str(rounding))
-    become(graph, node, "sum", (source, dims, keepdim, *texts, rng_of(graph), place.number))
+        return insert(graph, node, aten.reshape.default, (source, [1])), [0], False
+    dims = [dims] if isinstance(dims, int) else list(dims or range(source.meta["val"].dim()))
+    return source, dims, "keepdim" in named and bool(argument(node, "keepdim"))
+
+
+def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    tail = _tail(graph, place, assignment, rounding)
+    source, dims, keepdim = _reduced(graph, node)
+    become(graph, node, Sum(source, dims, keepdim, str(assignment.order), *tail))
 
 
 def _prod(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    source: Any = node.args[0]
-    dims = [node.args[1]] if len(node.args) > 1 else []
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    if source.meta["val"].dim() == 0:
-        source, dims, keepdim = insert(graph, node, aten.reshape.default, (source, [1])), [0], False
-    dims = dims or list(range(source.meta["val"].dim()))
-    storage, accumulate = STORAGES[node.meta["val"].dtype], _step(assignment)
-    with locating(place):
-        prod_kernel(accumulate, rounding, storage, storage)
-    tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
-    become(graph, node, "prod", (source, dims, keepdim, *tail))
+    source, dims, keepdim = _reduced(graph, node)
+    become(graph, node, Prod(source, dims, keepdim, *_tail(graph, place, assignment, rounding)))
 
 
 def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
     """Lower cumsum and cumprod to the kernel that the operator's rule names."""
     rule = rule_of(node)
     assert rule is not None
-    source, dim = node.args[:2]
-    storage, accumulate = STORAGES[node.meta["val"].dtype], _step(assignment)
-    assert isinstance(source, fx.Node)
-    with locating(place):
-        (cumsum_kernel if rule.lower == "cumsum" else cumprod_kernel)(accumulate, rounding, storage, storage)
-    tail = (str(accumulate), str(rounding), rng_of(graph), place.number)
+    scan = Cumsum if rule.lower == Cumsum.name else Cumprod
+    source, dim, tail = argument(node, "self"), argument(node, "dim"), _tail(graph, place, assignment, rounding)
     if source.meta["val"].dim():
-        become(graph, node, rule.lower, (source, dim, *tail))
+        become(graph, node, scan(source, dim, *tail))
         return
     column = insert(graph, node, aten.reshape.default, (source, [1]))
-    scan = insert(graph, node, getattr(torch.ops.fxround, rule.lower).default, (column, 0, *tail))
-    scan.meta[META] = replace(place, status="rounded", reason="")
-    node.replace_all_uses_with(insert(graph, node, aten.reshape.default, (scan, [])))
+    call = scan(column, 0, *tail)
+    one = insert(graph, node, call.overload, call.arguments())
+    one.meta[META] = replace(place, status="rounded", reason="")
+    node.replace_all_uses_with(insert(graph, node, aten.reshape.default, (one, [])))
     graph.graph.erase_node(node)
 
 
@@ -101,33 +99,38 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
     The kernel stores an accumulator to nearest in the tensor's dtype. If the accumulator is wider than that and the
     result is rounded otherwise, the kernel works on a binary32 copy, so that the result is rounded once.
     """
-    rule = rule_of(node)
-    assert rule is not None
-    operands: list[Any] = list(node.args[:4] if rule.lower == "scatter_add" else node.args[:3])
     accumulate, dtype = _step(assignment), node.meta["val"].dtype
     stored = Format.parse(FORMAT_OF[dtype])
     copied = not accumulate.format.within(stored) and rounding != Rounding.parse(str(stored))
-    if copied:
-        for i in (0, len(operands) - 1):
-            operands[i] = insert(graph, node, aten._to_copy.default, (operands[i],), dtype=torch.float32)
-    become(graph, node, rule.lower, (*operands, str(accumulate), rng_of(graph), place.number))
+
+    def operand(name: str) -> fx.Node:
+        given: fx.Node = argument(node, name)
+        return insert(graph, node, aten._to_copy.default, (given,), dtype=torch.float32) if copied else given
+
+    x, tail = operand("self"), (str(accumulate), rng_of(graph), place.number)
+    if node.target is aten.scatter_add.default:
+        src = operand("src")
+        become(graph, node, ScatterAdd(x, argument(node, "dim"), argument(node, "index"), src, *tail))
+    else:
+        become(graph, node, IndexPut(x, argument(node, "indices"), operand("values"), *tail))
     if copied:
         evaluate(graph, node)
         round_after(graph, node, rounding, place.number + 1, dtype)
-    elif not keeps(rounding, scatter_format(accumulate, STORAGES[dtype]) if _is_zero(operands[0]) else stored):
+    elif not keeps(rounding, scatter_format(accumulate, STORAGES[dtype]) if _is_zero(x) else stored):
         round_after(graph, node, rounding, place.number + 1)
 
 
 def _is_zero(node: fx.Node) -> bool:
     """Whether a scatter begins with zeros, as gradients do. Other values that it keeps may not belong to the format."""
-    return node.target in (aten.full.default, aten.full_like.default) and bool(node.args[1] == 0)
+    constant = node.target in (aten.full.default, aten.full_like.default)
+    return constant and bool(argument(node, "fill_value") == 0)
 
 
 _LOWERINGS: Final[dict[str, Callable[[fx.GraphModule, fx.Node, Site, Assignment, Rounding], None]]] = {
-    "sum": _sum,
-    "prod": _prod,
-    "cumsum": _scan,
-    "cumprod": _scan,
-    "scatter_add": _scatter,
-    "index_put": _scatter,
+    Sum.name: _sum,
+    Prod.name: _prod,
+    Cumsum.name: _scan,
+    Cumprod.name: _scan,
+    ScatterAdd.name: _scatter,
+    IndexPut.name: _scatter,
 }

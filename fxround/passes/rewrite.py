@@ -15,22 +15,14 @@ import torch
 from torch import fx
 
 from fxround.errors import UnsupportedRounding
+from fxround.graph.dialect import Call, Pointwise
 from fxround.graph.site import META, ORIGIN, PORT, Port, Site, float_value, site
 from fxround.graph.values import evaluate
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.numerics.storage import Storage
 from fxround.policy import Assignment, Policy
 
 RNG: Final = "rng"
-
-# The dtypes that kernels store.
-STORAGES: Final[dict[torch.dtype, Storage]] = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-}
 
 
 @dataclass(frozen=True)
@@ -68,12 +60,16 @@ def is_random_state(node: fx.Node) -> bool:
     return node.op == "placeholder" and port is not None and port.kind == "random"
 
 
-def become(graph: fx.GraphModule, node: fx.Node, operator: str, args: Sequence[Any]) -> None:
-    """Turn a node into ``fxround::operator``, which rounds it. Name, uses and origin stay."""
+def become(graph: fx.GraphModule, node: fx.Node, call: Call[fx.Node]) -> None:
+    """Turn a node into the call of an operator that rounds it. Name, uses and origin stay.
+
+    Raises UnsupportedRounding, with the place of the node, if the operator has no kernel for these roundings.
+    """
     place = site(node)
     assert place is not None
-    node.target = getattr(torch.ops.fxround, operator).default
-    node.args, node.kwargs = tuple(args), {}
+    with locating(place):
+        call.kernel(call.loads())
+    node.target, node.args, node.kwargs = call.overload, call.arguments(), {}
     node.meta[META] = replace(place, status="rounded", reason="")
 
 
@@ -112,17 +108,22 @@ def round_after(
     value, place = float_value(node), site(node)
     assert value is not None and place is not None
     after = _last_placeholder(graph) if node.op == "placeholder" else node
-    args = ([node], f"t0 = identity(x0) @ {rounding}", dtype or value.dtype, rng_of(graph), stream)
+    call = rounded(graph, node, rounding, stream, dtype or value.dtype)
     with graph.graph.inserting_after(after):
-        new = graph.graph.create_node(
-            "call_function", torch.ops.fxround.pointwise.default, args, name=f"{node.name}_rounded"
-        )
+        new = graph.graph.create_node("call_function", call.overload, call.arguments(), name=f"{node.name}_rounded")
     new.meta = {**node.meta, META: replace(place, operator="fxround.round", status="rounded", reason="")}
     new.meta.pop(PORT, None)
     if dtype is not None:
         evaluate(graph, new)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and not _is_size(user))
     return new
+
+
+def rounded(
+    graph: fx.GraphModule, node: fx.Node, rounding: Rounding, stream: int, dtype: torch.dtype
+) -> Pointwise[fx.Node]:
+    """Return the call that rounds the value of a node to a value of the dtype."""
+    return Pointwise([node], f"t0 = identity(x0) @ {rounding}", dtype, rng_of(graph), stream)
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxround.capture.refusals import FORMAT_OF
 from fxround.errors import UnsupportedOperator
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, float_value, float_values
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.passes.rewrite import STORAGES, Plan, decided, keeps, round_after, sites
+from fxround.passes.rewrite import Plan, decided, keeps, round_after, sites
 
 LEFT_ALONE = "the policy leaves it alone"
 _ROUNDED = "; its result is rounded once"

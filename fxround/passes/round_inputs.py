@@ -15,12 +15,12 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.numerics.formats import Format
-from fxround.operators.rules import rule_of
-from fxround.passes.rewrite import RNG, STORAGES, Plan, decided, insert, keeps, rng_of, round_after, sites
+from fxround.operators.rules import argument, rule_of
+from fxround.passes.rewrite import RNG, Plan, decided, insert, keeps, round_after, rounded, sites
 from fxround.policy import ENTERING
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
@@ -94,10 +94,11 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     """
     given: Sequence[Any] = node.all_input_nodes
     if node.target is _BACKWARD:
-        wanted = node.args[10]
-        given = [node.args[0], *(node.args[2 - i] for i in range(2) if wanted[i])]  # type: ignore[index]
+        by_input, by_weight, _ = argument(node, "output_mask")
+        given = [argument(node, "grad_output")]
+        given += [argument(node, "weight")] * by_input + [argument(node, "input")] * by_weight
     elif node.target is torch.ops.aten.convolution.default:
-        given = node.args[:2]
+        given = [argument(node, "input"), argument(node, "weight")]
     return [n for n in dict.fromkeys(given) if float_value(n) is not None]
 
 
@@ -128,9 +129,8 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         moved = _rounded(graph, near, before, place, stream)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
-    program, dtype = f"t0 = identity(x0) @ {wanted[1]}", operand.meta["val"].dtype
-    rounding = torch.ops.fxround.pointwise.default
-    new = insert(graph, near, rounding, ([operand], program, dtype, rng_of(graph), stream))
+    call = rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype)
+    new = insert(graph, near, call.overload, call.arguments())
     new._rename(f"{near.name}_operand")
     new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
     return new

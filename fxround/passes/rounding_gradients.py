@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import META, Site, site
 from fxround.numerics.gradients import Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
-from fxround.passes.rewrite import STORAGES, Plan, become, decided, insert, rng_of, round_after
+from fxround.passes.rewrite import Plan, become, decided, insert, round_after, rounded
 from fxround.policy import Assignment
 
 aten = torch.ops.aten
@@ -90,7 +91,8 @@ def _zero_clamped(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> 
 def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: Rounding) -> None:
     place, dtype = site(gradient), gradient.meta["val"].dtype
     assert place is not None
-    program = f"t0 = identity(x0) @ {rounding}"
-    become(graph, gradient, "pointwise", ([gradient.args[0]], program, dtype, rng_of(graph), place.number))
+    source = gradient.args[0]
+    assert isinstance(source, fx.Node)
+    become(graph, gradient, rounded(graph, source, rounding, place.number, dtype))
     own = replace(value.assignment, rounding=rounding, gradient=Gradient())
     gradient.meta[META] = replace(place, operator="fxround.round", kind="pointwise", assignment=own, status="rounded")

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.errors import VerificationError
+from fxround.graph.dialect import CALLS
 from fxround.graph.site import float_value, site
 from fxround.graph.values import refresh
 from fxround.passes.rewrite import decided
@@ -50,7 +51,7 @@ def verify_accounted(graph: fx.GraphModule) -> None:
         if place is None:
             raise VerificationError(f"{node.name} ({node.target}) has no Site")
         # A draw is an operator of fxround's and rounds nothing.
-        ours = str(node.target).startswith("fxround.") and not (place.kind == "random" and place.status == "exact")
+        ours = node.target in CALLS and not (place.kind == "random" and place.status == "exact")
         if ours != (place.status == "rounded"):
             raise VerificationError(f"{node.name} ({node.target}) claims to be {place.status}: {place}")
         if place.status == "native" and not place.reason:

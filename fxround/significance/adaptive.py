@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.significance.bits import CONFIDENCE, require
 from fxround.significance.moments import Moments, chunks

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.significance.bits import CONFIDENCE, Method, bits_from, half_width, penalty
 from fxround.significance.moments import NEVER, Floats, Moments, as_array, chunks

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.capture.refusals import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import Call
 

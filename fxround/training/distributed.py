@@ -22,10 +22,11 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from fxround.compiler.module import RoundedModule
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
 from fxround.numerics.storage import FORMAT_OF
 from fxround.policy import Policy
-from fxround.runtime.cpu.pointwise import STORAGES, Draw, run_map
+from fxround.runtime.cpu.pointwise import Draw, run_map
 
 # Parameter k draws as node 2^32 - 1 - k: a graph counts its nodes from 0.
 _LAST: Final = (1 << 32) - 1

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxround.runtime.cpu.pointwise import dtype_of, run_kernel
+from fxround.graph.dialect import POINTWISE, Fused, Pointwise, read_map
+from fxround.graph.dtypes import dtype_of
+from fxround.runtime.cpu.pointwise import run_kernel
 from fxround.runtime.schedule.groups import key_of, map_of
-from fxround.runtime.torch_ops import FUSED, POINTWISE
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """A kernel's node, the graph inputs that it reads, and which of its results is the first, second, ... output."""
+    """A map, the graph inputs that it reads, and which of its results is the first, second, ... output."""
 
-    node: fx.Node
+    call: Pointwise[fx.Node] | Fused[fx.Node]
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
@@ -41,13 +42,13 @@ class InPlace:
             return False
         if any(x.shape not in (shape, ()) for x in operands) or any(x.shape != shape for x in old):
             return False
-        kernel = map_of(self.node, operands)
-        if len(kernel.results) != len(old):
+        kernel = map_of(self.call, operands)
+        if kernel is None or len(kernel.results) != len(old):
             return False
         outs = [old[self.results.index(number)] for number in range(len(kernel.results))]
         if any(out.dtype != dtype_of(stored) for out, stored in zip(outs, kernel.results, strict=True)):
             return False
-        run_kernel(kernel, operands, key_of(self.node, rng, bool(kernel.draws)), outs)
+        run_kernel(kernel, operands, key_of(self.call, rng, bool(kernel.draws)), outs)
         torch.autograd.graph.increment_version(list(old))
         return True
 
@@ -56,15 +57,14 @@ def in_place(graph: fx.GraphModule) -> InPlace | None:
     """Return the kernel of a lowered graph; None for several operators, or an output that no kernel makes."""
     inputs = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    if len(calls) != 1 or calls[0].target not in (FUSED, POINTWISE):
+    call = read_map(calls[0]) if len(calls) == 1 else None
+    if call is None:
         return None
-    (call,) = calls
-    operands: Any = call.args[0]
     outputs: Any = graph.graph.output_node().args[0]
-    results = [_number(output, call) for output in outputs]
-    if sorted(results) != list(range(len(results))) or not all(node in inputs for node in operands):
+    results = [_number(output, calls[0]) for output in outputs]
+    if sorted(results) != list(range(len(results))) or not all(node in inputs for node in call.xs):
         return None
-    return InPlace(call, tuple(inputs[node] for node in operands), tuple(results))
+    return InPlace(call, tuple(inputs[node] for node in call.xs), tuple(results))
 
 
 def _number(output: Any, call: fx.Node) -> int:

@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 import fxround
+from fxround.kernels import long_programs as parts_of_programs
 from fxround.kernels import parsed
 from fxround.passes.optimizations.fuse import MAX_OPERATORS
 from fxround.runtime.cpu import code, contraction, depthwise, long_programs, pointwise
-from fxround.runtime.cpu.convolution import convolution, input_gradient, weight_gradient
 from fxround.runtime.cpu.llvm.engine import compile_module
+
+convolution = torch.ops.fxround.convolution.default
+input_gradient = torch.ops.fxround.convolution_input_gradient.default
+weight_gradient = torch.ops.fxround.convolution_weight_gradient.default
 
 RNG = torch.tensor([3, 1])
 # LLVM takes less than 3 s for so many characters of a contraction, and of straight-line code for five times as many.
@@ -102,7 +106,7 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
     numbers = list(range(20, 25))
 
     def both() -> list[Any]:
-        long_programs.is_long.cache_clear()
+        parts_of_programs.is_long.cache_clear()
         one = torch.ops.fxround.pointwise([x, y], text, dtype, RNG, 4)
         named = torch.ops.fxround.fused(
             [x, y], text + "; return t5, t3, t7", f"{stored} {stored} {stored}", RNG, numbers
@@ -110,10 +114,10 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
         return [one, *named]
 
     whole = both()
-    monkeypatch.setattr(long_programs, "MOST", 0)
+    monkeypatch.setattr(parts_of_programs, "MOST", 0)
     monkeypatch.setattr(parsed, "pointwise", None)
     apart = both()
-    long_programs.is_long.cache_clear()
+    parts_of_programs.is_long.cache_clear()
     assert [t.shape for t in apart] == [(5, 3, 40)] * 4
     for a, b in zip(whole, apart, strict=True):
         assert a.dtype == b.dtype == dtype and torch.equal(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, layouts, same, stored, values
 from torch import Tensor
 
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Word
 from fxround.kernels.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
@@ -27,7 +28,7 @@ from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.cpu.pointwise import STORAGES, run_map
+from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 
 

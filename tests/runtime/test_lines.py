@@ -16,6 +16,7 @@ from kernel_operands import DRAW, KEY, OPS, OWN, RNG, same, scattered, stored, v
 from summation_trees import chain, check, masks, stated
 from torch import Tensor
 
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.shapes import Exact
 from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.exact import round_exact
@@ -25,7 +26,6 @@ from fxround.runtime import reference
 from fxround.runtime.cpu import exact_sum, reduction, scatter
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.cpu.pointwise import STORAGES
 from fxround.runtime.cpu.strides import Dim, Lines
 
 BINARY32 = Rounding.parse("binary32")

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from product_operands import KINDS, RNE, same, threads, values
 from torch import Tensor
 
+from fxround.kernels import parsed
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cpu import convolution as module
 from fxround.runtime.cpu import depthwise
 from fxround.runtime.cpu.code import instruction_set
-from fxround.runtime.cpu.contraction import contract_of
-from fxround.runtime.cpu.convolution import convolution, input_gradient
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+
+convolution = torch.ops.fxround.convolution.default
+input_gradient = torch.ops.fxround.convolution_input_gradient.default
 
 FEW = (RNE, "binary32/stochastic", "binary32/toward_zero", "bfloat16")
 # One of each kind of step: the hardware's, quick ones, those that draw, short formats, products and chunks apart.
@@ -156,7 +158,7 @@ def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() ->
         shape = depthwise.shape_of(
             (2, channels, 28, 28), (channels, channels // groups, 3, 3), [1, 1], [1, 1], [1, 1], groups
         )
-        kernel = contract_of(RNE, RNE, ("f32", "f32"), "f32")
+        kernel = parsed.contract(RNE, RNE, ("f32", "f32"), "f32")
         return depthwise.planned(kernel, shape)
 
     assert plan(64, 64) is not None
@@ -164,7 +166,7 @@ def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() ->
 
 
 def test_a_plane_that_is_too_large_is_cut_or_left_to_panels() -> None:
-    kernel = contract_of(RNE, RNE, ("f32", "f32"), "f32")
+    kernel = parsed.contract(RNE, RNE, ("f32", "f32"), "f32")
     shape = depthwise.shape_of((1, 1, 3000, 3000), (1, 1, 3, 3), [1, 1], [1, 1], [1, 1], 1)
     plan = depthwise.planned(kernel, shape)
     assert plan is not None and plan.plan.items > 60

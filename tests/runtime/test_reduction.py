@@ -14,6 +14,7 @@ from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, OPS, OWN, RNG, la
 from torch import Tensor
 
 import fxround
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.shapes import Exact, Reduce
 from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
@@ -25,7 +26,6 @@ from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.llvm.reduce import WIDE
-from fxround.runtime.cpu.pointwise import STORAGES
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 
 STEPS = [a for a in ACCUMULATORS if str(Accumulation.parse(a)) == str(Accumulation.parse(a).step)]

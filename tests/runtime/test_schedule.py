@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 
 import fxround
 from fxround.errors import VerificationError
+from fxround.graph.dialect import FUSED, POINTWISE
 from fxround.runtime.cpu import buffers
 from fxround.runtime.schedule.aliasing import is_view_of, may_share
 from fxround.runtime.schedule.verify import verify_schedule
-from fxround.runtime.torch_ops import FUSED, KERNELS, POINTWISE
+from fxround.runtime.torch_ops import KERNELS
 
 # 68 kB in binary32: large enough for a buffer of the pool.
 SIZE = 132

@@ -125,12 +125,12 @@ def test_a_piece_is_worth_its_thread(number: int) -> None:
 
 
 FORKING = """
-import os, torch
+import os, torch, fxround
 torch.set_num_threads(2)
-from fxround.runtime import torch_ops
+
 x, rng = torch.randn(200, 300), torch.tensor([3, 4])
 def product():
-    return torch_ops.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
+    return torch.ops.fxround.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
 want = product().tolist()
 child = os.fork()
 same = product().tolist() == want

@@ -24,8 +24,8 @@ from random_reference import Array, by_reference, drawing, encodings
 from torch import Tensor, fx
 
 import fxround.passes
-from fxround.capture.refusals import FORMAT_OF
 from fxround.compiler.exported import random_state
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ORIGIN, PORT, PORTS
 from fxround.kernels.shapes import Map
 from fxround.numerics.accumulation import Accumulation

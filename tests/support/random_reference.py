@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact
 from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics import scalar
 from fxround.numerics.randomness import random_function
 from fxround.runtime import reference
-from fxround.runtime.cpu.contraction import contract_of
-from fxround.runtime.cpu.pointwise import STORAGES, loads_of
+from fxround.runtime.cpu.pointwise import loads_of
 
 aten = torch.ops.aten
 Array = Any
@@ -88,7 +88,7 @@ def _contracted(
     a: Array, b: Array, dtype: torch.dtype, accumulate: str, rounding: str, rng: Tensor, node: int
 ) -> Tensor:
     storage = STORAGES[dtype]
-    kernel = contract_of(accumulate, rounding, (storage, storage), storage)
+    kernel = parsed.contract(accumulate, rounding, (storage, storage), storage)
     return tensor(reference.contract(kernel, a, b, _key(rng, node)), dtype)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxround.graph.dialect import Pointwise
 from fxround.graph.site import float_value, site
 from fxround.graph.values import module_of
 from fxround.operators.rules import argument
@@ -119,4 +120,4 @@ def _program(graph: fx.GraphModule, node: fx.Node, operator: str, operands: list
         return
     names = ", ".join(f"x{tensors.index(o)}" if isinstance(o, fx.Node) else o.hex() for o in operands)
     text = f"t0 = {operator}({names}) @ exact"
-    become(graph, node, "pointwise", (tensors, text, node.meta["val"].dtype, rng_of(graph), place.number))
+    become(graph, node, Pointwise(tensors, text, node.meta["val"].dtype, rng_of(graph), place.number))

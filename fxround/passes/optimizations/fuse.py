@@ -18,19 +18,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import fx
 
+from fxround.graph.dialect import Fused, Pointwise, read_map
+from fxround.graph.dtypes import STORAGES
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import META, float_value, site
 from fxround.graph.values import module_of
+from fxround.kernels import parsed
 from fxround.kernels.program import Program
 from fxround.kernels.specialize import draws, map_kernel
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.pointwise import literal
-from fxround.passes.rewrite import STORAGES, rng_of
+from fxround.passes.rewrite import rng_of
 
 # A program's values are held in registers: longer programs spill, and more operands leave no registers for values.
 MAX_STATEMENTS: Final = 40
@@ -127,14 +129,14 @@ def _step(node: fx.Node) -> Step | None:
     value = float_value(node) if node.op == "call_function" else None
     if value is None or value.dtype not in STORAGES:
         return None
-    if node.target is torch.ops.fxround.pointwise.default:
-        operands, text, _, _, number = node.args
-        program = Program.parse(text)  # type: ignore[arg-type]
-        if len(program.statements) > 1:
-            return None
-        drawn = (number,) if draws(program.statements[0]) else ()
-        return Step(node, program, tuple(operands), drawn, False)  # type: ignore[arg-type]
-    return _choice(node)
+    call = read_map(node)
+    if not isinstance(call, Pointwise):
+        return _choice(node)
+    program = parsed.program(call.program)
+    if len(program.statements) > 1:
+        return None
+    drawn = (call.node,) if draws(program.statements[0]) else ()
+    return Step(node, program, tuple(call.xs), drawn, False)
 
 
 def _choice(node: fx.Node) -> Step | None:
@@ -164,9 +166,9 @@ def _emit(graph: fx.GraphModule, fused: fx.Graph, chain: Chain, made: dict[fx.No
     """Add a node for the chain's program, and one for each value that is used outside of it."""
     numbers = [number for step in chain.steps for number in step.numbers]
     results = " ".join(STORAGES[node.meta["val"].dtype] for node in chain.stored)
-    args = ([made[o] for o in chain.operands], chain.text, results, made[rng_of(graph)], numbers)
+    call = Fused([made[o] for o in chain.operands], chain.text, results, made[rng_of(graph)], numbers)
     name = f"{chain.stored[-1].name}_fused"
-    node = fused.create_node("call_function", torch.ops.fxround.fused.default, args, name=name)
+    node = fused.create_node("call_function", call.overload, call.arguments(), name=name)
     node.meta = _origin(chain.steps[-1].node)
     node.meta["val"] = [n.meta["val"] for n in chain.stored]
     for i, old in enumerate(chain.stored):

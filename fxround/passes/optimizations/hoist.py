@@ -11,11 +11,13 @@ row-major tensors, so the removed copy would have had their layout, and nothing 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor, fx
 
+from fxround.graph.dialect import CALLS, POINTWISE, Pointwise, read_map
 from fxround.operators.rules import argument, rule_of
 
 aten = torch.ops.aten
@@ -50,7 +52,7 @@ def _chooses(node: fx.Node) -> bool:
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether the node is a row-major tensor that an operator of fxround's computes."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxround"
+    return node.target in CALLS
 
 
 def _hoist(graph: fx.Graph, view: fx.Node) -> None:
@@ -58,22 +60,22 @@ def _hoist(graph: fx.Graph, view: fx.Node) -> None:
 
     This is done if a user of the result can then be fused and no operand's fusion is lost.
     """
-    operation, pointwise = view.all_input_nodes[0], torch.ops.fxround.pointwise.default
-    if operation.target is not pointwise or len(operation.users) != 1 or not any(map(_fuses, view.users)):
+    operation = view.all_input_nodes[0]
+    call = read_map(operation)
+    if not isinstance(call, Pointwise) or len(operation.users) != 1 or not any(map(_fuses, view.users)):
         return
     before, after = operation.meta["val"], view.meta["val"]
-    operands: Any = operation.args[0]
-    kinds = [_kind(operand, before, after) for operand in operands]
+    kinds = [_kind(operand, before, after) for operand in call.xs]
     if "" in kinds or "whole" not in kinds:
         return
     with graph.inserting_before(view):
         moved = []
-        for operand, kind in zip(operands, kinds, strict=True):
+        for operand, kind in zip(call.xs, kinds, strict=True):
             moved.append(operand)
             if kind == "whole":
                 moved[-1] = graph.call_function(aten.reshape.default, (operand, argument(view, 1)))
                 moved[-1].meta = dict(view.meta)
-        again = graph.call_function(pointwise, (moved, *operation.args[1:]))
+        again = graph.call_function(call.overload, replace(call, xs=moved).arguments())
         again.meta = operation.meta | {"val": after}
     view.replace_all_uses_with(again)
     graph.erase_node(view)
@@ -81,7 +83,7 @@ def _hoist(graph: fx.Graph, view: fx.Node) -> None:
 
 
 def _fuses(node: fx.Node) -> bool:
-    return node.target is torch.ops.fxround.pointwise.default or _chooses(node)
+    return node.target is POINTWISE or _chooses(node)
 
 
 def _kind(operand: fx.Node, before: Tensor, after: Tensor) -> str:

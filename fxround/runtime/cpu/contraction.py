@@ -10,16 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, wraps
-from typing import Any, Final, NamedTuple, ParamSpec
+from functools import cache, lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxround.kernels import parsed
+from fxround.graph.dialect.contractions import require_length
+from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Contract
-from fxround.kernels.specialize import contract_kernel
-from fxround.numerics.storage import Storage
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import current_set, native, signature
 from fxround.runtime.cpu.llvm import contract, direct
@@ -29,10 +28,9 @@ from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.render import bytes_of
 from fxround.runtime.cpu.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import Draw, addresses, array, dtype_of
+from fxround.runtime.cpu.pointwise import Draw, addresses, array
 from fxround.runtime.cpu.threads import piece_of, pieces_of, scratch, spread
 
-P = ParamSpec("P")
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
 # The bytes that each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
@@ -42,7 +40,6 @@ TABLES: Final = 1 << 24
 _ENOUGH: Final = 1 << 15
 _ENOUGH_QUICK: Final = 1 << 18
 # The longest chain: the bounds of ``numerics.truncation.up_or_down`` hold for 2^30 steps.
-_LONGEST: Final = 1 << 30
 # Steps of a block: a packed panel of them stays in the first-level cache, the packed rows of an item in the second one.
 # A multiple of 32, because steps that share a word of coins begin at multiples of 32 (``Steps.along``).
 _BLOCK: Final = 192
@@ -96,12 +93,6 @@ class Right:
         # A single column is adjacent to itself whatever its stride.
         adjacent = n == 1 or shape[2] == 1
         return Right(shape[0], step, offsets(shape[1], k), offsets(shape[2], n), None, k if adjacent else None)
-
-
-@lru_cache(maxsize=1024)
-def contract_of(accumulate: str, rounding: str, loads: tuple[Storage, Storage], result: Storage) -> Contract:
-    """The kernel for the texts of a graph's arguments."""
-    return contract_kernel(parsed.accumulation(accumulate), parsed.rounding(rounding), loads, result)
 
 
 @dataclass(frozen=True)
@@ -186,16 +177,6 @@ class Pending(NamedTuple):
         made = buffers.empty(self.shape, self.dtype)
         self.run(made.data_ptr())
         return made
-
-
-def finished(begin: Callable[P, Pending]) -> Callable[P, Tensor]:
-    """The operator that begins a contraction by ``begin`` and finishes it."""
-
-    @wraps(begin)
-    def operator(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        return begin(*args, **kwargs).finish()
-
-    return operator
 
 
 @dataclass(frozen=True)
@@ -318,7 +299,7 @@ def begin_contract(
     if right.k_offsets.numel() != length or g != (groups or batch):
         expected = (batch, right.k_offsets.numel(), columns)
         raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    check_length(length)
+    require_length(length)
     if batch * rows * columns == 0:
         return Pending(size, dtype_of(kernel.result))
     found = Contraction.of(kernel, a.shape, a.stride(), right, groups)
@@ -329,12 +310,6 @@ def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw)
     """The product of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
     size = (b.shape[0], a.shape[1], b.shape[2])
     return begin_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size).finish()
-
-
-def check_length(length: int) -> None:
-    """Raise ValueError for a chain that is too long."""
-    if length > _LONGEST:
-        raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
 
 
 def enough_for(kernel: Contract) -> int:

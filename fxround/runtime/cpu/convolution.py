@@ -21,20 +21,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxround.graph.dialect import Convolution, ConvolutionInputGradient, ConvolutionWeightGradient
+from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
 from fxround.runtime.cpu.contraction import (
     TABLES,
     Pending,
     Placing,
     Right,
     begin_contract,
-    contract_of,
-    finished,
     offsets,
 )
 from fxround.runtime.cpu.depthwise import begin_planes, planned, shape_of
 from fxround.runtime.cpu.memo import by_bytes
 from fxround.runtime.cpu.pointwise import Draw, storage_of
-from fxround.runtime.geometry import Geometry, require_gradient, require_one_dtype, result_size
 
 # Images of fewer pixels are taken together: alone, their panels would mostly be ends, and weights packed for few
 # columns.
@@ -116,44 +115,27 @@ def _sums(tables: list[Tensor]) -> Tensor:
     return total
 
 
-def begin_convolution(
-    x: Tensor,
-    w: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    accumulate: str,
-    rounding: str,
-    rng: Tensor,
-    node: int,
-) -> Pending:
+def begin_convolution(call: Convolution[Tensor]) -> Pending:
     """Begin a convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
-    geometry = Geometry.of(stride, padding, dilation, transposed, output_padding, groups)
-    require_one_dtype("convolution", x.dtype, w.dtype)
-    size = result_size(geometry, x.shape, w.shape)
-    if transposed:
-        return _plain(*transposed_as_plain(x.detach(), w.detach(), geometry), size, accumulate, rounding, rng, node)
-    return _plain(x.detach(), w.detach(), geometry, size, accumulate, rounding, rng, node)
+    require_one_dtype("convolution", call.x.dtype, call.w.dtype)
+    size = result_size(call.geometry, call.x.shape, call.w.shape)
+    x, w, geometry = call.x.detach(), call.w.detach(), call.geometry
+    if geometry.transposed:
+        x, w, geometry = transposed_as_plain(x, w, geometry)
+    return _plain(call, x, w, geometry, size)
 
 
 def _plain(
+    call: Convolution[Tensor] | ConvolutionInputGradient[Tensor],
     x: Tensor,
     w: Tensor,
     geometry: Geometry,
     size: Sequence[int],
-    accumulate: str,
-    rounding: str,
-    rng: Tensor,
-    node: int,
 ) -> Pending:
     """Begin a convolution that is not transposed, of checked operands; ``size`` is the shape of its result."""
     groups = geometry.groups
     loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-    kernel = contract_of(accumulate, rounding, loads, loads[1])
-    draw = Draw.of(rng, node)
+    kernel, draw = call.kernel(loads), Draw.of(call.rng, call.node)
     if 0 in size:
         return Pending(size, x.dtype)
     shape = shape_of(x.shape, w.shape, geometry.stride, geometry.padding, geometry.dilation, groups)
@@ -181,70 +163,36 @@ def _placed(images: int, image_step: int, pixels: int) -> Tensor:
     return _sums([offsets(images, image_step), offsets(pixels, 1)])
 
 
-def begin_input_gradient(
-    grad: Tensor,
-    w: Tensor,
-    input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    accumulate: str,
-    rounding: str,
-    rng: Tensor,
-    node: int,
-) -> Pending:
+def begin_input_gradient(call: ConvolutionInputGradient[Tensor]) -> Pending:
     """Begin the input's gradient: the transposed convolution of ``grad`` (the plain one, if transposed)."""
-    tail = (accumulate, rounding, rng, node)
-    geometry, size = Geometry.of(stride, padding, dilation, transposed, output_padding, groups), list(input_size)
-    require_one_dtype("convolution's gradient", grad.dtype, w.dtype)
-    require_gradient(geometry, grad.shape, tuple(size), w.shape)
-    grad, w = grad.detach(), w.detach()
-    if not transposed:
-        back = geometry.reversed_for(size, w.shape)
-        grad, w, geometry = transposed_as_plain(grad, w, back)
-        return _plain(grad, w, geometry, size, *tail)
-    if any(more >= step for more, step in zip(output_padding, stride, strict=True)):
+    geometry, size = call.geometry, tuple(call.size)
+    require_one_dtype("convolution's gradient", call.grad.dtype, call.w.dtype)
+    require_gradient(geometry, call.grad.shape, size, call.w.shape)
+    grad, w = call.grad.detach(), call.w.detach()
+    if not geometry.transposed:
+        grad, w, plain = transposed_as_plain(grad, w, geometry.reversed_for(size, w.shape))
+        return _plain(call, grad, w, plain, size)
+    padding, more = geometry.padding, geometry.output_padding
+    if any(m >= step for m, step in zip(more, geometry.stride, strict=True)):
         # Past the last window, output_padding leaves room for others, which belong to no element of the input.
-        grad = padded(grad, padding, [p - more for p, more in zip(padding, output_padding, strict=True)])
+        grad = padded(grad, padding, [p - m for p, m in zip(padding, more, strict=True)])
         geometry = replace(geometry, padding=(0,) * len(padding))
-    return _plain(grad, w, geometry.plain(), size, *tail)
+    return _plain(call, grad, w, geometry.plain(), size)
 
 
-def begin_weight_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    accumulate: str,
-    rounding: str,
-    rng: Tensor,
-    node: int,
-) -> Pending:
+def begin_weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Pending:
     """Begin the weight's gradient: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
-    geometry, size = Geometry.of(stride, padding, dilation, transposed, output_padding, groups), list(weight_size)
-    require_one_dtype("convolution's gradient", grad.dtype, x.dtype)
-    require_gradient(geometry, grad.shape, x.shape, tuple(size))
+    geometry, size = call.geometry, tuple(call.size)
+    require_one_dtype("convolution's gradient", call.grad.dtype, call.x.dtype)
+    require_gradient(geometry, call.grad.shape, call.x.shape, size)
     # For a transposed convolution, input and gradient exchange their parts.
-    small, image = (x, grad) if transposed else (grad, x)
-    loads = (storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input"))
-    kernel = contract_of(accumulate, rounding, loads, loads[1])
-    image = padded(image.detach(), padding, padding)
-    found = windows_of(image.shape, tuple(size[2:]), tuple(small.shape[2:]), geometry)
+    small, image = (call.x, call.grad) if geometry.transposed else (call.grad, call.x)
+    kernel = call.kernel((storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input")))
+    image = padded(image.detach(), geometry.padding, geometry.padding)
+    found = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry)
     k = _sums([found.images, found.pixels])
+    groups = geometry.groups
     right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]))
     pixels = small.shape[2:].numel()
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return begin_contract(kernel, left, image, right, groups, Draw.of(rng, node), size)
-
-
-convolution: Final = finished(begin_convolution)
-input_gradient: Final = finished(begin_input_gradient)
-weight_gradient: Final = finished(begin_weight_gradient)
+    return begin_contract(kernel, left, image, right, groups, Draw.of(call.rng, call.node), size)

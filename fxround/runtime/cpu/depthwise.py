@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cpu.code import current_set, native, signature
 from fxround.runtime.cpu.contraction import TABLES, Code, Pending, Plan, enough_for, in_lines
@@ -26,7 +27,7 @@ from fxround.runtime.cpu.llvm.planes import POINTERS, PlanesVariant, build_plane
 from fxround.runtime.cpu.llvm.render import bytes_of
 from fxround.runtime.cpu.llvm.tile import quick_for, tile_for
 from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import addresses, array, dtype_of
+from fxround.runtime.cpu.pointwise import addresses, array
 
 _PLANES: Final = signature(2, len(POINTERS))
 # The number of output channels of a group from which packed panels are faster.

@@ -13,11 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxround.graph.dialect import Matmul
+from fxround.graph.dialect.contractions import require_product
+from fxround.graph.dtypes import STORAGES
+from fxround.kernels import parsed
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.contraction import TABLES, Contraction, Pending, Right, check_length, contract_of, finished
+from fxround.runtime.cpu.contraction import TABLES, Contraction, Pending, Right
 from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import STORAGES, Draw, storage_of
-from fxround.runtime.geometry import differ, require_one_dtype
+from fxround.runtime.cpu.pointwise import Draw, storage_of
 
 # The number of rows from which a product with one column is computed transposed.
 _FEW: Final = 8
@@ -37,29 +40,27 @@ class _Bound:
     draws: bool
 
 
-def begin_matmul(a: Tensor, b: Tensor, accumulate: str, rounding: str, rng: Tensor, node: int) -> Pending:
+def begin_matmul(call: Matmul[Tensor]) -> Pending:
     """Begin the product (M, K) x (K, N), or a batch of them: k ascending from +0, rounded as ``accumulate`` says."""
+    a, b = call.a, call.b
     for x, what in ((a, "first"), (b, "second")):
         if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES or x.is_neg():
             storage_of(x, f"matmul's {what} operand")
     layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
-    bound = _bound(*layouts, accumulate, rounding, current_set(), torch.get_num_threads())
-    key = Draw.of(rng, node).key() if bound.draws else None
+    bound = _bound(*layouts, call.accumulate, call.rounding, current_set(), torch.get_num_threads())
+    key = Draw.of(call.rng, call.node).key() if bound.draws else None
     if bound.contraction is None:
         return Pending(bound.shape, a.dtype)
     x, y = (b, a) if bound.turned else (a, b)
     return bound.contraction.of_operands(bound.shape, a.dtype, x, y, key)
 
 
-matmul: Final = finished(begin_matmul)
-
-
 @by_bytes(TABLES)
 def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> _Bound:
     """The product for operands of these layouts."""
-    check_matmul(a, b)
-    (left, steps, dtype), (right, other_steps, _) = a, b
-    kernel = contract_of(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
+    (left, steps, dtype), (right, other_steps, other) = a, b
+    require_product(left, right, (dtype, other))
+    kernel = parsed.contract(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
     shape, draws = (*left[:-1], right[-1]), kernel.draws or kernel.finish_draws
     if 0 in shape:
         return _Bound(shape, None, False, draws)
@@ -78,14 +79,3 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
 def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes or strides of a batch of transposed matrices."""
     return (of[0], of[2], of[1])
-
-
-def check_matmul(a: Layout, b: Layout) -> None:
-    """Raise ValueError or TypeError for operands that have no product; sizes may be symbolic."""
-    (left, _, dtype), (right, _, other) = a, b
-    if len(left) not in (2, 3) or len(left) != len(right):
-        raise ValueError(f"matmul takes two matrices or two batches of them, got {tuple(left)} and {tuple(right)}")
-    if differ((*left[:-2], left[-1]), (*right[:-2], right[-2])):
-        raise ValueError(f"matmul of {tuple(left)} with {tuple(right)}: inner sizes or batches differ")
-    require_one_dtype("matmul", dtype, other)
-    check_length(left[-1])

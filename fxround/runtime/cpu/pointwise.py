@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from fxround.graph.dialect import require_state
+from fxround.graph.dtypes import LOADS, STORAGES, dtype_of, result_storage, stored_as
+from fxround.graph.geometry import broadcast
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Map
 from fxround.kernels.specialize import map_kernel
@@ -27,15 +30,6 @@ from fxround.runtime.cpu.code import address_of, current_machine, current_set, n
 from fxround.runtime.cpu.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.cpu.threads import pieces_of, spread
 
-STORAGES: Final[dict[torch.dtype, Storage]] = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-}
-# The dtypes that a map reads: masks as well.
-LOADS: Final[dict[torch.dtype, Storage]] = {**STORAGES, torch.bool: "mask"}
-_DTYPES: Final = {storage: dtype for dtype, storage in STORAGES.items()}
 _MAP: Final = signature(4, 5)
 _WORD: Final = (1 << 32) - 1
 _KEY: Final = ctypes.c_uint32 * 4
@@ -82,22 +76,6 @@ class Draw:
         return (ctypes.c_uint32 * len(words))(*words)
 
 
-def require_state(rng: Tensor) -> None:
-    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample)."""
-    if rng.dtype != torch.int64 or rng.shape != (2,):
-        raise ValueError(
-            f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
-        )
-
-
-def stored_as(dtype: torch.dtype, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
-    """How kernels store a dtype; TypeError for a dtype that they do not store."""
-    if dtype not in known:
-        names = ", ".join(str(d).removeprefix("torch.") for d in known)
-        raise TypeError(f"{what}: got dtype {dtype}; expected one of {names}")
-    return known[dtype]
-
-
 def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
     """The storage of a dense CPU tensor of a known dtype; TypeError or ValueError for anything else."""
     if x.layout != torch.strided or x.is_quantized:
@@ -108,15 +86,6 @@ def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STOR
     if x.is_neg():
         raise ValueError(f"{what}: got a view with the negative bit; pass x.resolve_neg()")
     return storage
-
-
-def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that shapes broadcast to; ValueError if they do not."""
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        listed = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"{what}: shapes {listed} do not broadcast") from None
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -187,13 +156,6 @@ def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
     if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS and not x.is_neg() for x in operands):
         return tuple([LOADS[x.dtype] for x in operands])
     return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
-
-
-def result_storage(dtype: torch.dtype) -> Storage:
-    """How a result of the dtype is stored; TypeError if no kernel stores it."""
-    if dtype not in STORAGES:
-        raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
-    return STORAGES[dtype]
 
 
 def run_kernel(
@@ -297,8 +259,3 @@ def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) 
         0 if n == 1 and size != 1 else stride for n, stride, size in zip(own, strides, shape[missing:], strict=True)
     )
     return [0] * missing + list(kept)
-
-
-def dtype_of(storage: Storage) -> torch.dtype:
-    """The dtype of a storage: the inverse of ``STORAGES``."""
-    return _DTYPES[storage]

@@ -15,13 +15,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxround.graph.geometry import broadcast
 from fxround.kernels.shapes import Scatter
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.llvm.scatter import build_scatter, lanes_for
-from fxround.runtime.cpu.pointwise import Draw, addresses, broadcast
+from fxround.runtime.cpu.pointwise import Draw, addresses
 from fxround.runtime.cpu.threads import pieces_of, spread
-from fxround.runtime.geometry import differ, require_one_dtype, surely
 
 _SCATTER: Final = signature(3, 6)
 _ENOUGH: Final = 1 << 13
@@ -33,17 +33,6 @@ class Contributions:
 
     rows: Tensor
     source: Tensor
-
-
-_INDICES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _require_index(index: Tensor, what: str) -> None:
-    """Raise TypeError for an index of another dtype or layout than indexing takes."""
-    if index.dtype not in _INDICES or index.layout != torch.strided:
-        raise TypeError(
-            f"{what}: got an index of {index.dtype}, {index.layout}; expected int64 or int32 (or a bool mask)"
-        )
 
 
 def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
@@ -78,43 +67,6 @@ def scatter_rows(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Contribu
     return Contributions(rows.reshape(-1), source.contiguous().reshape(rows.numel(), inner))
 
 
-def check_scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    """Raise IndexError, TypeError or ValueError for arguments of scatter_add that do not fit."""
-    dims = max(1, x.dim())
-    if not -dims <= dim < dims:
-        raise IndexError(f"scatter_add: dim {dim} of a tensor with {x.dim()} dimensions: out of range")
-    _require_index(index, "scatter_add")
-    require_one_dtype("scatter_add", x.dtype, source.dtype)
-    own, at, given = (tuple(t.shape) or (1,) for t in (x, index, source))
-    shapes = f"self {own}, index {at}, src {given}"
-    if not len(own) == len(at) == len(given):
-        raise ValueError(f"scatter_add: {shapes}: expected as many dimensions in each")
-    sizes = enumerate(zip(at, given, own, strict=True))
-    if any(surely(n > s) or (d != dim % dims and surely(n > m)) for d, (n, s, m) in sizes):
-        raise ValueError(f"scatter_add: {shapes}: the index exceeds src, or self outside of dim {dim}")
-
-
-def check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
-    """Raise IndexError, TypeError or ValueError for arguments of index_put that do not fit."""
-    require_one_dtype("index_put", x.dtype, values.dtype)
-    at = 0
-    for index in indices:
-        if index is not None and index.dtype == torch.bool:
-            if not index.dim() or differ(index.shape, x.shape[at : at + index.dim()]):
-                raise IndexError(
-                    f"index_put: a mask of shape {tuple(index.shape)} at dimension {at} of {tuple(x.shape)}"
-                )
-            at += index.dim()
-            continue
-        if index is not None:
-            _require_index(index, "index_put")
-        at += 1
-    if at > x.dim():
-        raise IndexError(f"index_put: {at} indices for a tensor with {x.dim()} dimensions")
-    if all(index is None for index in indices):
-        raise IndexError("index_put: expected at least one index tensor")
-
-
 def _along(size: int, dim: int, dims: int) -> Tensor:
     """0, 1, 2, ... along dimension ``dim`` of ``dims``."""
     return torch.arange(size).reshape([-1 if d == dim else 1 for d in range(dims)])
@@ -123,7 +75,7 @@ def _along(size: int, dim: int, dims: int) -> Tensor:
 def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Contributions:
     """The rows of index_put: values[p] goes to x[indices[0][p], indices[1][p], ...]; None takes a whole dimension.
 
-    ``check_put`` has checked the arguments; what depends on the elements of a mask is checked here.
+    ``IndexPut.require`` has checked the arguments; what depends on the elements of a mask is checked here.
     """
     places = _expanded(x, indices)
     used = [d for d, i in enumerate(places) if i is not None]

@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxround.graph.dialect import FUSED
 from fxround.operators.rules import RULES
-from fxround.runtime.torch_ops import FUSED, KERNELS
+from fxround.runtime.torch_ops import KERNELS
 
 _ATEN: Final = torch.ops.aten
 # Operators whose results may alias an operand whatever their schemas say.

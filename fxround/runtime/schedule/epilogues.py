@@ -23,15 +23,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Pointwise, read_map
+from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.numerics.randomness import BLOCK
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Pending
 from fxround.runtime.cpu.contraction import Plan as Contraction
-from fxround.runtime.cpu.pointwise import LOADS, MapCall, addresses, array, dtype_of
+from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
-from fxround.runtime.torch_ops import CONTRACTIONS, FUSED, POINTWISE
+from fxround.runtime.torch_ops import CONTRACTIONS
 
 _ATEN: Final = torch.ops.aten
 # Operators that may only give a row-major tensor another shape; ``Epilogue._plan`` checks that they did, on real
@@ -58,7 +60,7 @@ def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
     position = {node: i for i, node in enumerate(graph.graph.nodes)}
     groups: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in position:
-        if node.target in (FUSED, POINTWISE):
+        if node.target in MAPS:
             group = _group(node, position)
             if group and not any(part in groups for part in group):
                 groups |= dict.fromkeys(group, group)
@@ -77,7 +79,7 @@ def join_epilogues(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _group(node: fx.Node, position: dict[fx.Node, int]) -> frozenset[fx.Node]:
     """A map and its results, the latest contraction that it reads, and the views between; empty if there is none."""
-    chains = [tuple(_back(operand, node)) for operand in _operands_of(node)]
+    chains = [tuple(_back(operand, node)) for operand in _map(node).xs]
     known = [chain for chain in chains if chain[-1].target in CONTRACTIONS]
     if not known:
         return frozenset()
@@ -94,9 +96,11 @@ def _back(operand: fx.Node, user: fx.Node) -> Iterator[fx.Node]:
         node, user = node.all_input_nodes[0], node
 
 
-def _operands_of(node: fx.Node) -> list[fx.Node]:
-    """The operands of a map."""
-    return list(node.args[0])  # type: ignore[arg-type]
+def _map(node: fx.Node) -> Pointwise[fx.Node] | Fused[fx.Node]:
+    """The call of a node that is known for a map."""
+    call = read_map(node)
+    assert call is not None
+    return call
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -131,14 +135,15 @@ class Epilogue(nn.Module):
         own = set(nodes)
         self.whole = subgraph(graph, nodes, inputs)
         (contraction,) = (node for node in nodes if node.target in CONTRACTIONS)
-        (self.map,) = (node for node in nodes if node.target in (FUSED, POINTWISE))
+        (mapped,) = (node for node in nodes if node.target in MAPS)
+        self.map = _map(mapped)
         views = [node for node in nodes if node.target in _VIEWS]
         self.begin = _function(graph, inputs, contraction)
-        self.views = _operands(graph, inputs, contraction, views, self.map)
+        self.views = _operands(graph, inputs, contraction, views, self.map.xs)
         place = {node: i for i, node in enumerate(inputs)}
         # Indices of the map's operands among the inputs; None for the contraction's result.
-        self.operands = tuple(place.get(node) for node in _operands_of(self.map))
-        self.rng = place[self.map.args[3]]  # type: ignore[index]
+        self.operands = tuple(place.get(node) for node in self.map.xs)
+        self.rng = place[self.map.rng]
         self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
         self.plans: dict[Any, Plan | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
@@ -178,6 +183,8 @@ class Epilogue(nn.Module):
         ):
             return None
         kernel = map_of(self.map, operands)
+        if kernel is None:
+            return None
         call = MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
         dtypes = tuple(dtype_of(storage) for storage in kernel.results)
         steps = tuple(_steps(pending.plan, total, result.itemsize))
@@ -238,14 +245,18 @@ def _function(graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.
 
 
 def _operands(
-    graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node, views: Sequence[fx.Node], user: fx.Node
+    graph: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    contraction: fx.Node,
+    views: Sequence[fx.Node],
+    operands: Sequence[fx.Node],
 ) -> Any:
     """The function (the contraction's result, *inputs) -> the operands of the map."""
     inside = fx.Graph()
     made = {node: inside.placeholder(node.name) for node in (contraction, *inputs)}
     for view in views:
         made[view] = inside.node_copy(view, lambda used: made[used])
-    inside.output([made[node] for node in _operands_of(user)])
+    inside.output([made[node] for node in operands])
     return fx.GraphModule(graph, inside).forward
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.graph.dialect import Call, Fused, ProgramCall
+from fxround.graph.dtypes import LOADS
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import module_of
-from fxround.kernels import parsed
 from fxround.kernels.shapes import Map
-from fxround.runtime.cpu.pointwise import LOADS, NO_KEY, STORAGES, Draw
-from fxround.runtime.torch_ops import FUSED
+from fxround.runtime.cpu.pointwise import NO_KEY, Draw
 
 
 def grouped(
@@ -75,18 +75,15 @@ def is_operand(node: fx.Node) -> bool:
     return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
 
 
-def key_of(node: fx.Node, rng: Tensor, draws: bool = True) -> Any:
+def key_of(call: Call[fx.Node], rng: Tensor, draws: bool = True) -> Any:
     """The random key of a kernel's call. draws: whether the kernel uses it."""
     if not draws:
         return NO_KEY
-    if node.target is FUSED:
-        return Draw.of(rng, 0).keys(node.args[4])  # type: ignore[arg-type]
-    return Draw.of(rng, node.args[-1]).key()  # type: ignore[arg-type]
+    if isinstance(call, Fused):
+        return Draw.of(rng, 0).keys(call.nodes)
+    return Draw.of(rng, call.node).key()  # type: ignore[attr-defined]
 
 
-def map_of(node: fx.Node, operands: Sequence[Tensor]) -> Map:
-    """The kernel of a map over these operands."""
-    loads, text = tuple(LOADS[x.dtype] for x in operands), str(node.args[1])
-    if node.target is FUSED:
-        return parsed.fused(text, loads, str(node.args[2]))
-    return parsed.pointwise(text, loads, STORAGES[node.args[2]])  # type: ignore[index]
+def map_of(call: ProgramCall[fx.Node], operands: Sequence[Tensor]) -> Map | None:
+    """The kernel of a map over these operands; None for a program that runs in parts."""
+    return call.kernel(tuple(LOADS[x.dtype] for x in operands))

@@ -24,24 +24,25 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, ProgramCall, Sum, read, read_map
+from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact, Reduce
-from fxround.kernels.specialize import largest_kernel, sum_kernel
+from fxround.kernels.specialize import largest_kernel
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
+from fxround.operators.rules import argument
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import address_of, current_set, native, signature
 from fxround.runtime.cpu.llvm.chain import ARGS, build_chain
-from fxround.runtime.cpu.pointwise import STORAGES, MapCall, addresses, array, dtype_of
+from fxround.runtime.cpu.pointwise import NO_KEY, MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, scratch, spread
 from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
-from fxround.runtime.torch_ops import FUSED, POINTWISE
 
-_SUM: Final = torch.ops.fxround.sum.default
 _LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 _UNKNOWN: Final = "not planned yet"
@@ -75,8 +76,8 @@ def _shape(node: fx.Node) -> Shape | None:
         return None
     if node.target is FUSED:
         value = node.meta["val"][0]
-    elif node.target in (_SUM, _LARGEST):
-        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    elif node.target in (Sum.overload, _LARGEST):
+        value = node.all_input_nodes[0].meta["val"]
         if not _reduces_rows(node, value.dim()):
             return None
     elif node.target is operator.getitem:
@@ -91,23 +92,26 @@ def _shape(node: fx.Node) -> Shape | None:
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
     """The operands of one of our nodes, without the random state."""
-    if node.target in (FUSED, POINTWISE):
-        return list(node.args[0])  # type: ignore[arg-type]
+    call = read_map(node)
+    if call is not None:
+        return list(call.xs)
     return [] if node.target is operator.getitem else node.all_input_nodes[:1]
 
 
 def _reduces_rows(node: fx.Node, dims: int) -> bool:
     """Whether a node reduces the last dimension alone and keeps it with size 1."""
-    # A maximum of all elements has no dimensions among its arguments.
-    _, reduced, keepdim, *_ = (*node.args, None, None)
-    if not dims or not keepdim or not isinstance(reduced, list | tuple):
-        return False
-    if [d % dims for d in reduced] != [dims - 1]:
-        return False
-    if node.target is _LARGEST:
-        # The maximum may be a zero of either sign (``largest_kernel``): only our own maps may read it.
-        return all(user.target in (FUSED, POINTWISE) for user in node.users)
-    return parsed.order(str(node.args[3])).kind != "exact"
+    call = read(node)
+    if isinstance(call, Sum):
+        rows = call.keepdim and _is_last(call.dims, dims)
+        return rows and parsed.order(call.order).kind != "exact"
+    # The maximum may be a zero of either sign (``largest_kernel``): only our own maps may read it.
+    rows = argument(node, "keepdim") and _is_last(argument(node, "dim"), dims)
+    return rows and all(user.target in MAPS for user in node.users)
+
+
+def _is_last(reduced: Sequence[int], dims: int) -> bool:
+    """Whether the reduced dimensions are the last of ``dims`` alone; none are named for a maximum of all elements."""
+    return dims > 0 and [d % dims for d in reduced] == [dims - 1]
 
 
 def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
@@ -128,8 +132,8 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _is_chain(unit: Unit) -> bool:
     """Whether a unit has a row sum and a map over whole rows, and takes every list of results apart itself."""
-    reduced = any(node.target is _SUM for node in unit.nodes)
-    mapped = any(node.target in (FUSED, POINTWISE) and not _is_statistic(node) for node in unit.nodes)
+    reduced = any(node.target is Sum.overload for node in unit.nodes)
+    mapped = any(node.target in MAPS and not _is_statistic(node) for node in unit.nodes)
     return reduced and mapped and all(node.target is not FUSED for node in unit.results())
 
 
@@ -144,9 +148,12 @@ def _is_statistic(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A kernel of the chain; ``operands`` and ``results`` are indices into the table of values."""
+    """A kernel of the chain; ``operands`` and ``results`` are indices into the table of values.
 
-    node: fx.Node
+    call: the call of an operator of ours; None for a maximum.
+    """
+
+    call: Call[fx.Node] | None
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
@@ -225,13 +232,15 @@ class Rows(nn.Module):
             shape = torch.broadcast_shapes(*(x.shape for x in operands))
             if not math.prod(shape):
                 return None
-            if stage.node.target in (_SUM, _LARGEST):
-                reduction = _reduction_of(stage.node, STORAGES[operands[0].dtype])
+            if not isinstance(stage.call, ProgramCall):
+                reduction = _reduction_of(stage.call, STORAGES[operands[0].dtype])
                 calls.append(_line_call(reduction, operands[0]))
                 draws.append(isinstance(reduction, Reduce) and (reduction.draws or reduction.finish_draws))
                 table[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
                 continue
-            kernel = map_of(stage.node, operands)
+            kernel = map_of(stage.call, operands)
+            if kernel is None:
+                return None
             calls.append(MapCall.of(kernel, [(x.shape, x.stride()) for x in operands]))
             draws.append(bool(kernel.draws))
             for i, storage in zip(stage.results, kernel.results, strict=True):
@@ -297,7 +306,10 @@ class Rows(nn.Module):
         # takes a value for a buffer if the table gives it bytes of a row.
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
         rng = inputs[self.rng]
-        keys = [key_of(stage.node, rng, draws) for stage, draws in zip(self.stages, plan.draws, strict=True)]
+        keys = [
+            NO_KEY if stage.call is None else key_of(stage.call, rng, draws)
+            for stage, draws in zip(self.stages, plan.draws, strict=True)
+        ]
         told = array([ctypes.addressof(key) for key in keys])
         pieces = pieces_of(plan.ranges, plan.enough)
         space, step = scratch(plan.space, pieces > 1)
@@ -328,10 +340,11 @@ def _table(
 def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
     """A node as a stage; ``place`` gives the index of each value."""
     operands = tuple(place[n] for n in _tensors(node))
-    if node.target is not FUSED:
-        return Stage(node, operands, (place[node],))
+    call = read(node)
+    if not isinstance(call, Fused):
+        return Stage(call, operands, (place[node],))
     taken = sorted((user.args[1], place[user]) for user in node.users)
-    return Stage(node, operands, tuple(at for _, at in taken))
+    return Stage(call, operands, tuple(at for _, at in taken))
 
 
 @dataclass(frozen=True)
@@ -360,9 +373,6 @@ def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
     return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
 
 
-def _reduction_of(node: fx.Node, storage: Storage) -> Reduce | Exact:
+def _reduction_of(call: Call[fx.Node] | None, storage: Storage) -> Reduce | Exact:
     """The kernel of a sum or a maximum over rows."""
-    if node.target is _LARGEST:
-        return largest_kernel(storage)
-    order, accumulate, rounding = (str(text) for text in node.args[3:6])
-    return sum_kernel(parsed.order(order), parsed.rounding(accumulate), parsed.rounding(rounding), storage, storage)
+    return largest_kernel(storage) if call is None else call.kernel((storage,))

@@ -32,6 +32,15 @@ def differ(a: Sizes, b: Sizes) -> bool:
     return len(a) != len(b) or any(surely(m != n) for m, n in zip(a, b, strict=True))
 
 
+def broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that shapes broadcast to; ValueError if they do not."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{what}: shapes {listed} do not broadcast") from None
+
+
 def require_one_dtype(what: str, a: torch.dtype, b: torch.dtype) -> None:
     """Raise TypeError for operands of two dtypes; ``what`` names them in the message."""
     if a != b:

@@ -1,0 +1,53 @@
+"""The dialect: every operator ``fxround::...`` of a lowered graph, declared once.
+
+A graph node carries its whole arithmetic in its arguments: a program or a rounding as text, the run-time tensor ``rng``
+= (seed, sample), and the number of the node. An operator is a class whose fields are its arguments. Its schema, its
+fake counterpart, the node that a pass writes and the view that a reader gets come from this class. Calls are pure, and
+results are row-major whatever the operands' strides. ``runtime.torch_ops`` attaches the kernels of a device.
+
+    become(graph, node, Matmul(a, b, "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 7))
+    read(node).accumulate  # 'binary32/stochastic/inf'
+"""
+
+from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, Call, T, read, require_state
+from fxround.graph.dialect.contractions import (
+    ContractionCall,
+    Convolution,
+    ConvolutionInputGradient,
+    ConvolutionWeightGradient,
+    Matmul,
+)
+from fxround.graph.dialect.maps import FUSED, MAPS, POINTWISE, Fused, Pointwise, ProgramCall, read_map
+from fxround.graph.dialect.reductions import Cumprod, Cumsum, Prod, ReductionCall, ScanCall, Sum
+from fxround.graph.dialect.scatters import IndexPut, ScatterAdd, ScatterCall
+
+__all__ = [
+    "CALLS",
+    "FUSED",
+    "LIBRARY",
+    "MAPS",
+    "NAMESPACE",
+    "POINTWISE",
+    "Call",
+    "ContractionCall",
+    "Convolution",
+    "ConvolutionInputGradient",
+    "ConvolutionWeightGradient",
+    "Cumprod",
+    "Cumsum",
+    "Fused",
+    "IndexPut",
+    "Matmul",
+    "Pointwise",
+    "Prod",
+    "ProgramCall",
+    "ReductionCall",
+    "ScanCall",
+    "ScatterAdd",
+    "ScatterCall",
+    "Sum",
+    "T",
+    "read",
+    "read_map",
+    "require_state",
+]

@@ -1,0 +1,151 @@
+"""What all operators of the dialect share: a class for the calls of each, from which its schema is made.
+
+A subclass of ``Call`` declares one operator ``fxround::name``. Its fields are the operator's arguments, in order; a
+field's type gives the argument's type in the schema. ``operator`` defines the operator for PyTorch with its fake
+counterpart. A pass writes a node from a call; ``read`` gives the call of a node; and a kernel receives the call with
+tensors in place of nodes. An argument is therefore named in one place, and its position is written nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_type_hints
+
+import torch
+from torch import Tensor, fx
+
+from fxround.graph.dtypes import STORAGES, stored_as
+from fxround.graph.geometry import Geometry, Sizes
+from fxround.numerics.storage import Storage
+
+NAMESPACE: Final = "fxround"
+LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
+
+# fx.Node in a graph, Tensor where the operator runs.
+T = TypeVar("T")
+C = TypeVar("C", bound="type[Call[Any]]")
+_TYPES: Final[dict[Any, str]] = {
+    T: "Tensor",
+    Sequence[T]: "Tensor[]",  # type: ignore[valid-type]
+    Sequence[T | None]: "Tensor?[]",  # type: ignore[valid-type]
+    Sequence[int]: "int[]",
+    Sizes: "SymInt[]",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+# A convolution's geometry is one field of a call and six arguments of its operator.
+_GEOMETRY: Final = {
+    **dict.fromkeys(("stride", "padding", "dilation", "output_padding"), "SymInt[]"),
+    "transposed": "bool",
+    "groups": "SymInt",
+}
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """A call of an operator: its arguments by name.
+
+    name        the operator's name in the namespace ``fxround``
+    returns     the type of its result in the schema
+    overload    the operator itself, the target of a node
+    """
+
+    name: ClassVar[str]
+    returns: ClassVar[str] = "Tensor"
+    overload: ClassVar[Any]
+    _nested: ClassVar[int | None]
+    _tensors: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> Self:
+        """Return the call with these arguments, in the order of the schema."""
+        at = cls._nested
+        if at is not None:
+            end = at + len(fields(Geometry))
+            arguments = (*arguments[:at], Geometry.of(*arguments[at:end]), *arguments[end:])
+        return cls(*arguments)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments in the order of the schema."""
+        found: list[Any] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            found += [_plain(getattr(value, f.name)) for f in fields(value)] if field.name == "geometry" else [value]
+        return tuple(found)
+
+    @property
+    def operands(self) -> Sequence[T]:
+        """The tensors that the kernel computes with."""
+        return [getattr(self, name) for name in self._tensors]
+
+    def loads(self) -> tuple[Storage, ...]:
+        """Return how the operands are stored. Raises TypeError for a dtype that kernels do not store."""
+        return tuple(stored_as(value_of(x).dtype, f"{self.name}'s operand", STORAGES) for x in self.operands)
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Any:
+        """Return the kernel for operands that are stored so.
+
+        Raises ValueError for a rounding that the storages cannot have, or a text that is no rounding.
+        """
+        raise NotImplementedError
+
+    def fake(self) -> Any:
+        """Return a result without memory for operands without memory; raises what the operator raises for them."""
+        raise NotImplementedError
+
+
+# The class of each operator's calls.
+CALLS: Final[dict[Any, type[Call[Any]]]] = {}
+
+
+def operator(name: str, returns: str = "Tensor") -> Callable[[C], C]:
+    """Declare ``fxround::name`` by the class of its calls; a decorator."""
+
+    def declare(cls: C) -> C:
+        hints = get_type_hints(cls)
+        names = [field.name for field in fields(cls)]
+        cls.name, cls.returns = name, returns
+        cls._nested = names.index("geometry") if "geometry" in names else None
+        cls._tensors = tuple(name for name in names if hints[name] is T and name != "rng")
+        schema = ", ".join(_declared(name, hints[name]) for name in names)
+        LIBRARY.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: cls.of(args).fake(), lib=LIBRARY)
+        cls.overload = getattr(torch.ops.fxround, name).default
+        CALLS[cls.overload] = cls
+        return cls
+
+    return declare
+
+
+def _declared(name: str, hint: Any) -> str:
+    """Return a field as arguments of a schema."""
+    if hint is not Geometry:
+        return f"{_TYPES[hint]} {name}"
+    return ", ".join(f"{_GEOMETRY[field.name]} {field.name}" for field in fields(Geometry))
+
+
+def _plain(value: Any) -> Any:
+    """Return a tuple as the list that a graph's arguments have."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read(node: fx.Node) -> Call[fx.Node] | None:
+    """Return the call that a node makes, None if the node calls no operator of the dialect."""
+    cls = CALLS.get(node.target) if node.op == "call_function" else None
+    return None if cls is None else cls.of(node.args)
+
+
+def value_of(x: Any) -> Tensor:
+    """Return the fake value of a node; a tensor is its own."""
+    return cast(Tensor, x.meta["val"]) if isinstance(x, fx.Node) else cast(Tensor, x)
+
+
+def require_state(rng: Tensor) -> None:
+    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample)."""
+    if rng.dtype != torch.int64 or rng.shape != (2,):
+        raise ValueError(
+            f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
+        )

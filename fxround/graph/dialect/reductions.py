@@ -1,0 +1,143 @@
+"""Reductions: sums and products over dimensions, and of all prefixes along one.
+
+Several reduced dimensions count as one, in row-major order of their elements.
+
+    sum(x, [1], True, "lanes:16", "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fxround.graph.dialect.call import Call, T, operator, require_state
+from fxround.kernels import parsed
+from fxround.kernels.shapes import Exact, Reduce, Scan
+from fxround.numerics.storage import Storage
+
+
+def dims_of(x: Tensor, dims: Sequence[int]) -> list[int]:
+    """Return the dimensions as non-negative numbers, ascending, each once; all of them if none is named.
+
+    Raises IndexError for one out of range, ValueError for one that is named twice.
+    """
+    wanted = list(dims) or list(range(x.dim()))
+    if any(not -max(1, x.dim()) <= d < max(1, x.dim()) for d in wanted):
+        raise IndexError(f"dims {list(dims)} of a tensor with {x.dim()} dimensions: out of range")
+    if x.dim() == 0:
+        return []
+    found = sorted(d % x.dim() for d in wanted)
+    if len(set(found)) != len(found):
+        raise ValueError(f"dims {list(dims)} name a dimension twice")
+    return found
+
+
+class ReductionCall(Call[T]):
+    """What sums and products over dimensions have in common."""
+
+    x: T
+    dims: Sequence[int]
+    keepdim: bool
+    accumulate: str
+    rounding: str
+    rng: T
+
+    def reduced(self: ReductionCall[Tensor]) -> list[int]:
+        """Return the reduced dimensions, none negative, ascending."""
+        return dims_of(self.x, self.dims)
+
+    def size(self: ReductionCall[Tensor]) -> list[Any]:
+        """Return the sizes of the result."""
+        reduced = self.reduced()
+        if self.keepdim:
+            return [1 if d in reduced else s for d, s in enumerate(self.x.shape)]
+        return [s for d, s in enumerate(self.x.shape) if d not in reduced]
+
+    def fake(self: ReductionCall[Tensor]) -> Tensor:
+        """Return a tensor without the reduced dimensions, or with size 1 in each."""
+        self.kernel(self.loads())
+        require_state(self.rng)
+        return self.x.new_empty(self.size())
+
+
+@operator("sum")
+@dataclass(frozen=True)
+class Sum(ReductionCall[T]):
+    """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum rounded once."""
+
+    x: T
+    dims: Sequence[int]
+    keepdim: bool
+    order: str
+    accumulate: str
+    rounding: str
+    rng: T
+    node: int
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Reduce | Exact:
+        """Return the kernel of the order."""
+        return parsed.total(self.order, self.accumulate, self.rounding, *loads)
+
+
+@operator("prod")
+@dataclass(frozen=True)
+class Prod(ReductionCall[T]):
+    """The product over ``dims``, k ascending from 1."""
+
+    x: T
+    dims: Sequence[int]
+    keepdim: bool
+    accumulate: str
+    rounding: str
+    rng: T
+    node: int
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Reduce:
+        """Return the kernel."""
+        return parsed.product(self.accumulate, self.rounding, *loads)
+
+
+@dataclass(frozen=True)
+class ScanCall(Call[T]):
+    """The results of a chain after each of its steps, along one dimension."""
+
+    x: T
+    dim: int
+    accumulate: str
+    rounding: str
+    rng: T
+    node: int
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Scan:
+        """Return the kernel."""
+        raise NotImplementedError
+
+    def fake(self: ScanCall[Tensor]) -> Tensor:
+        """Return a tensor of the operand's size."""
+        self.kernel(self.loads())
+        dims_of(self.x, [self.dim])
+        require_state(self.rng)
+        return self.x.new_empty(self.x.shape)
+
+
+@operator("cumsum")
+@dataclass(frozen=True)
+class Cumsum(ScanCall[T]):
+    """Every prefix sum, k ascending from +0."""
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Scan:
+        """Return the kernel."""
+        return parsed.running_sum(self.accumulate, self.rounding, *loads)
+
+
+@operator("cumprod")
+@dataclass(frozen=True)
+class Cumprod(ScanCall[T]):
+    """Every prefix product, k ascending from 1."""
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Scan:
+        """Return the kernel."""
+        return parsed.running_product(self.accumulate, self.rounding, *loads)
