@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.specialize import (
     scatter_kernel,
 )
 from fxround.numerics.modes import MODES, Rounding
 from fxround.runtime import reference
 from fxround.runtime.cpu.pointwise import Draw
-from fxround.graph.dtypes import STORAGES
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
