@@ -18,14 +18,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.arithmetic import require_ieee_arithmetic
-from fxround.capture import Captured, capture, export_program, inside_backward, trace_example
+from fxround.capture import Captured, export_program, inside_backward, trace_example
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
-from fxround.compiler.executable import Entry, Owner, owner_of, resolved
+from fxround.compiler.executable import Entry, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
-from fxround.compiler.from_backend import received
 from fxround.compiler.iteration import Repeats
+from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.replay import Replay
 from fxround.compiler.shown import Shown
 from fxround.compiler.signature import (
@@ -40,14 +40,11 @@ from fxround.compiler.signature import (
     signature_of,
 )
 from fxround.compiler.torch_version import require_working_torch
-from fxround.compiler.training_step import Step, differentiable_later, step_of
+from fxround.compiler.training_step import Step, differentiable_later
 from fxround.compiler.watching import unwatched
 from fxround.errors import CaptureError, FxroundError
-from fxround.operators.formulas import decompositions
-from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime import torch_ops
-from fxround.runtime.schedule import schedule
 
 PolicyLike = Any
 
@@ -112,6 +109,10 @@ class RoundedModule(Shown):
     def _is_strict(self) -> bool:
         return self.policy.strict if self.strict is None else self.strict
 
+    @property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(self.policy, self._is_strict, self.fuse)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
 
@@ -155,9 +156,7 @@ class RoundedModule(Shown):
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
         """Lower a graph that Dynamo hands over with its example inputs."""
-        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
-        captured, owners, _ = received(graph, inputs, formulas, marked)
-        self._latest = self._lowered(captured, owners)
+        self._latest, _ = self._pipeline.receive(graph, inputs)
         return self._latest
 
     def _replayed(self) -> Replay:
@@ -388,9 +387,8 @@ class RoundedModule(Shown):
         refuse_compiled(self.source)
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)
-        formulas, marked = decompositions(self.policy.definitions), self.policy.treats_gradients
         try:
-            captured = capture(self.source, args, kwargs, formulas, marked)
+            captured = self._pipeline.capture(self.source, args, kwargs)
         except LeftToPython as error:
             self._left[key] = error
             raise
@@ -401,13 +399,8 @@ class RoundedModule(Shown):
         asked(self.source, args, kwargs)
         raise refusal
 
-    def _lowered(self, captured: Captured, owners: tuple[Owner, ...] | None = None) -> Entry:
-        lowered = lower(captured.graph, Plan(self.policy, self._is_strict))
-        if owners is None:
-            owners = tuple(owner_of(self.source, port) for port in captured.entering)
-        step = step_of(captured, lowered, self.fuse)
-        fused = optimize(lowered) if self.fuse and not step else lowered
-        return Entry(captured, lowered, fused, fused if step else schedule(fused, self.fuse), owners, step)
+    def _lowered(self, captured: Captured) -> Entry:
+        return self._pipeline.program(captured, tuple(owner_of(self.source, port) for port in captured.entering))
 
     def _state_key(self) -> Any:
         """Return what a graph depends on beside its arguments.

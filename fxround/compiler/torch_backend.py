@@ -20,15 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.arithmetic import require_ieee_arithmetic
-from fxround.compiler.executable import Entry
 from fxround.compiler.exported import following, random_state
-from fxround.compiler.from_backend import received
-from fxround.compiler.training_step import step_of
+from fxround.compiler.pipeline import Pipeline
 from fxround.errors import FxroundError, PolicyError
-from fxround.operators.formulas import decompositions
-from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
-from fxround.runtime.schedule import schedule
 
 OPTIONS: Final = ("policy", "seed", "strict", "fuse")
 
@@ -70,12 +65,7 @@ def rounding_backend(
 
 def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -> Callable[..., Any]:
     require_ieee_arithmetic()
-    formulas, marked = decompositions(options.policy.definitions), options.policy.treats_gradients
-    captured, owners, model = received(graph, inputs, formulas, marked)
-    lowered = lower(captured.graph, Plan(options.policy, options.strict))
-    step = step_of(captured, lowered, options.fuse)
-    fused = optimize(lowered) if options.fuse and not step else lowered
-    entry = Entry(captured, lowered, fused, fused if step else schedule(fused, options.fuse), owners, step)
+    entry, model = Pipeline(options.policy, options.strict, options.fuse).receive(graph, inputs)
     trains = _training(model)
 
     def run(*args: Any) -> Any:

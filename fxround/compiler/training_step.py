@@ -10,21 +10,16 @@ raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from fxround.arithmetic import require_ieee_arithmetic
-from fxround.capture import Captured
-from fxround.capture.torch_private import uncollected
 from fxround.compiler.watching import unwatched
 from fxround.errors import FxroundError
-from fxround.graph.site import Port
-from fxround.passes import optimize
-from fxround.passes.partition import Parts, partition
-from fxround.runtime.schedule import schedule
+from fxround.passes.partition import Parts
 
 
 @dataclass(frozen=True)
@@ -49,31 +44,6 @@ class Step:
     reached: tuple[frozenset[int], ...]
     tangents: tuple[int, ...]
     mutated: frozenset[int]
-
-
-@uncollected()
-def step_of(captured: Captured, lowered: fx.GraphModule, fuse: bool) -> Step | None:
-    """Return the step of a lowered joint graph, its parts fused or not; None for a graph without gradients."""
-    tangents = [port for port in captured.inputs if port.kind == "tangent"]
-    if not tangents:
-        return None
-    parts = partition(lowered)
-    entering, results = captured.entering, captured.results
-    return Step(
-        parts,
-        schedule(optimize(parts.forward) if fuse else parts.forward, fuse),
-        schedule(optimize(parts.backward) if fuse else parts.backward, fuse),
-        len(results),
-        tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
-        parts.reached,
-        tuple(next(i for i, r in enumerate(results) if r == replace(t, kind="result")) for t in tangents),
-        frozenset(_position(entering, port) for port in results if port.mutation),
-    )
-
-
-def _position(entering: Sequence[Port], port: Port) -> int:
-    """Return the position of the input to which a gradient or a mutation belongs."""
-    return next(i for i, p in enumerate(entering) if (p.name, p.index) == (port.name, port.index))
 
 
 def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor) -> tuple[Any, ...]:

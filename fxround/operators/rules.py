@@ -41,11 +41,24 @@ class OpRule:
     reason: str = ""
 
 
+_MATCHED: Final = "fxround_rule"
+
+
 def rule_of(node: fx.Node) -> OpRule | None:
     """Return the rule of a call_function node, None if the table lacks its operator.
 
     ``getitem`` has the rule of the operator whose result it takes from.
     """
+    # A node is matched once, and again only if a pass gave it another target, other arguments or another value.
+    state = (node.target, node.args, node.meta.get("val"))
+    kept = node.meta.get(_MATCHED)
+    if kept is None or any(a is not b for a, b in zip(kept[0], state, strict=True)):
+        kept = node.meta[_MATCHED] = state, _match(node)
+    rule: OpRule | None = kept[1]
+    return rule
+
+
+def _match(node: fx.Node) -> OpRule | None:
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)

@@ -11,7 +11,6 @@ changes it. An operator without a rule gets the kind "unknown" and a reason.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -36,6 +35,7 @@ from fxround.graph.site import (
     located,
     operator_of,
 )
+from fxround.operators.formulas.table import makes_statistics
 from fxround.operators.rules import CONSTANTS, rule_of
 from fxround.passes.rewrite import Plan
 
@@ -43,7 +43,6 @@ _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
 _ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
 _INDEX: Final = "an index in the making, of no data: it only chooses elements"
-_STATISTICS: Final = re.compile(r"(layer|group|batch|instance)_norm|softmax")
 
 
 def classify(graph: fx.GraphModule, plan: Plan) -> None:
@@ -216,10 +215,9 @@ def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
     sources = {roles[n] for n in node.all_input_nodes if _yields_tensor(n) or n.op == "call_function"}
     if kind == "movement" and len(sources) == 1:
         return sources.pop()
-    origin = str(node.meta.get("original_aten", ""))
     statistic = kind == "reduction" or str(node.target) in ("aten.amax.default", "aten.amin.default")
     if sources & _DIFFERENTIAL:
         return "error"
-    if sources <= _STATE or (statistic and _STATISTICS.search(origin)):
+    if sources <= _STATE or (statistic and makes_statistics(node.meta.get("original_aten"))):
         return "statistic"
     return "activation"

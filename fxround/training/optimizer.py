@@ -16,16 +16,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.capture import Captured, capture
+from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.exported import random_state, state_of
+from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.torch_version import require_working_torch
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
-from fxround.operators.formulas import decompositions
-from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
-from fxround.runtime.schedule import schedule
 from fxround.training.inplace import InPlace, in_place
 from fxround.training.updates import UPDATES, Update, update_of
 from fxround.views import graph_views
@@ -120,7 +118,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._checked = 0
         # A rule that matches nothing in one parameter's graph may match in another's; _require_matched checks them all.
         rules = tuple(replace(rule, optional=True) for rule in policy.rules)
-        self._plan = Plan(replace(policy, rules=rules), self.strict)
+        self._pipeline = Pipeline(replace(policy, rules=rules), self.strict)
         for group in self.param_groups:
             group[RNG_KEY] = list(random_state(seed, 0).tolist())
 
@@ -241,9 +239,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if (update, dtype) not in self._captured:
                 self._captured[update, dtype] = _capture(update, numbers, dtype)
             placed = _placed(self._captured[update, dtype].graph, update, numbers, path)
-            lowered = lower(placed, self._plan)
-            optimized = optimize(lowered)
-            self._compiled[key] = _Compiled(lowered, schedule(optimized), in_place(optimized), numbers)
+            graphs = self._pipeline.graphs(placed)
+            self._compiled[key] = _Compiled(graphs.lowered, graphs.running, in_place(graphs.fused), numbers)
         return self._compiled[key]
 
 
@@ -259,7 +256,8 @@ def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Ca
 
     example = [torch.ones(_EXAMPLE, dtype=dtype) for _ in range(2 + len(names))]
     scalars = [torch.ones((), dtype=dtype) for _ in numbers]
-    return capture(Function(step), [*example, *scalars], {}, decompositions())
+    # An update has no composite operator, so that its graph is the same under every policy.
+    return Pipeline(Policy.parse("identity"), strict=True).capture(Function(step), [*example, *scalars], {})
 
 
 def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], path: str) -> fx.GraphModule:

@@ -26,7 +26,7 @@ def _moments(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor
     return d, center, (total(d * d, dims, True) / n + eps).rsqrt()
 
 
-@formula(aten.native_layer_norm.default)
+@formula(aten.native_layer_norm.default, statistics=True)
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     """layer_norm(x) = (d * rsqrt(sum(d * d) / n + eps)) * weight + bias, d = x - sum(x) / n"""
     dims = list(range(x.dim() - len(shape), x.dim()))
@@ -34,7 +34,7 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     return tuple(t.to(x.dtype) for t in (affine(d * rstd, weight, bias), center, rstd))
 
 
-@formula(aten.native_group_norm.default)
+@formula(aten.native_group_norm.default, statistics=True)
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, N: Any, C: Any, HxW: Any, group: int, eps: float
 ) -> Any:
@@ -76,7 +76,7 @@ def _batch_norm_training(
     return _normalized(x, d, rstd, weight, bias).to(x.dtype), center.reshape(-1), rstd.reshape(-1), squares.reshape(-1)
 
 
-@formula(aten._native_batch_norm_legit.no_stats)
+@formula(aten._native_batch_norm_legit.no_stats, statistics=True)
 def batch_norm_without_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> Any:
@@ -84,7 +84,7 @@ def batch_norm_without_statistics(
     return _batch_norm_training(x, weight, bias, eps)[:3]
 
 
-@formula(aten._native_batch_norm_legit_functional.default)
+@formula(aten._native_batch_norm_legit_functional.default, statistics=True)
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -102,7 +102,7 @@ def _exponentials(x: Tensor, dim: int) -> Tensor:
     return (x - largest(x, [dim], True)).exp()
 
 
-@formula(aten._softmax.default)
+@formula(aten._softmax.default, statistics=True)
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """softmax(x) = e / sum(e), e = exp(x - amax(x))"""
     kept = torch.float32 if half_to_float else x.dtype
@@ -112,7 +112,7 @@ def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (e / total(e, [dim], True)).to(kept)
 
 
-@formula(aten._safe_softmax.default)
+@formula(aten._safe_softmax.default, statistics=True)
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """safe_softmax(x) = softmax(x), and 0 in a row whose entries are all -inf"""
     x = x.to(dtype or x.dtype)
@@ -120,7 +120,7 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     return torch.where(empty, torch.zeros_like(x), softmax(x, dim, False))
 
 
-@formula(aten._log_softmax.default)
+@formula(aten._log_softmax.default, statistics=True)
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """log_softmax(x) = s - log(sum(exp(s))), s = x - amax(x)"""
     kept = torch.float32 if half_to_float else x.dtype

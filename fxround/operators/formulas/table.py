@@ -26,14 +26,17 @@ Formula = Callable[..., Any]
 # The formulas of each set of definitions. An operator that a set lacks has fxround's own formula.
 TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
 FORMULAS: Final = TABLES[OWN]
+# The operators whose formulas reduce data to statistics: means, variances, the maxima and sums of a softmax.
+_STATISTICAL: Final[set[str]] = set()
 
 
-def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Formula]:
+def formula(*operators: Any, definitions: str = OWN, statistics: bool = False) -> Callable[[Formula], Formula]:
     """Register a function as the definition of these operators, for floating-point operands only.
 
     operators: overloads, which are replaced after differentiation (their gradients have overloads of their own), or
     functions that a model calls (``torch.nn.functional.cross_entropy``), which are replaced before differentiation:
-    their gradients are the definition's.
+    their gradients are the definition's. statistics: whether the formula's reductions are statistics of the data, which
+    is the role that policies see.
     """
 
     def register(function: Formula) -> Formula:
@@ -43,12 +46,20 @@ def formula(*operators: Any, definitions: str = OWN) -> Callable[[Formula], Form
             floating = any(t.is_floating_point() for t in tensors)
             return function(*args, **kwargs) if floating or not tensors else NotImplemented
 
+        if statistics:
+            _STATISTICAL.update(map(str, operators))
         for operator in operators:
             overload = isinstance(operator, torch._ops.OpOverload)
             TABLES[definitions][operator] = guarded if overload else _or_else(guarded, operator)
         return guarded
 
     return register
+
+
+def makes_statistics(operator: Any) -> bool:
+    """Whether the reductions of an operator's formula are statistics of the data."""
+    # By name: the operator that a node remembers may be a copy.
+    return str(operator) in _STATISTICAL
 
 
 def _or_else(function: Formula, original: Formula) -> Formula:

@@ -1,0 +1,106 @@
+"""The pipeline: capture, lower, optimize, schedule, in this order, for every caller.
+
+``fxround.compile``, the backend of ``torch.compile`` and ``compile_optimizer`` differ in where a graph comes from. What
+is done to it is written here alone. A joint graph is lowered as one graph, so that a value has one rounding in the
+forward and the backward pass, and is then parted; each part is optimized and scheduled. Optimizing and scheduling
+change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from fxround.capture import Captured, capture
+from fxround.capture.torch_private import uncollected
+from fxround.compiler.executable import Entry, Owner
+from fxround.compiler.from_backend import received
+from fxround.compiler.training_step import Step
+from fxround.graph.site import Port
+from fxround.operators.formulas import decompositions
+from fxround.passes import Plan, lower, optimize
+from fxround.passes.partition import partition
+from fxround.policy import Policy
+from fxround.runtime.schedule import schedule
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """A graph after each part of the pipeline.
+
+    lowered     every rounding explicit, one node per operation
+    fused       the same bits in fewer passes over memory
+    running     the graph that a call runs
+    """
+
+    lowered: fx.GraphModule
+    fused: fx.GraphModule
+    running: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """From a model to graphs that run, under one policy.
+
+    strict: whether an operation that cannot be rounded is an error. fuse: whether operations share passes over memory.
+    """
+
+    policy: Policy
+    strict: bool
+    fuse: bool = True
+
+    def capture(self, model: nn.Module, args: Any, kwargs: Any) -> Captured:
+        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises."""
+        formulas = decompositions(self.policy.definitions)
+        return capture(model, args, kwargs, formulas, self.policy.treats_gradients)
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Entry, nn.Module | None]:
+        """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
+        formulas = decompositions(self.policy.definitions)
+        captured, owners, model = received(graph, inputs, formulas, self.policy.treats_gradients)
+        return self.program(captured, owners), model
+
+    def program(self, captured: Captured, owners: tuple[Owner, ...]) -> Entry:
+        """Return a captured graph, ready to run. Raises what ``lower`` raises."""
+        lowered = lower(captured.graph, Plan(self.policy, self.strict))
+        step = self._step(captured, lowered)
+        if step is not None:
+            return Entry(captured, lowered, lowered, lowered, owners, step)
+        graphs = self.scheduled(lowered)
+        return Entry(captured, lowered, graphs.fused, graphs.running, owners)
+
+    def graphs(self, graph: fx.GraphModule) -> Graphs:
+        """Return a captured graph without gradients after each part of the pipeline."""
+        return self.scheduled(lower(graph, Plan(self.policy, self.strict)))
+
+    def scheduled(self, lowered: fx.GraphModule) -> Graphs:
+        """Optimize and schedule a lowered graph."""
+        fused = optimize(lowered) if self.fuse else lowered
+        return Graphs(lowered, fused, schedule(fused, self.fuse))
+
+    @uncollected()
+    def _step(self, captured: Captured, lowered: fx.GraphModule) -> Step | None:
+        """Return the training step of a lowered joint graph; None for a graph without gradients."""
+        tangents = [port for port in captured.inputs if port.kind == "tangent"]
+        if not tangents:
+            return None
+        parts = partition(lowered)
+        entering, results = captured.entering, captured.results
+        return Step(
+            parts,
+            self.scheduled(parts.forward).running,
+            self.scheduled(parts.backward).running,
+            len(results),
+            tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
+            parts.reached,
+            tuple(next(i for i, r in enumerate(results) if r == replace(t, kind="result")) for t in tangents),
+            frozenset(_position(entering, port) for port in results if port.mutation),
+        )
+
+
+def _position(entering: Sequence[Port], port: Port) -> int:
+    """Return the position of the input to which a gradient or a mutation belongs."""
+    return next(i for i, p in enumerate(entering) if (p.name, p.index) == (port.name, port.index))
