@@ -17,18 +17,24 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
+from fxround.graph.dialect import block_sizes
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
+from fxround.kernels.scaled import scaled_program
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
+from fxround.numerics.scaled import ScaledRounding, any_rounding
 from fxround.runtime.cpu.pointwise import Draw, run_map, storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
-RoundingLike = str | Rounding | Format | torch.dtype
+RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
 
 
-def rounding_program(rounding: Rounding) -> Program:
-    """Return the program that rounds its one operand."""
+def rounding_program(rounding: Rounding | ScaledRounding, dtype: torch.dtype = torch.float32) -> Program:
+    """Return the program that rounds its first operand, a tensor of this dtype; a scaled one has more operands."""
+    if isinstance(rounding, ScaledRounding):
+        return scaled_program(rounding, Format.parse(FORMAT_OF[dtype]))
     return Program((Statement("t0", "identity", ("x0",), rounding),))
 
 
@@ -40,12 +46,19 @@ def round(
     sample: int = 0,
     out: Tensor | None = None,
     gradient: RoundingLike | Gradient = STRAIGHT,
+    dim: int | Sequence[int] = -1,
 ) -> Tensor: ...
 
 
 @overload
 def round(
-    x: FloatArray, rounding: RoundingLike, seed: int = 0, sample: int = 0, out: FloatArray | None = None
+    x: FloatArray,
+    rounding: RoundingLike,
+    seed: int = 0,
+    sample: int = 0,
+    out: FloatArray | None = None,
+    *,
+    dim: int | Sequence[int] = -1,
 ) -> FloatArray: ...
 
 
@@ -56,6 +69,7 @@ def round(
     sample: int = 0,
     out: Any = None,
     gradient: RoundingLike | Gradient = STRAIGHT,
+    dim: int | Sequence[int] = -1,
 ) -> Any:
     """Round every element of ``x`` to the values of a format.
 
@@ -63,14 +77,17 @@ def round(
         x: a torch tensor (float32, float64, float16 or bfloat16) or a NumPy array (float32, float64 or float16), of any
             shape and strides.
         rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
-            a floating-point dtype, for example ``torch.bfloat16``.
+            a floating-point dtype, for example ``torch.bfloat16``; or a scaled format, for example ``"mxfp8"``,
+            ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``, ``"fixed(16,8)"``.
         seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
             sample, row-major index of the element).
         out: a tensor or array of x's type, shape and dtype that receives the result; x itself, or memory apart from
             x's.
         gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
             rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
-            example ``"zero_clamped e5m2/stochastic"``.
+            example ``"zero_clamped e5m2/stochastic"``. ``"zero_clamped"`` is not defined for scaled formats.
+        dim: the dimension along which the blocks of a scaled format run; for ``:channel``, the dimensions in which all
+            elements share a scale.
 
     Returns:
         A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
@@ -87,27 +104,31 @@ def round(
         fxround.round(torch.rand(3), "e5m2/stochastic/saturate", seed=1)
     """
     with aside():
-        return _rounded(x, rounding, seed, sample, out, gradient)
+        return _rounded(x, rounding, seed, sample, out, gradient, (dim,) if isinstance(dim, int) else tuple(dim))
 
 
-def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any) -> Any:
-    parsed, how = Rounding.parse(rounding), Gradient.parse(gradient)
-    if how.zero_clamped and not clamps(parsed):
+def _rounded(
+    x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dims: tuple[int, ...]
+) -> Any:
+    parsed, how = any_rounding(rounding), Gradient.parse(gradient)
+    if how.zero_clamped and isinstance(parsed, ScaledRounding):
+        raise ValueError(f"gradient = {str(how)!r}: not defined for a scaled format, got {parsed}")
+    if how.zero_clamped and not clamps(parsed):  # type: ignore[arg-type]
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
     if isinstance(x, Tensor):
         _check_out(x, out, Tensor)
         if x.requires_grad and torch.is_grad_enabled():
             if out is not None:
                 raise ValueError("out= cannot be differentiated; detach x or leave out= away")
-            result: Tensor = _Round.apply(x, parsed, seed, sample, how, 0)  # type: ignore[no-untyped-call]
+            result: Tensor = _Round.apply(x, parsed, seed, sample, how, 0, dims)  # type: ignore[no-untyped-call]
             return result
-        return _round_tensor(x, parsed, seed, sample, out)
+        return _round_tensor(x, parsed, seed, sample, out, dims=dims)
     if not isinstance(x, np.ndarray):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
     if how != Gradient():
         raise ValueError(f"gradient = {str(how)!r}: a NumPy array has no gradient")
     _check_out(x, out, np.ndarray)
-    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample)
+    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample, dims=dims)
     if out is None:
         return rounded.numpy()
     out[...] = rounded.numpy()
@@ -140,23 +161,40 @@ def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
 
 
 def _round_tensor(
-    x: Tensor, rounding: Rounding, seed: int, sample: int, out: Tensor | None = None, stream: int = 0
+    x: Tensor,
+    rounding: Rounding | ScaledRounding,
+    seed: int,
+    sample: int,
+    out: Tensor | None = None,
+    stream: int = 0,
+    dims: tuple[int, ...] = (-1,),
 ) -> Tensor:
     x = x.resolve_neg()
     storage_of(x, "x")
-    program, draw = rounding_program(rounding), Draw(seed, sample, stream)
+    program, draw = rounding_program(rounding, x.dtype), Draw(seed, sample, stream)
+    operands = (x, *_largest(x, rounding, dims)) if isinstance(rounding, ScaledRounding) else (x,)
     if out is None:
-        return run_map(program, (x,), x.dtype, draw)
+        return run_map(program, operands, x.dtype, draw)
     shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
     if shared and all(map(is_non_overlapping_and_dense_or_false, (x, out))):
         raise ValueError("out shares some of x's memory, so that x would change while it is read; pass x.clone()")
     with torch.no_grad():
         if shared or not out.is_contiguous() or out.is_neg():
-            return out.copy_(run_map(program, (x,), x.dtype, draw))
-    run_map(program, (x,), x.dtype, draw, out)
+            return out.copy_(run_map(program, operands, x.dtype, draw))
+    run_map(program, operands, x.dtype, draw, out)
     # The new version makes autograd raise if out was saved for a backward.
     torch.autograd.graph.increment_version(out)
     return out
+
+
+def _largest(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the largest finite magnitudes of blocks, and of the tensor if the scaling needs it."""
+    scaling, flat = rounding.format.scaling, x.reshape(1) if x.dim() == 0 else x
+    if scaling is None:
+        return ()
+    sizes = [block_sizes(scaling.block, dims, flat.dim())] + [[0] * flat.dim()] * (scaling.whole is not None)
+    found = (torch.ops.fxround.block_maximum(flat, size) for size in sizes)
+    return tuple(m.reshape(()) if x.dim() == 0 else m for m in found)
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
@@ -191,13 +229,22 @@ class _Round(torch.autograd.Function):
     """A rounding with the requested gradient, which draws from the stream numbered one after the rounding's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding, seed: int, sample: int, how: Gradient, stream: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rounding: Rounding | ScaledRounding,
+        seed: int,
+        sample: int,
+        how: Gradient,
+        stream: int,
+        dims: tuple[int, ...],
+    ) -> Tensor:
         x = x.detach()
-        ctx.how, ctx.draw = how, (seed, sample, Gradient(), stream + 1)
-        if how.zero_clamped:
+        ctx.how, ctx.draw = how, (seed, sample, Gradient(), stream + 1, dims)
+        if how.zero_clamped and isinstance(rounding, Rounding):
             wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
             ctx.save_for_backward(wide.abs() > rounding.format.maximum)
-        return _round_tensor(x, rounding, seed, sample, stream=stream)
+        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,4 +253,4 @@ class _Round(torch.autograd.Function):
             g = g.masked_fill(clamped, 0.0)
         if ctx.how.rounding is not None:
             g = _Round.apply(g, ctx.how.rounding, *ctx.draw)  # type: ignore[no-untyped-call]
-        return g, None, None, None, None, None
+        return g, None, None, None, None, None, None

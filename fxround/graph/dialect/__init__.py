@@ -9,6 +9,7 @@ results are row-major whatever the operands' strides. ``runtime.torch_ops`` atta
     read(node).accumulate  # 'binary32/stochastic/inf'
 """
 
+from fxround.graph.dialect.blocks import BlockMaximum, block_sizes
 from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, Call, T, read, require_state
 from fxround.graph.dialect.contractions import (
     ContractionCall,
@@ -28,6 +29,7 @@ __all__ = [
     "MAPS",
     "NAMESPACE",
     "POINTWISE",
+    "BlockMaximum",
     "Call",
     "ContractionCall",
     "Convolution",
@@ -47,6 +49,7 @@ __all__ = [
     "ScatterCall",
     "Sum",
     "T",
+    "block_sizes",
     "read",
     "read_map",
     "require_state",

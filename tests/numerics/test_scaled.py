@@ -1,0 +1,288 @@
+"""Scaled formats: every element equals the specification over rational numbers, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxround
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.kernels.scaled import scaled_program
+from fxround.kernels.specialize import map_kernel
+from fxround.numerics.exact_scaled import largest, round_block
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.randomness import random_function
+from fxround.numerics.scaled import SCALED, ScaledFormat, ScaledRounding, fixed_point, is_scaled
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FORMS = [
+    *SCALED,
+    *("int8", "int4:8", "int16:channel", "int2:3", "bfp(6,16)", "bfp(2,5)"),
+    "scaled(e4m3fn;32,e8m0fnu,even)",
+    "scaled(e2m1fn;32,e8m0fnu,ceil)",
+    "scaled(e4m3fn;16,e8m0fnu,up)",
+    "scaled(e2m1fn;16,ue5m3,nearest,binary32)",
+    "scaled(e5m2;tensor,binary32,nearest)",
+    "fixed(8,4)",
+    "fixed(20,0)",
+    "fixed(4,-2)",
+]
+MODES = ["nearest_even", "nearest_away", "toward_zero", "toward_positive", "to_odd", "stochastic", "stochastic:5"]
+
+
+def operand(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Elements of very different exponents, with zeros of both signs, subnormals, infinities, NaNs and empty blocks."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
+    with np.errstate(over="ignore"):
+        found = torch.from_numpy(x).to(dtype)
+    flat = found.view(-1)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(dtype).tiny / 4, torch.finfo(dtype).max]
+    for value in special:
+        if flat.numel():
+            flat[rng.integers(0, flat.numel())] = value
+    if found.dim() == 2 and found.shape[0] > 3:
+        found[1], found[2] = 0.0, math.nan
+        found[3] = torch.finfo(dtype).tiny / 2
+    return found
+
+
+def blocks_of(shape: tuple[int, ...], form: ScaledFormat, dim: int) -> list[list[int]]:
+    """The row-major numbers of the elements of each block."""
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    block = "tensor" if form.scaling is None else form.scaling.block
+    if block == "tensor":
+        return [numbers.reshape(-1).tolist()]
+    if block == "channel":
+        return [list(line) for line in np.moveaxis(numbers, dim, -1).reshape(-1, shape[dim])]
+    sizes = [block[0] if d == dim % len(shape) else 1 for d in range(len(shape))]
+    if len(block) == 2:
+        sizes = [1] * (len(shape) - 2) + list(block)
+    starts = product(*(range(0, n, size) for n, size in zip(shape, sizes, strict=True)))
+    return [
+        numbers[tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))].reshape(-1).tolist()
+        for at in starts
+    ]
+
+
+def specified(x: Tensor, text: str, dim: int = -1, seed: int = 0) -> list[float]:
+    """The specification's result, element by element in row-major order."""
+    rounding, stored = ScaledRounding.parse(text), Format.parse(FORMAT_OF[x.dtype])
+    values = x.double().reshape(-1).tolist()
+    program = scaled_program(rounding, stored)
+    storage = STORAGES[x.dtype]
+    draws = map_kernel(program, (storage,) * program.arity, storage).draws
+    randoms = [0] * len(values)
+    if draws:
+        (word,) = draws
+        elements = np.arange(len(values), dtype=np.uint64)
+        randoms = random_function(word.draw).evaluate(elements, seed, 0, 0, 0)[0].tolist()
+    whole, found = largest(values), [math.nan] * len(values)
+    for block in blocks_of(tuple(x.shape), rounding.format, dim):
+        results = round_block([values[i] for i in block], rounding, stored, [randoms[i] for i in block], whole)
+        for i, result in zip(block, results, strict=True):
+            found[i] = result
+    return found
+
+
+def require_same(x: Tensor, text: str, dim: int = -1, seed: int = 0) -> None:
+    got = fxround.round(x, text, seed=seed, dim=dim)
+    assert got.dtype == x.dtype and got.shape == x.shape and got.is_contiguous()
+    wanted = torch.tensor(specified(x, text, dim, seed), dtype=torch.float64).reshape(x.shape)
+    bits = torch.where(got.isnan(), torch.nan, got.double()).view(torch.int64)
+    expected = torch.where(wanted.isnan(), torch.nan, wanted).view(torch.int64)
+    wrong = (bits != expected).nonzero()
+    assert not len(wrong), (text, x.dtype, [(x[tuple(i)], got[tuple(i)], wanted[tuple(i)]) for i in wrong[:3]])
+
+
+def is_held(text: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor's carrier holds the elements and scales."""
+    form = ScaledFormat.parse(text)
+    return dtype == torch.float64 or form.element.precision <= 24
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_every_element_is_the_specification_s(text: str) -> None:
+    for dtype in DTYPES:
+        if is_held(text, dtype):
+            require_same(operand((5, 41), dtype), text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_goes_with_every_scaling(mode: str) -> None:
+    for text in ("mxfp8", "nvfp4", "int8", "int4:8", "bfp(6,16)", "fixed(8,4)"):
+        require_same(operand((4, 37), torch.float32, seed=1), f"{text}/{mode}", seed=9)
+
+
+@pytest.mark.parametrize("shape", [(70,), (3, 4, 33), (2, 3, 2, 5), (1, 1), (64, 2)])
+@pytest.mark.parametrize("text", ["mxfp8:4", "nvfp4/stochastic", "int8:channel", "mxfp4:2x3"])
+def test_blocks_run_along_any_dimension_and_the_last_may_be_shorter(text: str, shape: tuple[int, ...]) -> None:
+    x = operand(shape, torch.float32, seed=2)
+    if "x3" in text and len(shape) < 2:
+        with pytest.raises(ValueError, match="needs two dimensions"):
+            fxround.round(x, text)
+        return
+    for dim in range(-1, len(shape)):
+        require_same(x, text, dim)
+
+
+@given(st.integers(0, 2**32), st.sampled_from(FORMS), st.sampled_from(MODES), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_random_operands(seed: int, text: str, mode: str, length: int) -> None:
+    require_same(operand((2, length), torch.float32, seed), f"{text}/{mode}", seed=seed)
+
+
+def test_strides_change_nothing() -> None:
+    x = operand((6, 33), torch.float32, seed=3)
+    for view in (x.t(), x[:, ::2], x[1:, 3:], x.flip(0)):
+        assert same(
+            fxround.round(view, "mxfp8/stochastic", seed=1), fxround.round(view.clone(), "mxfp8/stochastic", seed=1)
+        )
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) & (a.signbit() == b.signbit()) | (a.isnan() & b.isnan())).all())
+
+
+def test_degenerate_shapes() -> None:
+    for text in ("mxfp8", "nvfp4", "int8", "fixed(8,4)", "int8:channel"):
+        for shape in ((0,), (3, 0), (0, 32)):
+            assert fxround.round(torch.zeros(shape), text).shape == shape
+        one = fxround.round(torch.tensor(3.3), text)
+        assert one.shape == () and one == fxround.round(torch.tensor([3.3]), text)[0]
+
+
+def test_arrays_and_out_and_gradients() -> None:
+    x = operand((4, 40), torch.float32)
+    assert same(torch.from_numpy(fxround.round(x.numpy(), "mxfp4", dim=0)), fxround.round(x, "mxfp4", dim=0))
+    out = torch.empty_like(x)
+    assert fxround.round(x, "nvfp4", out=out) is out and same(out, fxround.round(x, "nvfp4"))
+    given = torch.randn(4, 40, requires_grad=True)
+    fxround.round(given, "mxfp8").sum().backward()
+    assert given.grad is not None and (given.grad == 1).all()
+    given.grad = None
+    weights = torch.randn(4, 40)
+    (fxround.round(given, "mxfp8", gradient="bfloat16") * weights).sum().backward()
+    assert given.grad is not None and torch.equal(given.grad, weights.bfloat16().float())
+
+
+def test_stochastic_rounding_in_a_block_is_unbiased() -> None:
+    """Six standard errors: a false alarm in 5e8 elements, so 1e-7 for these 32."""
+    x, samples = torch.linspace(-3, 5, 32), 4000
+    found = torch.stack([fxround.round(x, "mxfp4/stochastic", seed=5, sample=i) for i in range(samples)]).double()
+    error = (found.mean(0) - x.double()).abs()
+    # The largest element, 5, is within the format's range at the scale 1, so that nothing saturates.
+    assert (error <= 6 * found.std(0) / math.sqrt(samples) + 1e-12).all()
+
+
+MICROSCALED = {"mxfp8": 448.0, "mxfp8_e5m2": 57344.0, "mxfp6": 7.5, "mxfp6_e3m2": 28.0, "mxfp4": 6.0}
+
+
+@pytest.mark.parametrize("name", MICROSCALED)
+def test_microscaling_examples_by_hand(name: str) -> None:
+    """OCP MX v1.0, section 6.3: the shared exponent is floor(log2(max)) - emax; elements saturate."""
+    most = MICROSCALED[name]
+    emax = math.frexp(most)[1] - 1
+    x = torch.zeros(32)
+    x[0], x[1] = 2.0**10, 2.0**10 * 1.999
+    scale = 2.0 ** (10 - emax)
+    y = fxround.round(x, name)
+    assert y[0] == 1024 and y[1] == min(most, 2.0 ** (emax + 1)) * scale
+
+
+def test_names_are_parsed_and_printed() -> None:
+    for text in [*FORMS, "mxfp8:16/stochastic:8", "int8:16x16", "nvfp4:tensor/toward_zero"]:
+        rounding = ScaledRounding.parse(text)
+        assert ScaledRounding.parse(str(rounding)) == rounding == pickle.loads(pickle.dumps(rounding)), text
+        assert is_scaled(text) and is_scaled(str(rounding))
+    assert not is_scaled("e4m3fn") and not is_scaled("binary32/stochastic") and not is_scaled(torch.float16)
+    assert str(ScaledRounding.parse("mxfp8")) == "scaled(e4m3fn;32,e8m0fnu,floor)/nearest_even/saturate"
+    for wrong, said in {
+        "mxfp5": "did you mean mxfp",
+        "int1": "2 to 16 bits",
+        "fixed(8,4):32": "no scale",
+        "mxfp8:0": "at least 1",
+        "mxfp8:channels": "channel or tensor",
+        "mxfp8/nearest": "did you mean",
+        "mxfp8/nearest_even/inf": "cannot overflow",
+        "scaled(e4m3fn;32,e4m3fn,floor)": "powers of two",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            ScaledRounding.parse(wrong)
+
+
+def test_wrong_arguments() -> None:
+    x = torch.zeros(3, 4)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"dim": 2}, IndexError, "out of range"),
+        ({"dim": (0, 1)}, ValueError, "run along one dimension"),
+        ({"gradient": "zero_clamped"}, ValueError, "not defined for a scaled format"),
+    ]
+    for kwargs, kind, said in cases:
+        with pytest.raises(kind, match=said):
+            fxround.round(x, "mxfp8", **kwargs)
+    with pytest.raises(ValueError, match="precision 40, more than the 24 bits"):
+        fxround.round(x, "fixed(40,20)")
+
+
+@pytest.mark.parametrize("bits, fraction", [(8, 4), (4, 0), (2, 1), (12, 12)])
+def test_fixed_point_is_two_s_complement(bits: int, fraction: int) -> None:
+    codes = range(-(2 ** (bits - 1)), 2 ** (bits - 1))
+    values = torch.tensor([code * 2.0**-fraction for code in codes])
+    assert torch.equal(fxround.round(values, f"fixed({bits},{fraction})"), values)
+    beyond = torch.tensor([-1e6, 1e6, math.inf, -math.inf])
+    got = fxround.round(beyond, f"fixed({bits},{fraction})").tolist()
+    assert got == [values[0], values[-1], values[-1], values[0]]
+    assert fixed_point(bits, fraction).maximum == values[-1]
+
+
+def test_every_small_element_format_over_all_binary16_inputs() -> None:
+    """At the scale 1, which a block of one large element fixes, the elements are those of the unscaled rounding."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    x = x[x.isfinite()]
+    for name, plain in {"mxfp8": "e4m3fn", "mxfp6_e3m2": "e3m2fn", "mxfp6": "e2m3fn", "mxfp4": "e2m1fn"}.items():
+        emax = FORMATS[plain].emax
+        fixed = torch.full((len(x), 1), 2.0**emax)
+        kept = x.abs() < 2.0 ** (emax + 1)
+        pairs = torch.cat([fixed, x[:, None]], 1)[kept]
+        assert same(fxround.round(pairs, f"{name}:2")[:, 1], fxround.round(x[kept], f"{plain}/nearest_even/saturate"))
+
+
+def test_scales_at_the_edges_of_the_exponents() -> None:
+    """Blocks whose largest magnitude is at an end of binary32's range, and one ulp beside each power of two."""
+    for e in (-149, -148, -140, -127, -126, -125, -119, -1, 0, 7, 8, 9, 119, 126, 127):
+        power = 2.0**e
+        beside = [
+            power,
+            float(np.nextafter(np.float32(power), np.float32(0))),
+            float(np.nextafter(np.float32(power), np.float32(math.inf))),
+        ]
+        for most in beside:
+            if not math.isfinite(most) or most > torch.finfo(torch.float32).max:
+                continue
+            x = torch.tensor([[most, most * 0.75, most * 0.3, -most / 3, most / 500, 0.0]])
+            for text in (
+                "mxfp8",
+                "mxfp4",
+                "nvfp4",
+                "int8",
+                "scaled(e4m3fn;32,e8m0fnu,even)",
+                "scaled(e4m3fn;32,e8m0fnu,up)",
+            ):
+                require_same(x, text)
+
+
+def test_a_block_of_infinities_or_nans_has_the_smallest_scale() -> None:
+    assert largest([math.inf, math.nan]) == Fraction(0)
+    y = fxround.round(torch.tensor([math.inf, -math.inf, math.nan, 0.0]), "mxfp8")
+    assert y.tolist()[:2] == [448 * 2.0**-127, -448 * 2.0**-127] and y[2].isnan() and y[3] == 0
