@@ -88,3 +88,31 @@ _CALLS: Final = {
     ConvolutionInputGradient.name: _input_gradient,
     ConvolutionWeightGradient.name: _weight_gradient,
 }
+
+# The dimension over which an operation sums, by the names of its operands: of a convolution with a weight [out, in, ..],
+# and of one that is transposed, whose weight is [in, out, ...]. Convolutions sum over all spatial dimensions too.
+_SUMMED: Final[dict[Any, dict[str, tuple[int, int]]]] = {
+    aten.mm.default: {"self": (-1, -1), "mat2": (-2, -2)},
+    aten.bmm.default: {"self": (-1, -1), "mat2": (-2, -2)},
+    aten.convolution.default: {"input": (1, 1), "weight": (1, 0)},
+}
+_OF_INPUT: Final = {"grad_output": (1, 1), "weight": (0, 1)}
+_OF_WEIGHT: Final = {"grad_output": (0, 0), "input": (0, 0)}
+
+
+def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, ...]]]:
+    """Return each position at which a node reads the operand, and the dimensions of it over which the node sums.
+
+    The first dimension is that of channels or columns; the spatial ones of a convolution follow. For an operation that
+    is no contraction it is the last dimension.
+    """
+    declared = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    positions = [i for i, given in enumerate(node.args) if given is operand]
+    rows = _SUMMED.get(node.target)
+    if node.target is _BACKWARD:
+        rows = _OF_INPUT if argument(node, "output_mask")[0] else _OF_WEIGHT
+    if rows is None:
+        return [(i, (-1,)) for i in positions]
+    transposed = "transposed" in declared and bool(argument(node, "transposed"))
+    spatial = tuple(range(2, operand.meta["val"].dim())) if "transposed" in declared else ()
+    return [(i, (rows[declared[i]][transposed], *spatial)) for i in positions if declared[i] in rows]

@@ -3,7 +3,9 @@
 The last placeholder is ``rng``, an int64 tensor (seed, sample): it is a run-time value, so a new seed needs no new
 graph. A weight, input, buffer or constant with an assignment is rounded once, before its first use. An operand that a
 rule's ``operands`` matches is rounded before the operation, in the tensor that it is a view of, and draws from that
-tensor's stream: every operation that reads the value, forward or backward, sees the same bits.
+tensor's stream: every operation that reads the value, forward or backward, sees the same bits. To a scaled format the
+operand itself is rounded, in blocks along the dimension over which the operation sums, as hardware does: a product and
+its gradients sum over different dimensions, and see different blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxround.graph.dialect import BlockMaximum, Pointwise, block_sizes
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
+from fxround.kernels.scaled import scaled_program
 from fxround.numerics.formats import Format
 from fxround.operators.rules import argument, rule_of
-from fxround.passes.rewrite import RNG, Plan, decided, insert, keeps, round_after, rounded, sites
+from fxround.passes.contractions import summed_dims
+from fxround.passes.rewrite import RNG, Plan, decided, insert, keeps, locating, rng_of, round_after, rounded, sites
 from fxround.policy import ENTERING
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
@@ -77,14 +82,54 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             if wanted is None:
                 continue
             assert wanted.rounding is not None
+            placed = replace(place, role=own.role, assignment=wanted, number=-1)
             texts = streams.setdefault(source, [])
-            if str(wanted.rounding) not in texts:
-                texts.append(str(wanted.rounding))
-            stream = _OPERAND_STREAMS + 8 * own.number + texts.index(str(wanted.rounding))
-            rounded = replace(place, role=own.role, assignment=wanted, number=-1)
-            node.replace_input_with(operand, _rounded(graph, node, operand, rounded, stream))
+            if wanted.scaled is None:
+                stream = _stream(own, texts, wanted.said)
+                node.replace_input_with(operand, _rounded(graph, node, operand, placed, stream))
+                continue
+            for position, dims in summed_dims(node, operand):
+                stream = _stream(own, texts, f"{wanted.said} {dims}")
+                node.update_arg(position, _scaled(graph, node, operand, placed, dims, stream))
     others = set(range(len(plan.policy.rules))) - set(rules)
     plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
+
+
+def _stream(source: Site, texts: list[str], text: str) -> int:
+    """Return the stream of a rounding of a value's; ``texts`` are the roundings that the value has so far."""
+    if text not in texts:
+        texts.append(text)
+    return _OPERAND_STREAMS + 8 * source.number + texts.index(text)
+
+
+def _scaled(
+    graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...], stream: int
+) -> fx.Node:
+    """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone."""
+    assert place.assignment is not None and place.assignment.scaled is not None
+    rounding, value = place.assignment.scaled, operand.meta["val"]
+    scaling, operands = rounding.format.scaling, [operand]
+    program = scaled_program(rounding, Format.parse(FORMAT_OF[value.dtype]))
+    if scaling is not None:
+        with locating(place):
+            along = dims if scaling.block == "channel" else dims[:1]
+            sizes = [block_sizes(scaling.block, along, value.dim())]
+        sizes += [[0] * value.dim()] * (scaling.whole is not None)
+        for size in sizes:
+            call = BlockMaximum(operand, size)
+            operands.append(insert(graph, near, call.overload, call.arguments()))
+    rounded = Pointwise(operands, str(program), value.dtype, rng_of(graph), stream)
+    return _inserted(graph, near, rounded, place)
+
+
+def _inserted(graph: fx.GraphModule, near: fx.Node, call: Pointwise[fx.Node], place: Site) -> fx.Node:
+    """Insert the rounding of an operand before ``near``."""
+    with locating(place):
+        call.kernel(call.loads())
+    new = insert(graph, near, call.overload, call.arguments())
+    new._rename(f"{near.name}_operand")
+    new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
+    return new
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -129,8 +174,4 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         moved = _rounded(graph, near, before, place, stream)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
-    call = rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype)
-    new = insert(graph, near, call.overload, call.arguments())
-    new._rename(f"{near.name}_operand")
-    new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
-    return new
+    return _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)

@@ -51,7 +51,11 @@ def verify_accounted(graph: fx.GraphModule) -> None:
         if place is None:
             raise VerificationError(f"{node.name} ({node.target}) has no Site")
         # A draw is an operator of fxround's and rounds nothing.
-        ours = node.target in CALLS and not (place.kind == "random" and place.status == "exact")
+        ours = (
+            node.target in CALLS
+            and CALLS[node.target].rounds
+            and not (place.kind == "random" and place.status == "exact")
+        )
         if ours != (place.status == "rounded"):
             raise VerificationError(f"{node.name} ({node.target}) claims to be {place.status}: {place}")
         if place.status == "native" and not place.reason:

@@ -24,6 +24,7 @@ from fxround.numerics.formats import FORMATS, Format, candidates, other_numbers,
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
+from fxround.numerics.scaled import SCALED, ScaledRounding, is_scaled
 from fxround.policy.rule import (
     DIRECTIONS,
     DTYPE,
@@ -120,7 +121,11 @@ class Policy:
         text = self.rules[found[-1]].operands if found else None
         if text is None or text == IDENTITY:
             return None
-        rounding, rule = resolve(text, dtype), str(self.rules[found[-1]])
+        rule = str(self.rules[found[-1]])
+        if is_scaled(text):
+            scaled = ScaledRounding.parse(text)
+            return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled)
+        rounding = resolve(text, dtype)
         _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
         return Assignment(rounding, NATIVE, LANES, rule)
 
@@ -176,18 +181,21 @@ class Policy:
         """Return a preset by name, or the policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate",
         "fp16").
 
-        A format's policy rounds every result, weight and input to it and accumulates in binary32. Raises PolicyError
-        listing the known names.
+        A format's policy rounds every result, weight and input to it and accumulates in binary32. A scaled format's
+        ("mxfp8", "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype.
+        Raises PolicyError listing the known names.
         """
         name = own_name(name)
         if name in PRESETS:
             return PRESETS[name]
         try:
+            if is_scaled(name):
+                return _operand_level(name, forward=name, backward=name)
             return _in_format(name, Rounding.parse(name))
         except ValueError as error:
             if any(mark in name for mark in "/(:") or other_numbers(name):
                 raise PolicyError(f"policy {shown(name)}: {error}") from error
-            known = list(dict.fromkeys([*PRESETS, *FORMATS]))
+            known = list(dict.fromkeys([*PRESETS, *FORMATS, *SCALED]))
             other = candidates(name)
             near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, known)
             raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
@@ -204,7 +212,7 @@ class Policy:
             return source
         if isinstance(source, Mapping):
             return Policy.from_dict(source)
-        if isinstance(source, Rounding):
+        if isinstance(source, Rounding | ScaledRounding):
             return Policy.preset(str(source))
         if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".toml")):
             return _read(Path(source))

@@ -13,6 +13,7 @@ from fxround.numerics.formats import spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.scaled import ScaledRounding, is_scaled
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"
@@ -49,6 +50,7 @@ class Assignment:
     order       of a reduction
     rule        the text of the rule that set ``rounding``
     gradient    what the rounding does to the gradient that passes it
+    scaled      the scaled rounding of an operand, whose elements have ``rounding``; None for any other
     """
 
     rounding: Rounding | None
@@ -56,9 +58,15 @@ class Assignment:
     order: Order
     rule: str
     gradient: Gradient = _STRAIGHT
+    scaled: ScaledRounding | None = None
+
+    @property
+    def said(self) -> str:
+        """The text of the rounding, scaled or not."""
+        return str(self.scaled or self.rounding)
 
     def __str__(self) -> str:
-        return IDENTITY if self.rounding is None else f"{self.rounding} accumulate {self.accumulate} order {self.order}"
+        return IDENTITY if self.rounding is None else f"{self.said} accumulate {self.accumulate} order {self.order}"
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,9 @@ class Rule:
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
     gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped", a
                 rounding, or the last two
-    operands    the rounding of the operands before the operation, or "identity"; role and direction are then the
-                operand's: a contraction of the backward pass reads the forward values as the forward pass does
+    operands    the rounding of the operands before the operation, to a scaled format too ("mxfp8"), or "identity"; role
+                and direction are then the operand's: a contraction of the backward pass reads the forward values as the
+                forward pass does, but for the blocks of a scaled format, which run along the sums of each operation
 
     Raises PolicyError if a text does not parse, the rule sets nothing, or it can match nothing. Example::
 
@@ -198,8 +207,15 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     text = spelt(text)
     if text is None or text == kept:
         return text if text is None else kept
-    if not isinstance(text, str | Rounding | Accumulation):
+    if not isinstance(text, str | Rounding | ScaledRounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
+    if is_scaled(str(text)):
+        if field != "operands":
+            raise PolicyError(
+                f"{field} = {shown(str(text))}: a scaled format is a format of operands; write operands= (a scale is "
+                "shared along the dimension over which a product sums)"
+            )
+        return str(_parsed(ScaledRounding.parse, str(text), field))
     if field != "accumulate":
         if str(text).partition("/")[0] == WIDE:
             raise PolicyError(

@@ -185,7 +185,7 @@ def _decision(entry: Site) -> tuple[str, str]:
     if entry.status != "rounded" or entry.assignment is None:
         return (f"{entry.status}: {entry.reason}" if entry.reason else entry.status), ""
     steps = entry.kind in ("contraction", "reduction", "scan", "scatter")
-    return str(entry.assignment.rounding), str(entry.assignment.accumulate) if steps else ""
+    return entry.assignment.said, str(entry.assignment.accumulate) if steps else ""
 
 
 def _heading(entry: Site) -> str:

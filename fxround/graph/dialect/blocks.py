@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ class BlockMaximum(Call[T]):
     sizes: the size of a block in each dimension, from its beginning; 0 for the whole dimension, which then has size 1
     in the result. The last block of a dimension may be shorter.
     """
+
+    rounds: ClassVar[bool] = False
 
     x: T
     sizes: Sequence[int]

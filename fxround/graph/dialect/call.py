@@ -51,11 +51,13 @@ class Call(Generic[T]):
     name        the operator's name in the namespace ``fxround``
     returns     the type of its result in the schema
     overload    the operator itself, the target of a node
+    rounds      whether it rounds; an operator that does not selects among values
     """
 
     name: ClassVar[str]
     returns: ClassVar[str] = "Tensor"
     overload: ClassVar[Any]
+    rounds: ClassVar[bool] = True
     _nested: ClassVar[int | None]
     _tensors: ClassVar[tuple[str, ...]]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dialect.blocks import BlockMaximum
+from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.pointwise import storage_of
 
 
@@ -19,7 +20,7 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     size = call.require()
     x = call.x.detach()
     if not x.numel():
-        return x.new_zeros(size)
+        return buffers.empty(size, x.dtype).zero_()
     magnitudes = x.abs()
     # A NaN compares false.
     magnitudes = torch.where(magnitudes <= torch.finfo(x.dtype).max, magnitudes, 0)
@@ -28,7 +29,7 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
             magnitudes = magnitudes.amax(d, keepdim=True)
         elif n > 1:
             magnitudes = _along(magnitudes, d, n)
-    return magnitudes.expand(size).contiguous()
+    return buffers.empty(size, x.dtype).copy_(magnitudes.expand(size))
 
 
 def _along(x: Tensor, d: int, n: int) -> Tensor:
