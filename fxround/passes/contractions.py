@@ -89,7 +89,7 @@ _CALLS: Final = {
     ConvolutionWeightGradient.name: _weight_gradient,
 }
 
-# The dimension over which an operation sums, by the names of its operands: of a convolution with a weight [out, in, ..],
+# The dimension over which an operation sums, by the names of its operands: of a convolution with a weight [out, in, .],
 # and of one that is transposed, whose weight is [in, out, ...]. Convolutions sum over all spatial dimensions too.
 _SUMMED: Final[dict[Any, dict[str, tuple[int, int]]]] = {
     aten.mm.default: {"self": (-1, -1), "mat2": (-2, -2)},
