@@ -27,6 +27,7 @@ import fxround
 from benchmarks import emulation
 from benchmarks.harness import header, table
 from fxround.demo import DigitsCNN
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Exact
 from fxround.kernels.specialize import (
@@ -46,7 +47,7 @@ from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
 from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.pointwise import STORAGES, Draw, run_map
+from fxround.runtime.cpu.pointwise import Draw, run_map
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import run_scatter, scatter_rows
 

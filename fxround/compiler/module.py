@@ -39,7 +39,6 @@ from fxround.compiler.signature import (
     require_dtypes,
     signature_of,
 )
-from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step, differentiable_later
 from fxround.compiler.watching import unwatched
 from fxround.errors import CaptureError, FxroundError
@@ -383,7 +382,6 @@ class RoundedModule(Shown):
         return None
 
     def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
-        require_working_torch()
         refuse_compiled(self.source)
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)

@@ -18,6 +18,7 @@ from fxround.capture import Captured, capture
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.from_backend import received
+from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step
 from fxround.graph.site import Port
 from fxround.operators.formulas import decompositions
@@ -53,7 +54,11 @@ class Pipeline:
     fuse: bool = True
 
     def capture(self, model: nn.Module, args: Any, kwargs: Any) -> Captured:
-        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises."""
+        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises.
+
+        Warns of a PyTorch that is not among the tested versions, and raises CaptureError for one that fails.
+        """
+        require_working_torch()
         formulas = decompositions(self.policy.definitions)
         return capture(model, args, kwargs, formulas, self.policy.treats_gradients)
 

@@ -20,7 +20,6 @@ from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.exported import random_state, state_of
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.torch_version import require_working_torch
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
@@ -246,7 +245,6 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
 def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Captured:
     """Return the graph of (p, g, states, numbers) -> (p, states), for tensors of one dimension and any length."""
-    require_working_torch()
     names = update.states
 
     def step(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
