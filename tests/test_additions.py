@@ -61,6 +61,53 @@ assert torch.equal(fxround.round(x, "e5m6"), fxround.round(x, "ieee(5,7)"))
 assert fxround.round(torch.tensor([1 + 2.0**-6, 1 + 2.0**-7, 65536.0]), "e5m6").tolist() == [1.015625, 1.0, math.inf]
 """,
     ),
+    "a scaled format": Addition(
+        (
+            Insertion(
+                "numerics/scaled.py",
+                '        "mxfp5": _microscaled(Format.ieee(exponent_bits=2, precision=3)),\n',
+                after='        "mxint8": _microscaled(fixed_point(8, 6)),\n',
+            ),
+        ),
+        """
+x = torch.zeros(2, 32)
+x[0, :4], x[1, :2] = torch.tensor([3.5, 3.25, 0.3, -9.0]), torch.tensor([1024.0, 100.0])
+assert fxround.round(x, "mxfp5")[0, :4].tolist() == [4.0, 3.0, 0.0, -8.0]
+model = fxround.compile(torch.nn.Linear(32, 3), "mxfp5", example_inputs=x)
+assert "scaled(ieee(2,3);32,e8m0fnu,floor)" in str(model.summary())
+""",
+    ),
+    "an operator `fxround::`": Addition(
+        (
+            Insertion(
+                "graph/dialect/blocks.py",
+                '''
+@operator("count")
+@dataclass(frozen=True)
+class Count(Call[T]):
+    """The number of elements."""
+
+    x: T
+    more: int
+
+    def fake(self: Count[Tensor]) -> Tensor:
+        return self.x.new_empty(())
+
+
+''',
+                before="def block_sizes(",
+            ),
+            Insertion(
+                "runtime/torch_ops.py",
+                "    dialect.blocks.Count: lambda call: call.x.new_tensor(call.x.numel() + call.more),\n",
+                after="    dialect.BlockMaximum: block_maximum,\n",
+            ),
+        ),
+        """
+assert torch.ops.fxround.count(torch.ones(2, 3), 1) == 7
+torch.library.opcheck(torch.ops.fxround.count.default, (torch.ones(2, 3), 1))
+""",
+    ),
     "a mode": Addition(
         (
             Insertion(
