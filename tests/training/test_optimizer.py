@@ -304,7 +304,7 @@ def test_a_generator_seeds_by_name_and_takes_up_everything_that_draws() -> None:
     alone = fxround.compile(model(), "stochastic")
     assert Generator(7, model=alone).parts["model"].rng.tolist() == [seeds["model"], 0]
     for mistake, message in (
-        (lambda: Generator(7), "what it is given by name"),
+        (lambda: Generator(7), "the parts that it seeds, by name"),
         (lambda: Generator(-1, model=alone), "expected 0 to"),
         (lambda: Generator(7, model=alone).load_state_dict(saved[2]), r"state is of \['loss', 'model', 'optimizer'\]"),
     ):
