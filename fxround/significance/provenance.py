@@ -56,7 +56,7 @@ def processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            return next(names, "") or platform.processor()
+            return next(names, "") or platform.processor() or platform.machine()
     except OSError:
         return platform.processor()
 

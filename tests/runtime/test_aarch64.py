@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.aarch64 import Case, differing, numbers
 from fxround.kernels.program import Program
 from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.llvm import engine
+from fxround.runtime.cpu.llvm import engine, environment
 from fxround.runtime.cpu.llvm.environment import Architecture
 from fxround.runtime.cpu.llvm.loops import I32, PTR, at, define
 from fxround.runtime.cpu.pointwise import run_map
@@ -96,6 +97,20 @@ def test_the_comparison_sees_a_bit() -> None:
     x = torch.tensor([1.0, -0.0])
     said = differing(Case("", "", lambda: [x.abs() if current_set() == emulation.SET else x]))
     assert said == "result 0: 1 of 2, at (1,) -0.0 here and 0.0 there"
+
+
+@needs_emulator
+def test_a_kernel_in_its_caller_s_environment_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner's environment is hostile indeed."""
+    x = numbers((100,), 1)
+    declared, enter, leave = environment._WRITERS["aarch64"]
+
+    def entered(direction: str, watched: bool) -> str:
+        return re.sub(r".*@llvm\.aarch64\.set\.fpcr.*\n", "", enter(direction, watched))
+
+    monkeypatch.setitem(environment._WRITERS, "aarch64", (declared, entered, leave))
+    program = Program.parse("t0 = add(x0, 0x1.23456p-3) @ binary32")
+    assert "here and" in differing(Case("", "", lambda: [run_map(program, [x], torch.float32, DRAW)]))
 
 
 def loaded(build: Callable[[ir.IRBuilder, dict[str, Any]], None]) -> emulation.Remote:
