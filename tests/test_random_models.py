@@ -54,7 +54,7 @@ FOUND = {
 }
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=QUIET, print_blob=True)
+@settings(max_examples=300, deadline=None, suppress_health_check=QUIET, print_blob=True)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])
 @example(recipe=replace(FOUND["clamp"], dtype=3))

@@ -13,6 +13,7 @@ The rooms capture/ and graph/ hold PyTorch's private interfaces, but for a table
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from fxround.capture.refusals import (
 from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
     asked_sizes,
+    composite_operators,
     joint_of,
     quickened,
     redefine,
@@ -90,6 +92,12 @@ class _Traced:
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    return dict(_core_decompositions(composite_operators()))
+
+
+@functools.lru_cache(maxsize=1)
+def _core_decompositions(_composites: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
+    """Return the table for the composite operators that are registered; PyTorch walks all of them to make it."""
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])

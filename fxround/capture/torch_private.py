@@ -28,6 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
 
+def composite_operators() -> tuple[str, ...]:
+    """Return the names of the operators that are registered as compositions of others; libraries may add some."""
+    return tuple(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+
+
 @contextlib.contextmanager
 def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
     """Set the state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped.

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxround
 import fxround.capture
-from fxround.capture import capture
+from fxround.capture import capture, core_decompositions
 from fxround.capture.torch_private import quickened, uncollected
 from fxround.operators.formulas import decompositions
 
@@ -102,3 +102,18 @@ def test_the_doubled_example_is_given_up_before_it_is_differentiated(monkeypatch
     monkeypatch.setattr(aot_autograd, "aot_export_joint_with_descriptors", counted)
     fxround.compile(AloneOrNot(), "identity").prepare(torch.rand(1, 3))
     assert len(calls) == 1
+
+
+def test_the_table_of_decompositions_is_kept_until_a_library_adds_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = core_decompositions(), core_decompositions()
+    assert first == again and first is not again
+    made: list[int] = []
+    plain = torch._decomp.core_aten_decompositions
+    monkeypatch.setattr(torch._decomp, "core_aten_decompositions", lambda: made.append(1) or plain())
+    core_decompositions()
+    assert not made
+    library = torch.library.Library("fxround_tests", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
+    assert torch.ops.fxround_tests.twice.default in core_decompositions() and made
+    library._destroy()

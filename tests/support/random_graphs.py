@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from random_builder import DTYPES, POLICIES, STEPS, Builder, Model, Recipe, Unfit, broadcast, shape
+from random_builder import DTYPES, STEPS, Builder, Model, Recipe, Unfit, broadcast, shape
 from torch import fx
 
 from fxround.graph.site import PORTS, Port
@@ -422,7 +422,8 @@ RECIPES = st.builds(
     Recipe,
     steps=st.tuples(*[st.tuples(st.sampled_from(FREQUENT), _SMALL, _SMALL, _SMALL)] * STEPS),
     returned=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
-    policy=st.integers(0, len(POLICIES) - 1),
+    # The policies that draw and the narrow one, which NumPy follows slowly, are a third.
+    policy=st.sampled_from((0, 0, 1, 2, 2, 3, 4, 5, 6)),
     dtype=st.sampled_from((0, 0, 0, 1, 2, 3)),
     tangents=st.sampled_from((0, 0, 1, 2)),
     layout=st.integers(0, 3),
