@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -82,7 +84,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 @cache
 def vision_operators() -> Any:
-    """Declare torchvision's compiled operators, which may be missing with a CPU build of torch and are never called."""
+    """Declare the operators of a torchvision that was compiled for another build of torch; they are never called.
+
+    A torchvision whose library is loaded declares them itself, and a second declaration ends the process.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return None
+    except RuntimeError:  # operator torchvision::nms does not exist
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+    else:
+        return None
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
