@@ -208,6 +208,9 @@ def smoothed(o: Arrays, x: Array, targets: Array, w: Array | None, share: float,
     """The mean cross entropy with label smoothing: share of it belongs to all classes alike. x: (items, classes)."""
     s = log_softmax(o, x)
     own, weight = nll_loss(o, s, targets, w, MEAN, ignored)
+    if w is not None:
+        # A selection, which is rounded where the loss above gathers.
+        weight = o.total(o.where(targets == ignored, 0.0, w[targets]), 0)
     over = o.neg(o.total(s if w is None else o.mul(s, w[None]), 1))
     every = o.div(o.total(o.where(targets == ignored, 0.0, over), 0), weight)
     return o.add(o.mul(own, 1 - share), o.mul(every, share / x.shape[1]))
