@@ -154,6 +154,47 @@ for a, y in zip(map(Fraction, x.tolist()), got, strict=True):
     assert y == round_exact(exact, False, fxround.Rounding.parse("binary32/toward_positive"))
 """,
     ),
+    "a reduction or a scan": Addition(
+        (
+            Insertion(
+                "kernels/specialize.py",
+                """
+def logcumsumexp_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    sums, own = cumsum_kernel(accumulate, rounding, load_as, result), Rounding.parse("binary32")
+    (_, x, _), (total, _) = sums.step.params, sums.finish.params
+    step = substitute(sums.step.results, {x: apply("exp", (x,), own, "f32")})
+    finish = substitute(sums.finish.results, {total: apply("log", (total,), own, "f32")})
+    steps = Function("step", sums.step.params, step), Function("finish", sums.finish.params, finish)
+    return Scan(*steps, sums.loads, sums.result, sums.accumulator, sums.draws, sums.finish_draws)
+
+
+""",
+                before="def _multiply_step(",
+            ),
+            Insertion(
+                "graph/dialect/reductions.py",
+                """
+from fxround.kernels.specialize import logcumsumexp_kernel
+
+@operator("logcumsumexp", aten=("logcumsumexp.default",))
+@dataclass(frozen=True)
+class Logcumsumexp(ScanCall[T]):
+    def kernel(self, loads: tuple[Storage, ...]) -> Scan:
+        return logcumsumexp_kernel(*self.arithmetic(loads))
+
+""",
+                before='@operator("cumprod"',
+            ),
+        ),
+        """
+x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+model = fxround.compile(Calls(lambda x: torch.logcumsumexp(x, 1)), "reproducible")
+one = lambda name, v: torch.ops.fxround.pointwise([v], f"t0 = {name}(x0) @ binary32/nearest_even/inf", v.dtype, RNG, 0)
+sums = torch.ops.fxround.cumsum(one("exp", x), 1, *["binary32/nearest_even/inf"] * 2, RNG, 0)
+assert torch.equal(model(x), one("log", sums))
+assert not model.coverage().unrounded
+""",
+    ),
     "a composite operator": Addition(
         (
             Insertion(

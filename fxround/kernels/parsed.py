@@ -11,15 +11,12 @@ from typing import Final, cast, get_args
 
 from fxround.errors import shown
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scatter
 from fxround.kernels.specialize import (
     contract_kernel,
-    cumprod_kernel,
-    cumsum_kernel,
     draws,
     fused_kernel,
     map_kernel,
-    prod_kernel,
     scatter_kernel,
     sum_kernel,
 )
@@ -72,21 +69,6 @@ def contract(accumulate: str, round_by: str, loads: tuple[Storage, Storage], res
 def total(order_of: str, accumulate: str, round_by: str, stored: Storage) -> Reduce | Exact:
     """The kernel of a sum in an order; operand and result are stored in the same way, as in all that follow."""
     return sum_kernel(order(order_of), rounding(accumulate), rounding(round_by), stored, stored)
-
-
-def product(accumulate: str, round_by: str, stored: Storage) -> Reduce:
-    """The kernel of a product."""
-    return prod_kernel(rounding(accumulate), rounding(round_by), stored, stored)
-
-
-def running_sum(accumulate: str, round_by: str, stored: Storage) -> Scan:
-    """The kernel of the sums of all prefixes."""
-    return cumsum_kernel(rounding(accumulate), rounding(round_by), stored, stored)
-
-
-def running_product(accumulate: str, round_by: str, stored: Storage) -> Scan:
-    """The kernel of the products of all prefixes."""
-    return cumprod_kernel(rounding(accumulate), rounding(round_by), stored, stored)
 
 
 def scatter(accumulate: str, stored: Storage) -> Scatter:

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 
+from fxround.graph.dialect import CALLS
 from fxround.numerics.elementary import ELEMENTARY
 
 Kind = Literal[
@@ -129,10 +130,10 @@ _LOWERED: Final[dict[str, OpRule]] = {
     "aten.mm.default": OpRule("contraction", lower="matmul"),
     "aten.bmm.default": OpRule("contraction", lower="matmul"),
     "aten.convolution.default": OpRule("contraction", lower="convolution"),
-    "aten.sum.dim_IntList": OpRule("reduction", lower="sum"),
-    "aten.sum.default": OpRule("reduction", lower="sum"),
-    "aten.cumsum.default": OpRule("reduction", lower="cumsum"),
     "aten.scatter_add.default": OpRule("reduction", lower="scatter_add"),
+}
+_REDUCTIONS: Final = {
+    f"aten.{overload}": OpRule("reduction", lower=cls.name) for cls in CALLS.values() for overload in cls.aten
 }
 _CONVOLUTION_GRADIENTS: Final = {
     (True, False, False): OpRule("contraction", lower="convolution_input_gradient"),
@@ -230,6 +231,7 @@ _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
     | _bodies("elementary", {"reciprocal": "reciprocal({0})"} | _UNARY | _BINARY)
     | _LOWERED
+    | _REDUCTIONS
     | _bodies("exact", _CHOICES)
     | _rows("exact", "aten", _EXACT)
     | _rows("movement", "aten", _MOVEMENT + _CONSTANT)
@@ -280,10 +282,9 @@ def _quotient(node: fx.Node) -> OpRule:
     return RULES["aten.div.Tensor"] if mode is None else _QUOTIENTS[str(mode)]
 
 
-def _product(node: fx.Node) -> OpRule:
-    """Return the rule of products: exact on integers, a chain of rounded products on floating point."""
-    name = "cumprod" if "cumprod" in str(node.target) else "prod"
-    return OpRule("reduction", lower=name) if _yields_floats(node) else INTEGER
+def _reduction(node: fx.Node) -> OpRule:
+    """Return the rule of a reduction that is exact on integers: a chain of rounded steps on floating point."""
+    return _REDUCTIONS[str(node.target)] if _yields_floats(node) else INTEGER
 
 
 def _convolution_backward(node: fx.Node) -> OpRule:
@@ -314,5 +315,5 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     **{f"aten.{name}.default": _integer_or_random for name in ("randperm", "randint", "randint_like")},
     "aten.randint.low": _integer_or_random,
     **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _quotient),
-    **dict.fromkeys(("aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"), _product),
+    **{name: _reduction for name in _REDUCTIONS if RULES[name].kind == "integer"},
 }

@@ -9,13 +9,13 @@ result format is narrower, a rounding follows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Final
+from dataclasses import fields, replace
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fxround.graph.dialect import Cumprod, Cumsum, IndexPut, Prod, ScatterAdd, Sum
+from fxround.graph.dialect import CALLS, IndexPut, ReductionCall, ScanCall, ScatterAdd
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site
 from fxround.graph.values import evaluate
@@ -65,32 +65,33 @@ def _reduced(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[int], 
     return source, dims, "keepdim" in named and bool(argument(node, "keepdim"))
 
 
-def _sum(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    tail = _tail(graph, place, assignment, rounding)
-    source, dims, keepdim = _reduced(graph, node)
-    become(graph, node, Sum(source, dims, keepdim, str(assignment.order), *tail))
-
-
-def _prod(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    source, dims, keepdim = _reduced(graph, node)
-    become(graph, node, Prod(source, dims, keepdim, *_tail(graph, place, assignment, rounding)))
+def _reduce(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
+    """Lower a sum or product over dimensions; the policy's order is for operators that have one."""
+    cls, (source, dims, keepdim) = _call_of(node), _reduced(graph, node)
+    order = (str(assignment.order),) if "order" in {field.name for field in fields(cls)} else ()
+    become(graph, node, cls(source, dims, keepdim, *order, *_tail(graph, place, assignment, rounding)))
 
 
 def _scan(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
-    """Lower cumsum and cumprod to the kernel that the operator's rule names."""
-    rule = rule_of(node)
-    assert rule is not None
-    scan = Cumsum if rule.lower == Cumsum.name else Cumprod
-    source, dim, tail = argument(node, "self"), argument(node, "dim"), _tail(graph, place, assignment, rounding)
+    """Lower sums or products of all prefixes."""
+    cls, source, dim = _call_of(node), argument(node, "self"), argument(node, "dim")
+    tail = _tail(graph, place, assignment, rounding)
     if source.meta["val"].dim():
-        become(graph, node, scan(source, dim, *tail))
+        become(graph, node, cls(source, dim, *tail))
         return
     column = insert(graph, node, aten.reshape.default, (source, [1]))
-    call = scan(column, 0, *tail)
+    call = cls(column, 0, *tail)
     one = insert(graph, node, call.overload, call.arguments())
     one.meta[META] = replace(place, status="rounded", reason="")
     node.replace_all_uses_with(insert(graph, node, aten.reshape.default, (one, [])))
     graph.graph.erase_node(node)
+
+
+def _call_of(node: fx.Node) -> Any:
+    """Return the class of the operator that the rule of the node names."""
+    rule = rule_of(node)
+    assert rule is not None
+    return _CALLS[rule.lower]
 
 
 def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assignment, rounding: Rounding) -> None:
@@ -126,11 +127,9 @@ def _is_zero(node: fx.Node) -> bool:
     return constant and bool(argument(node, "fill_value") == 0)
 
 
+_CALLS: Final = {cls.name: cls for cls in CALLS.values() if issubclass(cls, ReductionCall | ScanCall)}
 _LOWERINGS: Final[dict[str, Callable[[fx.GraphModule, fx.Node, Site, Assignment, Rounding], None]]] = {
-    Sum.name: _sum,
-    Prod.name: _prod,
-    Cumsum.name: _scan,
-    Cumprod.name: _scan,
+    **{name: _reduce if issubclass(cls, ReductionCall) else _scan for name, cls in _CALLS.items()},
     ScatterAdd.name: _scatter,
     IndexPut.name: _scatter,
 }

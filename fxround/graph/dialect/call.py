@@ -51,12 +51,14 @@ class Call(Generic[T]):
     name        the operator's name in the namespace ``fxround``
     returns     the type of its result in the schema
     overload    the operator itself, the target of a node
+    aten        of a reduction: ATen's overloads that it computes on floating point; rules and lowering are made of them
     rounds      whether it rounds; an operator that does not selects among values
     """
 
     name: ClassVar[str]
     returns: ClassVar[str] = "Tensor"
     overload: ClassVar[Any]
+    aten: ClassVar[tuple[str, ...]]
     rounds: ClassVar[bool] = True
     _nested: ClassVar[int | None]
     _tensors: ClassVar[tuple[str, ...]]
@@ -103,13 +105,13 @@ class Call(Generic[T]):
 CALLS: Final[dict[Any, type[Call[Any]]]] = {}
 
 
-def operator(name: str, returns: str = "Tensor") -> Callable[[C], C]:
+def operator(name: str, returns: str = "Tensor", aten: tuple[str, ...] = ()) -> Callable[[C], C]:
     """Declare ``fxround::name`` by the class of its calls; a decorator."""
 
     def declare(cls: C) -> C:
         hints = get_type_hints(cls)
         names = [field.name for field in fields(cls)]
-        cls.name, cls.returns = name, returns
+        cls.name, cls.returns, cls.aten = name, returns, aten
         cls._nested = names.index("geometry") if "geometry" in names else None
         cls._tensors = tuple(name for name in names if hints[name] is T and name != "rng")
         schema = ", ".join(_declared(name, hints[name]) for name in names)

@@ -1,6 +1,7 @@
 """Reductions: sums and products over dimensions, and of all prefixes along one.
 
-Several reduced dimensions count as one, in row-major order of their elements.
+Several reduced dimensions count as one, in row-major order of their elements. Rules, lowering and running are those of
+the base classes: another reduction is a class here and its kernel in ``kernels.specialize``.
 
     sum(x, [1], True, "lanes:16", "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 4)
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 from fxround.graph.dialect.call import Call, T, operator, require_state
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact, Reduce, Scan
+from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel
+from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
 
 
@@ -35,15 +38,30 @@ def dims_of(x: Tensor, dims: Sequence[int]) -> list[int]:
     return found
 
 
-class ReductionCall(Call[T]):
-    """What sums and products over dimensions have in common."""
+class ChainCall(Call[T]):
+    """What reductions and scans have in common: an operand, and the roundings of a step and of a result."""
 
     x: T
-    dims: Sequence[int]
-    keepdim: bool
     accumulate: str
     rounding: str
     rng: T
+    node: int
+
+    def arithmetic(self, loads: tuple[Storage, ...]) -> tuple[Rounding, Rounding, Storage, Storage]:
+        """Return what specializes a kernel: both roundings, and how operand and result are stored."""
+        (stored,) = loads
+        return parsed.rounding(self.accumulate), parsed.rounding(self.rounding), stored, stored
+
+
+class ReductionCall(ChainCall[T]):
+    """What sums and products over dimensions have in common."""
+
+    dims: Sequence[int]
+    keepdim: bool
+
+    def kernel(self, loads: tuple[Storage, ...]) -> Reduce | Exact:
+        """Return the kernel."""
+        raise NotImplementedError
 
     def reduced(self: ReductionCall[Tensor]) -> list[int]:
         """Return the reduced dimensions, none negative, ascending."""
@@ -63,7 +81,7 @@ class ReductionCall(Call[T]):
         return self.x.new_empty(self.size())
 
 
-@operator("sum")
+@operator("sum", aten=("sum.default", "sum.dim_IntList"))
 @dataclass(frozen=True)
 class Sum(ReductionCall[T]):
     """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum rounded once."""
@@ -82,7 +100,7 @@ class Sum(ReductionCall[T]):
         return parsed.total(self.order, self.accumulate, self.rounding, *loads)
 
 
-@operator("prod")
+@operator("prod", aten=("prod.default", "prod.dim_int"))
 @dataclass(frozen=True)
 class Prod(ReductionCall[T]):
     """The product over ``dims``, k ascending from 1."""
@@ -97,11 +115,11 @@ class Prod(ReductionCall[T]):
 
     def kernel(self, loads: tuple[Storage, ...]) -> Reduce:
         """Return the kernel."""
-        return parsed.product(self.accumulate, self.rounding, *loads)
+        return prod_kernel(*self.arithmetic(loads))
 
 
 @dataclass(frozen=True)
-class ScanCall(Call[T]):
+class ScanCall(ChainCall[T]):
     """The results of a chain after each of its steps, along one dimension."""
 
     x: T
@@ -123,21 +141,21 @@ class ScanCall(Call[T]):
         return self.x.new_empty(self.x.shape)
 
 
-@operator("cumsum")
+@operator("cumsum", aten=("cumsum.default",))
 @dataclass(frozen=True)
 class Cumsum(ScanCall[T]):
     """Every prefix sum, k ascending from +0."""
 
     def kernel(self, loads: tuple[Storage, ...]) -> Scan:
         """Return the kernel."""
-        return parsed.running_sum(self.accumulate, self.rounding, *loads)
+        return cumsum_kernel(*self.arithmetic(loads))
 
 
-@operator("cumprod")
+@operator("cumprod", aten=("cumprod.default",))
 @dataclass(frozen=True)
 class Cumprod(ScanCall[T]):
     """Every prefix product, k ascending from 1."""
 
     def kernel(self, loads: tuple[Storage, ...]) -> Scan:
         """Return the kernel."""
-        return parsed.running_product(self.accumulate, self.rounding, *loads)
+        return cumprod_kernel(*self.arithmetic(loads))

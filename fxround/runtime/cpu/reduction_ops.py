@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.graph.dialect import Call, Cumprod, Cumsum, IndexPut, Prod, ScanCall, ScatterAdd, Sum
+from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd
 from fxround.graph.dialect.reductions import dims_of
 from fxround.kernels.shapes import Exact
 from fxround.runtime.cpu.exact_sum import run_exact
@@ -20,21 +20,12 @@ from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import put_rows, run_scatter, scatter_rows
 
 
-def sum_(call: Sum[Tensor]) -> Tensor:
-    """The sum over ``dims``, each addition rounded; under the order ``exact``, the exact sum rounded once."""
+def reduce(call: ReductionCall[Tensor]) -> Tensor:
+    """The sum or product over ``dims`` by the chains of the call's kernel, or exactly."""
     reduced = call.reduced()
-    kernel = call.kernel((storage_of(call.x, "sum's operand"),))
-    draw = Draw.of(call.rng, call.node)
-    if isinstance(kernel, Exact):
-        return run_exact(kernel, call.x, draw, reduced).reshape(call.size())
-    return run_reduce(kernel, call.x, draw, reduced).reshape(call.size())
-
-
-def prod(call: Prod[Tensor]) -> Tensor:
-    """The product over ``dims``, k ascending from 1."""
-    reduced = call.reduced()
-    kernel = call.kernel((storage_of(call.x, "prod's operand"),))
-    return run_reduce(kernel, call.x, Draw.of(call.rng, call.node), reduced).reshape(call.size())
+    kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
+    run: Callable[..., Tensor] = run_exact if isinstance(kernel, Exact) else run_reduce
+    return run(kernel, call.x, Draw.of(call.rng, call.node), reduced).reshape(call.size())
 
 
 def scan(call: ScanCall[Tensor]) -> Tensor:
@@ -65,10 +56,8 @@ def index_put(call: IndexPut[Tensor]) -> Tensor:
 
 
 KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
-    Sum: sum_,
-    Prod: prod,
-    Cumsum: scan,
-    Cumprod: scan,
+    **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
+    **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
     ScatterAdd: scatter_add,
     IndexPut: index_put,
 }
