@@ -28,6 +28,7 @@ from fxround.localization.localize import localize
 from fxround.localization.report import LocalizeReport
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.scaled import ScaledFormat, ScaledRounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
@@ -56,6 +57,8 @@ __all__ = [
     "RoundedOptimizer",
     "Rounding",
     "Rule",
+    "ScaledFormat",
+    "ScaledRounding",
     "SelftestFailed",
     "SelftestReport",
     "Summary",

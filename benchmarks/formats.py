@@ -1,0 +1,99 @@
+"""Scaled formats: speed of ``fxround.round``, and torchao beside it if it is installed.
+
+    python -m benchmarks.formats
+
+The first table has 10^6 elements per second, medians of interleaved calls. The second compares the bits with torchao's
+``to_mx`` and back, where both describe the same format: elements of exponents -30 to 30, a row of zeros.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import fxround
+from benchmarks.harness import header, medians, table
+
+SIZES = (10**6, 10**7)
+FORMS = (
+    "mxfp8",
+    "mxfp8/stochastic",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4/stochastic",
+    "int8",
+    "int8:channel",
+    "int4:128",
+    "bfp(8,32)",
+    "fixed(16,8)",
+)
+COLUMNS = 1000
+# How fxround and torchao name the ways to make a scale, and the elements.
+HOWS = {"floor": "FLOOR", "ceil": "CEIL", "even": "EVEN", "up": "RCEIL"}
+ELEMENTS = {"e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1fn": "float4_e2m1fn_x2"}
+
+
+def torchao() -> Any:
+    """Return torchao's module of microscaling, None if it is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+        except ImportError:
+            return None
+
+
+def through(peer: Any, x: torch.Tensor, element: str, how: str) -> torch.Tensor:
+    """Return x after torchao's conversion to a microscaling format and back."""
+    dtype = getattr(torch, ELEMENTS[element])
+    scale, data = peer.to_mx(x, dtype, 32, getattr(peer.ScaleCalculationMode, HOWS[how]))
+    back: torch.Tensor = peer.to_dtype(data, scale, dtype, 32, torch.float32)
+    return back
+
+
+def speeds(peer: Any) -> Iterator[list[str]]:
+    """Yield rows: name, and the rate at each size."""
+    found: dict[str, list[str]] = {}
+    for size in SIZES:
+        x = torch.randn(size // COLUMNS, COLUMNS)
+        blocks = torch.randn(size // 32, 32)
+        calls: dict[str, Callable[[], object]] = {form: partial(fxround.round, x, form, seed=1) for form in FORMS}
+        if peer is not None:
+            for element in ELEMENTS:
+                calls[f"torchao to_mx {element} and back"] = partial(through, peer, blocks, element, "floor")
+        for name, seconds in medians(calls).items():
+            found.setdefault(name, []).append(f"{size / seconds / 1e6:.0f}")
+    yield from ([name, *rates] for name, rates in found.items())
+
+
+def differences(peer: Any) -> Iterator[list[str]]:
+    """Yield rows: format, elements, and how many of them differ from torchao's."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 64) * torch.exp2(torch.randint(-30, 31, (4096, 1)).float())
+    x[0] = 0
+    for element in ELEMENTS:
+        for how in HOWS:
+            form = f"scaled({element};32,e8m0fnu,{how})"
+            wrong = int((through(peer, x, element, how) != fxround.round(x, form)).sum())
+            yield [form, str(x.numel()), str(wrong)]
+
+
+def main() -> None:
+    """Print the tables."""
+    torch.set_num_threads(1)
+    peer = torchao()
+    print(header(("torch", "torchao", "llvmlite")))
+    print(table(["10^6 elements per second", *(f"{size:.0e} elements" for size in SIZES)], list(speeds(peer))))
+    if peer is None:
+        print("torchao is not installed: pip install --no-deps torchao")
+        return
+    print(table(["format", "elements", "differ from torchao"], list(differences(peer))))
+
+
+if __name__ == "__main__":
+    main()
