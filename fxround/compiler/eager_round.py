@@ -20,7 +20,7 @@ from fxround.capture.dynamo import aside
 from fxround.graph.dialect import block_sizes
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.scaled import scaled_program
+from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
@@ -34,7 +34,7 @@ RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
 def rounding_program(rounding: Rounding | ScaledRounding, dtype: torch.dtype = torch.float32) -> Program:
     """Return the program that rounds its first operand, a tensor of this dtype; a scaled one has more operands."""
     if isinstance(rounding, ScaledRounding):
-        return scaled_program(rounding, Format.parse(FORMAT_OF[dtype]))
+        return element_program(rounding, Format.parse(FORMAT_OF[dtype]))
     return Program((Statement("t0", "identity", ("x0",), rounding),))
 
 
@@ -172,7 +172,7 @@ def _round_tensor(
     x = x.resolve_neg()
     storage_of(x, "x")
     program, draw = rounding_program(rounding, x.dtype), Draw(seed, sample, stream)
-    operands = (x, *_largest(x, rounding, dims)) if isinstance(rounding, ScaledRounding) else (x,)
+    operands = (x, *_scales(x, rounding, dims)) if isinstance(rounding, ScaledRounding) else (x,)
     if out is None:
         return run_map(program, operands, x.dtype, draw)
     shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
@@ -187,14 +187,17 @@ def _round_tensor(
     return out
 
 
-def _largest(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the largest finite magnitudes of blocks, and of the tensor if the scaling needs it."""
+def _scales(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the scale of each element; nothing for fixed point."""
     scaling, flat = rounding.format.scaling, x.reshape(1) if x.dim() == 0 else x
     if scaling is None:
         return ()
-    sizes = [block_sizes(scaling.block, dims, flat.dim())] + [[0] * flat.dim()] * (scaling.whole is not None)
-    found = (torch.ops.fxround.block_maximum(flat, size) for size in sizes)
-    return tuple(m.reshape(()) if x.dim() == 0 else m for m in found)
+    sizes = block_sizes(scaling.block, dims, flat.dim())
+    found = [torch.ops.fxround.block_maximum(flat, s) for s in (sizes, [0] * flat.dim())[: 1 + bool(scaling.whole)]]
+    carrier = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scales = run_map(scale_program(rounding, Format.parse(FORMAT_OF[carrier])), found, carrier, Draw())
+    expanded = torch.ops.fxround.block_expand(scales, flat, sizes)
+    return (expanded.reshape(()) if x.dim() == 0 else expanded,)
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:

@@ -1,11 +1,12 @@
-"""A scaled rounding as a program: scale, quotient and product are statements of their own, each rounded once.
+"""A scaled rounding as two programs: the scale of each block, and the elements. Each statement is rounded once.
 
-x0 is the tensor, x1 the largest finite magnitude of each element's block, and x2 that of the tensor, if the scaling
-divides by a scale of the whole tensor. For mxfp8 of a float32 tensor:
+For mxfp8 of a float32 tensor, where x0 is the largest finite magnitude of a block, and then x0 an element and x1 the
+scale of its block:
 
-    t0 = div(x1, 0x1p+8) @ e8m0fnu/toward_zero/saturate
-    t1 = div(x0, t0) @ e4m3fn/nearest_even/saturate
-    t2 = mul(t1, t0) @ binary32/nearest_even/inf
+    t0 = div(x0, 0x1p+8) @ e8m0fnu/toward_zero/saturate
+
+    t0 = div(x0, x1) @ e4m3fn/nearest_even/saturate
+    t1 = mul(t0, x1) @ binary32/nearest_even/inf
 
 The specification is ``numerics.exact_scaled``.
 """
@@ -16,23 +17,35 @@ import math
 from functools import lru_cache
 
 from fxround.kernels.program import Program, Statement
-from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding, Scaling
 
 
 @lru_cache(maxsize=1024)
-def scaled_program(rounding: ScaledRounding, stored: Format) -> Program:
-    """Return the program of a scaled rounding of a tensor that is stored in this format."""
-    written = _Statements()
+def scale_program(rounding: ScaledRounding, carrier: Format) -> Program:
+    """Return the program of the scales: x0 is a block's largest finite magnitude, x1 that of the tensor, if needed.
+
+    carrier: the format of the scales' tensor, binary64 for a tensor of binary64 and binary32 for any other.
+
+    Raises ValueError for fixed point, which has no scale.
+    """
     scaling = rounding.format.scaling
     if scaling is None:
+        raise ValueError(f"{rounding.format} has no scale")
+    written = _Statements()
+    _scale(written, scaling, rounding.format.element, carrier)
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def element_program(rounding: ScaledRounding, stored: Format) -> Program:
+    """Return the program of the elements of a tensor that is stored in this format: x0 an element, x1 its scale."""
+    written = _Statements()
+    if rounding.format.scaling is None:
         _fixed(written, rounding, stored)
     else:
-        carrier = FORMATS["binary64" if stored.precision > 24 else "binary32"]
-        scale = _scale(written, scaling, rounding.format.element, carrier)
-        quotient = written.add("div", "x0", scale, rounding.element)
-        written.add("mul", quotient, scale, _nearest(stored))
+        written.add("mul", written.add("div", "x0", "x1", rounding.element), "x1", _nearest(stored))
     return Program(tuple(written.statements))
 
 
@@ -51,16 +64,18 @@ class _Statements:
 
 
 def _scale(written: _Statements, scaling: Scaling, element: Format, carrier: Format) -> str:
-    most, divisor = "x1", scaling.divisor(element)
+    """Write the scale's statements, of which the last one is the scale; return its target."""
+    most, divisor = "x0", scaling.divisor(element)
     if scaling.how == "even":
         unbounded = Format.custom(precision=element.precision, emin=-1022, maximum=2.0**1023).with_range_of(carrier)
         most = written.add("identity", most, Rounding(unbounded, MODES["nearest_away"], "inf"))
     if scaling.whole is None:
         return _positive(written, written.add("div", most, divisor, scaling.rounding), scaling.format)
     wide = _nearest(scaling.whole)
-    outer = _positive(written, written.add("div", "x2", divisor * scaling.format.maximum, wide), scaling.whole)
+    outer = _positive(written, written.add("div", "x1", divisor * scaling.format.maximum, wide), scaling.whole)
     inner = written.add("div", written.add("div", most, outer, wide), divisor, scaling.rounding)
-    return written.add("mul", _positive(written, inner, scaling.format), outer, wide)
+    scale = written.add("mul", _positive(written, inner, scaling.format), outer, wide)
+    return _positive(written, scale, scaling.whole)
 
 
 def _positive(written: _Statements, scale: str, fmt: Format) -> str:

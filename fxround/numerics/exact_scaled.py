@@ -56,7 +56,7 @@ def scale_of(most: Fraction, whole: Fraction, scaling: Scaling, element: Format)
     wide = Rounding(scaling.whole, MODES["nearest_even"], scaling.whole.default_overflow)
     outer = _positive(whole / (divisor * Fraction(scaling.format.maximum)), wide)
     inner = Fraction(round_exact(most / outer, False, wide))
-    return Fraction(round_exact(_positive(inner / divisor, scaling.rounding) * outer, False, wide))
+    return _positive(_positive(inner / divisor, scaling.rounding) * outer, wide)
 
 
 def _positive(value: Fraction, rounding: Rounding) -> Fraction:

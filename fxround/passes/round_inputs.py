@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.graph.dialect import BlockMaximum, Pointwise, block_sizes
+from fxround.graph.dialect import BlockExpand, BlockMaximum, Call, Pointwise, block_sizes
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
-from fxround.kernels.scaled import scaled_program
+from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
@@ -108,18 +108,31 @@ def _scaled(
     """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone."""
     assert place.assignment is not None and place.assignment.scaled is not None
     rounding, value = place.assignment.scaled, operand.meta["val"]
-    scaling, operands = rounding.format.scaling, [operand]
-    program = scaled_program(rounding, Format.parse(FORMAT_OF[value.dtype]))
-    if scaling is not None:
-        with locating(place):
-            along = dims if scaling.block == "channel" else dims[:1]
-            sizes = [block_sizes(scaling.block, along, value.dim())]
-        sizes += [[0] * value.dim()] * (scaling.whole is not None)
-        for size in sizes:
-            call = BlockMaximum(operand, size)
-            operands.append(insert(graph, near, call.overload, call.arguments()))
-    rounded = Pointwise(operands, str(program), value.dtype, rng_of(graph), stream)
-    return _inserted(graph, near, rounded, place)
+    operands = [operand]
+    if rounding.format.scaling is not None:
+        operands.append(_scales(graph, near, operand, place, dims))
+    program = str(element_program(rounding, Format.parse(FORMAT_OF[value.dtype])))
+    return _inserted(graph, near, Pointwise(operands, program, value.dtype, rng_of(graph), stream), place)
+
+
+def _scales(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...]) -> fx.Node:
+    """Return the scale of each element of the operand."""
+    assert place.assignment is not None and place.assignment.scaled is not None
+    rounding, value = place.assignment.scaled, operand.meta["val"]
+    scaling = rounding.format.scaling
+    assert scaling is not None
+    with locating(place):
+        sizes = block_sizes(scaling.block, dims if scaling.block == "channel" else dims[:1], value.dim())
+
+    def inserted(call: Call[fx.Node]) -> fx.Node:
+        return insert(graph, near, call.overload, call.arguments())
+
+    found = [inserted(BlockMaximum(operand, s)) for s in (sizes, [0] * value.dim())[: 1 + bool(scaling.whole)]]
+    carrier = torch.float64 if value.dtype == torch.float64 else torch.float32
+    program = str(scale_program(rounding, Format.parse(FORMAT_OF[carrier])))
+    scales = _inserted(graph, near, Pointwise(found, program, carrier, rng_of(graph), 0), place)
+    scales._rename(f"{near.name}_scale")
+    return inserted(BlockExpand(scales, operand, sizes))
 
 
 def _inserted(graph: fx.GraphModule, near: fx.Node, call: Pointwise[fx.Node], place: Site) -> fx.Node:

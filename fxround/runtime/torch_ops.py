@@ -19,7 +19,7 @@ from fxround.errors import FxroundError
 from fxround.graph import dialect
 from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
 from fxround.runtime.cpu import reduction_ops
-from fxround.runtime.cpu.blocks import block_maximum
+from fxround.runtime.cpu.blocks import block_expand, block_maximum
 from fxround.runtime.cpu.contraction import Pending
 from fxround.runtime.cpu.convolution import begin_convolution, begin_input_gradient, begin_weight_gradient
 from fxround.runtime.cpu.long_programs import run_parts
@@ -83,6 +83,7 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     Pointwise: pointwise,
     Fused: fused,
     **{cls: _finished(begin) for cls, begin in _BEGUN.items()},
+    dialect.BlockExpand: block_expand,
     dialect.BlockMaximum: block_maximum,
     **reduction_ops.KERNELS,
 }

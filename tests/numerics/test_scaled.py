@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fxround
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.kernels.scaled import scaled_program
+from fxround.kernels.scaled import element_program
 from fxround.kernels.specialize import map_kernel
 from fxround.numerics.exact_scaled import largest, round_block
 from fxround.numerics.formats import FORMATS, Format
@@ -79,7 +79,7 @@ def specified(x: Tensor, text: str, dim: int = -1, seed: int = 0) -> list[float]
     """The specification's result, element by element in row-major order."""
     rounding, stored = ScaledRounding.parse(text), Format.parse(FORMAT_OF[x.dtype])
     values = x.double().reshape(-1).tolist()
-    program = scaled_program(rounding, stored)
+    program = element_program(rounding, stored)
     storage = STORAGES[x.dtype]
     draws = map_kernel(program, (storage,) * program.arity, storage).draws
     randoms = [0] * len(values)

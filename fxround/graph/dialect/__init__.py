@@ -9,7 +9,7 @@ results are row-major whatever the operands' strides. ``runtime.torch_ops`` atta
     read(node).accumulate  # 'binary32/stochastic/inf'
 """
 
-from fxround.graph.dialect.blocks import BlockMaximum, block_sizes
+from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum, block_sizes
 from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, Call, T, read, require_state
 from fxround.graph.dialect.contractions import (
     ContractionCall,
@@ -29,6 +29,7 @@ __all__ = [
     "MAPS",
     "NAMESPACE",
     "POINTWISE",
+    "BlockExpand",
     "BlockMaximum",
     "Call",
     "ContractionCall",
