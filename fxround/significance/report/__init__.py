@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -258,7 +257,9 @@ class VariabilityReport:
 
         path: also write the figure there. Raises ImportError without matplotlib.
         """
-        return import_module("fxround.significance.report.plots").plot(self, path)
+        from fxround.significance.report import plots
+
+        return plots.plot(self, path)
 
     def draw(self, path: str | Path, *, step: int = 5) -> Path:
         """Write an SVG of the graph, every operation in the colour of the bits that it has lost; returns the path.
@@ -266,11 +267,15 @@ class VariabilityReport:
         step: the bits that one of the five colours stands for. With ``capture="nodes"`` every operation has a figure
         of its own, with ``"layers"`` that of its layer. Raises ValueError unless the path ends in .svg.
         """
-        return write_svg(path, import_module("fxround.significance.report.drawing").drawing(self, step=step))
+        from fxround.significance.report.drawing import drawing
+
+        return write_svg(path, drawing(self, step=step))
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return one self-contained HTML page; ``path``: also write it there."""
-        text: str = import_module("fxround.significance.report.html").page(self)
+        from fxround.significance.report import html
+
+        text = html.page(self)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
