@@ -121,7 +121,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Work:
     """How operands of one shape are contracted: the items of the work, and the code that does them.
 
     general    the code whose results always count, compiled when it is first needed
@@ -162,7 +162,7 @@ class Pending(NamedTuple):
 
     shape: Sequence[int]
     dtype: torch.dtype
-    plan: Plan | None = None
+    plan: Work | None = None
     pointers: tuple[int, ...] = ()
     held: tuple[Tensor, ...] = ()
     key: Any = None
@@ -183,7 +183,7 @@ class Pending(NamedTuple):
 class Contraction:
     """A plan for operands and results of given layouts, with its tables; addresses are given for each run."""
 
-    plan: Plan
+    plan: Work
     tables: tuple[Tensor, ...]
 
     @staticmethod
@@ -217,7 +217,7 @@ def _unpacked(kernel: Contract, isa: str, sizes: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Work:
     """The plan of ``direct`` for these sizes and steps."""
     batch, rows, columns, length, groups = sizes
     machine = machine_of(isa)
@@ -235,11 +235,11 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
 
     enough = max(1, enough_for(kernel) // (rows * width * length))
     first_code = None if quick is None else code(first)
-    return Plan(cache(lambda: code(general)), first_code, batch * batches, enough, in_lines(batches, rows * columns))
+    return Work(cache(lambda: code(general)), first_code, batch * batches, enough, in_lines(batches, rows * columns))
 
 
 @lru_cache(maxsize=4096)
-def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], steps: tuple[int, ...]) -> Work:
     """The plan of ``contract`` for these sizes and steps."""
     batch, rows, columns, length, groups = sizes
     # With chunks, every block is a chunk: ``Item._combine`` adds a block's sums to the totals.
@@ -263,11 +263,11 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
         complete = _in_images((batch * chunks - 1) * runs, wide, columns, row_step, batch * rows * row_step)
     enough = max(1, enough_for(kernel) // max(1, chunk * wide * length))
     first_code = None if quick is None else code(first)
-    return Plan(cache(lambda: code(general)), first_code, batch * chunks * runs, enough, complete)
+    return Work(cache(lambda: code(general)), first_code, batch * chunks * runs, enough, complete)
 
 
 def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int], int]:
-    """``Plan.complete`` if ``items`` items make a line, and lines a batch; the last line of a batch may be short."""
+    """``Work.complete`` if ``items`` items make a line, and lines a batch; the last line of a batch may be short."""
     whole = batch or line
     lines = _ceiling(whole, line)
 
@@ -279,7 +279,7 @@ def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int],
 
 
 def _in_images(before: int, wide: int, columns: int, pixels: int, image: int) -> Callable[[int], int]:
-    """``Plan.complete`` where items of the last rows end one image after another.
+    """``Work.complete`` where items of the last rows end one image after another.
 
     ``before`` is the number of items of the other rows.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cpu.code import current_set, native, signature
-from fxround.runtime.cpu.contraction import TABLES, Code, Pending, Plan, enough_for, in_lines
+from fxround.runtime.cpu.contraction import TABLES, Code, Pending, Work, enough_for, in_lines
 from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.cpu.llvm.render import bytes_of
@@ -101,7 +101,7 @@ class Planes:
     """How a convolution is done over planes: its plan, and the tables that its code reads."""
 
     shape: Shape
-    plan: Plan
+    plan: Work
     taps: Tensor
     places: Tensor
 
@@ -142,7 +142,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
     # are.
     complete = in_lines(1, cut * plane, size) if shape.outputs == 1 else in_lines(cuts, shape.outputs * size)
     first_code = None if quick is None else code(first)
-    plan = Plan(cache(lambda: code(general)), first_code, items, enough, complete)
+    plan = Work(cache(lambda: code(general)), first_code, items, enough, complete)
     return Planes(shape, plan, taps, places)
 
 

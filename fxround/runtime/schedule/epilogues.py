@@ -7,7 +7,7 @@ map writes its own result over it, so that one tensor is enough.
 
 Both run the kernels that they run alone, and elements keep their numbers, so bits and random words are the same. A step
 of the contraction has ended, and every item whose quick results did not count is done again, before the map reads;
-``Plan.complete`` says how many leading elements are then final, and blocks that are not final wait for the next step.
+``Work.complete`` says how many leading elements are then final, and blocks that are not final wait for the next step.
 No item reads a result. The map reads an element of the contraction's result only for the same element of its own
 result, and reads a block before it writes it.
 """
@@ -29,8 +29,7 @@ from fxround.graph.grouping import Unit
 from fxround.numerics.randomness import BLOCK
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.contraction import Pending
-from fxround.runtime.cpu.contraction import Plan as Contraction
+from fxround.runtime.cpu.contraction import Pending, Work
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
 from fxround.runtime.torch_ops import CONTRACTIONS
@@ -112,7 +111,7 @@ def _taken(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Stepping:
     """An epilogue for operands of given strides.
 
     call     the map's code
@@ -145,7 +144,7 @@ class Epilogue(nn.Module):
         self.operands = tuple(place.get(node) for node in self.map.xs)
         self.rng = place[self.map.rng]
         self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans: dict[Any, Stepping | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
@@ -166,7 +165,7 @@ class Epilogue(nn.Module):
         buffers.release(*(inputs[i] for i in self.spent))
         return results
 
-    def _plan(self, inputs: Sequence[Any]) -> Plan | None:
+    def _plan(self, inputs: Sequence[Any]) -> Stepping | None:
         """The plan for inputs of these layouts; None if the graph is to run as it says."""
         pending: Pending = self.begin(*inputs)
         result = torch.empty(pending.shape, dtype=pending.dtype, device="meta")
@@ -189,9 +188,9 @@ class Epilogue(nn.Module):
         dtypes = tuple(dtype_of(storage) for storage in kernel.results)
         steps = tuple(_steps(pending.plan, total, result.itemsize))
         place = dtypes.index(result.dtype) if result.dtype in dtypes and _CONTRACTION not in self.outside else None
-        return None if call is None or (place is None and len(steps) == 1) else Plan(call, dtypes, place, steps)
+        return None if call is None or (place is None and len(steps) == 1) else Stepping(call, dtypes, place, steps)
 
-    def _run(self, plan: Plan, inputs: Sequence[Any]) -> list[Tensor]:
+    def _run(self, plan: Stepping, inputs: Sequence[Any]) -> list[Tensor]:
         """Run the steps: items of the contraction, then the blocks of the map that are complete."""
         pending: Pending = self.begin(*inputs)
         results = [buffers.empty(plan.call.shape, dtype) for dtype in plan.dtypes]
@@ -218,7 +217,7 @@ def _number(node: fx.Node) -> int:
     return 0 if node.target is POINTWISE else int(node.args[1])  # type: ignore[arg-type]
 
 
-def _steps(contraction: Contraction, total: int, itemsize: int) -> Iterator[tuple[range, range]]:
+def _steps(contraction: Work, total: int, itemsize: int) -> Iterator[tuple[range, range]]:
     """Items, and the blocks that are complete after them: about as much at a time as the caches hold."""
     threads, complete, items = torch.get_num_threads(), contraction.complete, contraction.items
     wanted, least = max(1, _STEP * threads // itemsize), 1 if threads == 1 else _ITEMS * threads

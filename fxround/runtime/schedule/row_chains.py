@@ -159,7 +159,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Ranges:
     """A chain for operands of given strides.
 
     ranges      the number of ranges of rows
@@ -201,7 +201,7 @@ class Rows(nn.Module):
         self.inputs = len(inputs)
         self.stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
         self.stored = tuple(place[n] for n in nodes if n in place and any(user not in own for user in n.users))
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans: dict[Any, Ranges | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
@@ -220,7 +220,7 @@ class Rows(nn.Module):
             return results
         return self._run(plan, inputs)
 
-    def _plan(self, inputs: Sequence[Tensor]) -> Plan | None:
+    def _plan(self, inputs: Sequence[Tensor]) -> Ranges | None:
         """The plan for inputs of these layouts; None if the chain is to run as the graph says."""
         table: dict[int, Tensor] = {
             i: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for i, x in enumerate(inputs)
@@ -249,7 +249,7 @@ class Rows(nn.Module):
 
     def _worth_it(
         self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None], draws: tuple[bool, ...]
-    ) -> Plan | None:
+    ) -> Ranges | None:
         """The plan, if every stage has code and ranges gain something; else None."""
         made = table[self.inputs :]
         shape = max((x.shape for x in made), key=math.prod)
@@ -274,7 +274,7 @@ class Rows(nn.Module):
         enough = _ENOUGH // (few * length)
         ranges = -(-rows // few)
         over = self._overwritten(table)
-        return Plan(
+        return Ranges(
             ranges, enough, tuple(shape[:-1]), widths, dtypes, offsets, ends[-1], array(words), known, draws, over
         )
 
@@ -291,7 +291,7 @@ class Rows(nn.Module):
                         break
         return over
 
-    def _run(self, plan: Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, plan: Ranges, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the chain range by range, split over threads."""
         over = {i: j for i, j in plan.over.items() if buffers.fills_its_buffer(inputs[j])}
         results = {
