@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
+from fxround.errors import shown
 from fxround.graph.dialect import block_sizes
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
@@ -24,7 +25,7 @@ from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding, any_rounding
+from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
 from fxround.runtime.cpu.pointwise import Draw, run_map, storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -93,7 +94,8 @@ def round(
         A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
 
     Raises:
-        TypeError: for another type of operand, or an array of another dtype.
+        TypeError: for another type of operand, an array of another dtype, or a ``dim`` of another type.
+        IndexError: for a ``dim`` that the operand lacks.
         ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
             cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, an ``out`` of another shape or dtype,
             one that needs a gradient, and an ``out`` whose elements share memory with each other or with other elements
@@ -104,12 +106,26 @@ def round(
         fxround.round(torch.rand(3), "e5m2/stochastic/saturate", seed=1)
     """
     with aside():
-        return _rounded(x, rounding, seed, sample, out, gradient, (dim,) if isinstance(dim, int) else tuple(dim))
+        return _rounded(x, rounding, seed, sample, out, gradient, _dims(dim))
+
+
+def _dims(dim: Any) -> tuple[int, ...]:
+    """Return the dimensions; TypeError for anything but ints, ValueError for none or one that is named twice."""
+    dims = dim if isinstance(dim, list | tuple) else (dim,)
+    if not all(type(d) is int for d in dims):
+        raise TypeError(f"dim is {shown(dim)}; expected an int, or several")
+    if not dims or len(set(dims)) < len(dims):
+        raise ValueError(f"dim is {shown(dim)}; expected at least one dimension, each once")
+    return tuple(dims)
 
 
 def _rounded(
     x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dims: tuple[int, ...]
 ) -> Any:
+    if is_scaled(gradient):
+        raise ValueError(
+            f"gradient = {shown(gradient)}: a gradient is rounded to no scaled format; expected another one"
+        )
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if how.zero_clamped and isinstance(parsed, ScaledRounding):
         raise ValueError(f"gradient = {str(how)!r}: not defined for a scaled format, got {parsed}")

@@ -71,7 +71,8 @@ def _scale(written: _Statements, scaling: Scaling, element: Format, carrier: For
         most = written.add("identity", most, Rounding(unbounded, MODES["nearest_away"], "inf"))
     if scaling.whole is None:
         return _positive(written, written.add("div", most, divisor, scaling.rounding), scaling.format)
-    wide = _nearest(scaling.whole)
+    # A scale saturates: an infinite one would make NaNs of finite elements.
+    wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
     outer = _positive(written, written.add("div", "x1", divisor * scaling.format.maximum, wide), scaling.whole)
     inner = written.add("div", written.add("div", most, outer, wide), divisor, scaling.rounding)
     scale = written.add("mul", _positive(written, inner, scaling.format), outer, wide)

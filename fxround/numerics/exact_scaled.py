@@ -53,7 +53,7 @@ def scale_of(most: Fraction, whole: Fraction, scaling: Scaling, element: Format)
         most = Fraction(round_exact(most, False, Rounding(unbounded, MODES["nearest_away"], "inf")))
     if scaling.whole is None:
         return _positive(most / divisor, scaling.rounding)
-    wide = Rounding(scaling.whole, MODES["nearest_even"], scaling.whole.default_overflow)
+    wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
     outer = _positive(whole / (divisor * Fraction(scaling.format.maximum)), wide)
     inner = Fraction(round_exact(most / outer, False, wide))
     return _positive(_positive(inner / divisor, scaling.rounding) * outer, wide)

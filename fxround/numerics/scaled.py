@@ -85,6 +85,16 @@ class ScaledFormat:
     scaling: Scaling | None
     lowest: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.scaling is None or self.scaling.whole is None:
+            return
+        most = self.scaling.divisor(self.element) * self.scaling.format.maximum
+        if not most <= min(self.scaling.whole.maximum, FORMATS["binary32"].maximum):
+            raise ValueError(
+                f"{self}: a scale of the tensor in {self.scaling.whole} cannot be relative to {most:.3g}, the largest "
+                f"element times the largest scale of a block; leave {self.scaling.whole} out"
+            )
+
     def __str__(self) -> str:
         lowest = "" if self.lowest is None else f";{self.lowest.hex()}"
         return f"scaled({self.element};{self.scaling or 'fixed'}{lowest})"
@@ -152,7 +162,15 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
     """Parse a rounding to a scaled format or to any other; raises what ``Rounding.parse`` raises for neither."""
     if isinstance(text, ScaledRounding):
         return text
-    return ScaledRounding.parse(text) if is_scaled(text) else Rounding.parse(text)
+    if is_scaled(text):
+        return ScaledRounding.parse(text)
+    try:
+        return Rounding.parse(text)
+    except ValueError as error:
+        near = get_close_matches(str(text).partition("/")[0][:40].lower(), SCALED, n=2, cutoff=0.6)
+        if not near:
+            raise
+        raise ValueError(f"{error}; or a scaled format: did you mean {' or '.join(near)}?") from error
 
 
 def is_scaled(text: Any) -> bool:
@@ -261,5 +279,8 @@ def _block(text: str, whole: str) -> Block:
     if text == "tensor":
         return "tensor"
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", text):
-        raise ValueError(f"{shown(whole)}: a block is a size, as in 32 or 16x16, channel or tensor; got {shown(text)}")
+        raise ValueError(
+            f"{shown(whole)}: a block is a size of at most 9 digits, as in 32 or 16x16, channel or tensor; got "
+            f"{shown(text)}"
+        )
     return tuple(int(n) for n in text.split("x"))

@@ -100,11 +100,12 @@ _OF_INPUT: Final = {"grad_output": (1, 1), "weight": (0, 1)}
 _OF_WEIGHT: Final = {"grad_output": (0, 0), "input": (0, 0)}
 
 
-def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, ...]]]:
-    """Return each position at which a node reads the operand, and the dimensions of it over which the node sums.
+def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, ...], int]]:
+    """Return each position at which a node reads the operand, the dimensions over which the node sums, and groups.
 
     The first dimension is that of channels or columns; the spatial ones of a convolution follow. For an operation that
-    is no contraction it is the last dimension.
+    is no contraction it is the last dimension. groups: the number of equal parts of the first dimension that are summed
+    apart from each other.
     """
     declared = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     positions = [i for i, given in enumerate(node.args) if given is operand]
@@ -112,7 +113,10 @@ def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, .
     if node.target is _BACKWARD:
         rows = _OF_INPUT if argument(node, "output_mask")[0] else _OF_WEIGHT
     if rows is None:
-        return [(i, (-1,)) for i in positions]
+        return [(i, (-1,), 1) for i in positions]
     transposed = "transposed" in declared and bool(argument(node, "transposed"))
     spatial = tuple(range(2, operand.meta["val"].dim())) if "transposed" in declared else ()
-    return [(i, (rows[declared[i]][transposed], *spatial)) for i in positions if declared[i] in rows]
+    groups = argument(node, "groups") if "groups" in declared else 1
+    found = [(i, rows[declared[i]][transposed], declared[i]) for i in positions if declared[i] in rows]
+    # Channels of all groups are dimension 1 of an image, and dimension 0 of a weight.
+    return [(i, (d, *spatial), groups if (d == 0) == (name == "weight") else 1) for i, d, name in found]

@@ -25,7 +25,19 @@ from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
-from fxround.passes.rewrite import RNG, Plan, decided, insert, keeps, locating, rng_of, round_after, rounded, sites
+from fxround.passes.rewrite import (
+    RNG,
+    Plan,
+    decided,
+    insert,
+    keeps,
+    locating,
+    rng_of,
+    round_after,
+    rounded,
+    sites,
+    size_of,
+)
 from fxround.policy import ENTERING
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
@@ -88,9 +100,9 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 stream = _stream(own, texts, wanted.said)
                 node.replace_input_with(operand, _rounded(graph, node, operand, placed, stream))
                 continue
-            for position, dims in summed_dims(node, operand):
-                stream = _stream(own, texts, f"{wanted.said} {dims}")
-                node.update_arg(position, _scaled(graph, node, operand, placed, dims, stream))
+            for position, dims, groups in summed_dims(node, operand):
+                stream = _stream(own, texts, f"{wanted.said} {dims} {groups}")
+                node.update_arg(position, _in_groups(graph, node, operand, placed, dims, groups, stream))
     others = set(range(len(plan.policy.rules))) - set(rules)
     plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
 
@@ -100,6 +112,26 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     if text not in texts:
         texts.append(text)
     return _OPERAND_STREAMS + 8 * source.number + texts.index(text)
+
+
+def _in_groups(
+    graph: fx.GraphModule,
+    near: fx.Node,
+    operand: fx.Node,
+    place: Site,
+    dims: tuple[int, ...],
+    groups: int,
+    stream: int,
+) -> fx.Node:
+    """Return ``_scaled`` with blocks that begin anew in each of the groups of the first of ``dims``."""
+    if groups == 1:
+        return _scaled(graph, near, operand, place, dims, stream)
+    reshape, first = torch.ops.aten.reshape.default, dims[0]
+    size = [size_of(graph, near, operand, d) for d in range(operand.meta["val"].dim())]
+    each = operand.meta["val"].shape[first] // groups
+    split = insert(graph, near, reshape, (operand, [*size[:first], groups, each, *size[first + 1 :]]))
+    rounded = _scaled(graph, near, split, place, tuple(d + 1 for d in dims), stream)
+    return insert(graph, near, reshape, (rounded, size))
 
 
 def _scaled(

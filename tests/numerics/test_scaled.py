@@ -216,6 +216,8 @@ def test_names_are_parsed_and_printed() -> None:
         "mxfp8/nearest": "did you mean",
         "mxfp8/nearest_even/inf": "cannot overflow",
         "scaled(e4m3fn;32,e4m3fn,floor)": "powers of two",
+        "scaled(e4m3fn;32,e8m0fnu,up,binary32)": "leave binary32 out",
+        "mxfp8:2147483647": "at most 9 digits",
     }.items():
         with pytest.raises(ValueError, match=said):
             ScaledRounding.parse(wrong)
@@ -227,10 +229,17 @@ def test_wrong_arguments() -> None:
         ({"dim": 2}, IndexError, "out of range"),
         ({"dim": (0, 1)}, ValueError, "run along one dimension"),
         ({"gradient": "zero_clamped"}, ValueError, "not defined for a scaled format"),
+        ({"gradient": "mxfp8"}, ValueError, "rounded to no scaled format"),
+        ({"dim": None}, TypeError, "expected an int, or several"),
+        ({"dim": True}, TypeError, "expected an int, or several"),
+        ({"dim": (0, 0)}, ValueError, "each once"),
+        ({"dim": ()}, ValueError, "at least one dimension"),
     ]
     for kwargs, kind, said in cases:
         with pytest.raises(kind, match=said):
             fxround.round(x, "mxfp8", **kwargs)
+    with pytest.raises(ValueError, match="did you mean mxfp8"):
+        fxround.round(x, "mxpf8")
     with pytest.raises(ValueError, match="precision 40, more than the 24 bits"):
         fxround.round(x, "fixed(40,20)")
 
@@ -280,6 +289,16 @@ def test_scales_at_the_edges_of_the_exponents() -> None:
                 "scaled(e4m3fn;32,e8m0fnu,up)",
             ):
                 require_same(x, text)
+
+
+def test_a_scale_saturates() -> None:
+    """An infinite scale would turn finite elements into NaNs."""
+    wide = torch.tensor([3e39, 3e38, 1.0, 0.0], dtype=torch.float64)
+    for text in ("nvfp4", "int8"):
+        assert fxround.round(wide, text).isfinite().all()
+        require_same(wide, text)
+    require_same(torch.tensor([1e6, 1e5, 0.0]), "scaled(e2m1fn;16,e4m3fn,nearest,binary16)")
+    require_same(torch.tensor([1e30, 1.0]), "scaled(e2m1fn;16,e4m3fn,up)")
 
 
 def test_a_block_of_infinities_or_nans_has_the_smallest_scale() -> None:

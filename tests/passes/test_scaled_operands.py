@@ -26,7 +26,8 @@ def operands_of(
     found: dict[str, Any] = {}
     assert compiled._latest is not None
     for node in compiled._latest.lowered.graph.nodes:
-        read = [n for n in node.all_input_nodes if "_operand" in n.name]
+        read = [n for n in node.all_input_nodes if "_operand" in n.name or "_operand" in str(n.args[:1])]
+        read = read if "conv" in str(node.target) or "mm" in str(node.target) else []
         if len(read) == 2:
             found[node.name] = tuple(values[n.name] for n in read)
     return compiled, found
@@ -69,6 +70,25 @@ def test_a_convolution_and_its_gradients(transposed: bool) -> None:
         assert len(found) == 3
         for pair in wanted:
             assert any(all(any(same(t, u) for u in pair) for t in read) for read in found.values())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_begin_anew_in_each_group_of_channels(transposed: bool) -> None:
+    torch.manual_seed(0)
+    make: Callable[..., nn.Module] = nn.ConvTranspose1d if transposed else nn.Conv1d
+    layer, x = make(20, 30, 1, groups=2, bias=False), torch.randn(3, 20, 4, requires_grad=True)
+    g = torch.randn(3, 30, 4)
+    _, found = operands_of(layer, "mxfp4:8", x, g)
+    w, plain = layer.get_parameter("weight").detach(), x.detach()
+
+    def q(value: Tensor, dim: int, groups: int = 2) -> Tensor:
+        parts = value.chunk(groups, dim)
+        return torch.cat([fxround.round(part, "mxfp4:8", dim=dim) for part in parts], dim)
+
+    forward = (q(plain, 1), q(w, 0) if transposed else q(w, 1, 1))
+    of_input = (q(g, 1), q(w, 1, 1) if transposed else q(w, 0))
+    for pair in (forward, of_input, (q(g, 0, 1), q(plain, 0, 1))):
+        assert any(all(any(same(t, u) for u in pair) for t in read) for read in found.values())
 
 
 def test_a_product_of_a_tensor_with_itself_is_rounded_along_both_dimensions() -> None:
