@@ -1,6 +1,6 @@
 """Random models for any length of time: the search that tests/test_random_models.py makes for a minute.
 
-    python -m benchmarks.random_models --minutes 60 [--seed 0] [--modules 20] [--output FILE]
+    python -m benchmarks.random_models --minutes 60 [--graphs N] [--seed 0] [--modules 20] [--output FILE]
 
 Graphs are drawn by Hypothesis, a hundred for each seed, and judged as in the tests: fused, unfused, in later calls
 and between guard words they must have the bits of the NumPy reference, and every node must be near binary64. After
@@ -77,9 +77,10 @@ def module(number: int, counts: Counter[str]) -> str | None:
 
 
 def main() -> None:
-    """Search until the time is over; exit with status 1 if anything was found."""
+    """Search until the time is over, or N graphs were judged; exit with status 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (1)")
+    parser.add_argument("--graphs", type=int, default=0, help="end after N graphs, a hundred a seed (0: by the time)")
     parser.add_argument("--seed", type=int, default=0, help="of the first hundred; the next ones follow (0)")
     parser.add_argument("--modules", type=int, default=5, help="one module after N hundreds of graphs (5)")
     parser.add_argument("--output", type=Path, help="a file to which failures are appended")
@@ -88,7 +89,9 @@ def main() -> None:
     begin, worked, found = time.monotonic(), time.process_time(), 0
     number = given_.seed
     try:
-        while time.monotonic() < begin + 60 * given_.minutes:
+        while counts["graphs"] < given_.graphs or (
+            not given_.graphs and time.monotonic() < begin + 60 * given_.minutes
+        ):
             kinds: list[Any] = [search] + ([module] if (number - given_.seed + 1) % given_.modules == 0 else [])
             for kind in kinds:
                 told = kind(number, counts)

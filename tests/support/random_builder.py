@@ -26,7 +26,7 @@ aten = torch.ops.aten
 NARROW = Policy(
     "narrow",
     (
-        Rule(rounding="e5m2/stochastic/saturate", accumulate="binary32/nearest_even/inf"),
+        Rule(rounding="e5m2/stochastic/saturate", accumulate="binary32/nearest_even/inf", optional=True),
         Rule(operator="contraction", accumulate="bfloat16 chunk=4 combine=binary32/stochastic", optional=True),
         Rule(operator="exact", rounding="e4m3fn/nearest_even/saturate", optional=True),
         Rule(role="weight", rounding="e4m3fn/nearest_even/saturate", optional=True),
