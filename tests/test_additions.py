@@ -195,6 +195,60 @@ assert torch.equal(model(x), one("log", sums))
 assert not model.coverage().unrounded
 """,
     ),
+    "a contraction": Addition(
+        (
+            Insertion(
+                "graph/dialect/contractions.py",
+                """
+@operator("grouped", aten=("_grouped_mm.default",))
+@dataclass(frozen=True)
+class Grouped(ContractionCall[T]):
+    sums: ClassVar = {"self": -1, "mat2": -2}
+
+    a: T
+    b: T
+    accumulate: str
+    rounding: str
+    rng: T
+    node: int
+
+    def fake(self: Grouped[Tensor]) -> Tensor:
+        self.require()
+        return self.a.new_empty([*self.a.shape[:-1], self.b.shape[-1]])
+
+""",
+                before='@operator("matmul"',
+            ),
+            Insertion(
+                "runtime/cpu/matmul.py",
+                """
+from fxround.graph.dialect.contractions import Grouped
+from fxround.runtime.cpu.contraction import begin_contract
+
+def begin_grouped(call: Grouped[Tensor]) -> Pending:
+    right = Right.matrices(call.b.shape, call.b.stride())
+    size = [*call.a.shape[:-1], call.b.shape[-1]]
+    return begin_contract(call.kernel(call.loads()), call.a, call.b, right, 0, Draw.of(call.rng, call.node), size)
+
+BEGUN[Grouped] = begin_grouped
+""",
+                after="BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Pending]]] = {Matmul: begin_matmul}\n",
+            ),
+        ),
+        """
+from fxround.localization.cancellation import cancellations
+a, b = (torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
+product = Calls(lambda a, b: torch.nn.functional.grouped_mm(a, b.transpose(1, 2)))
+one = lambda a, b: torch.ops.fxround.matmul(a, b, *["binary32/nearest_even/inf", "bfloat16/nearest_even/inf"], RNG, 0)
+model = fxround.compile(product, "reproducible")
+assert torch.equal(model(a, b), one(a, b.transpose(1, 2)))
+assert not model.coverage().unrounded
+rules = fxround.Rule(rounding="dtype", accumulate="wide"), fxround.Rule(operator="contraction", operands="mxfp8")
+q = lambda v: fxround.round(v, "mxfp8", dim=-1)
+assert torch.equal(fxround.compile(product, fxround.Policy("blocks", rules))(a, b), one(q(a), q(b).transpose(1, 2)))
+assert "grouped" in str(cancellations(product, (a, b), bits=0))
+""",
+    ),
     "a composite operator": Addition(
         (
             Insertion(

@@ -10,6 +10,7 @@ effect on the output. Computations of indices are left out.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -118,9 +119,9 @@ def _largest(node: fx.Node, operands: Operands) -> Tensor | None:
     if terms := re.fullmatch(r"(?:add|sub)\(\{(\d+)\}, \{(\d+)\}\)", rule.body):
         a, b = (torch.as_tensor(args[int(position)]).abs().double() for position in terms.groups())
         return torch.maximum(a, b)
-    if rule.lower in ("matmul", "convolution"):
+    if rule.kind == "contraction" and float_value(node) is not None and node.target is not operator.getitem:
         target: Any = node.target
-        magnitudes: Tensor = target(args[0].abs(), args[1].abs(), *args[2:])
+        magnitudes: Tensor = target(*(a.abs() if isinstance(a, Tensor) else a for a in args))
         return magnitudes
     if rule.lower == "sum":
         dims = (list(args[1] or []) if len(args) > 1 else []) or list(range(args[0].dim()))

@@ -126,14 +126,8 @@ _BINARY: Final = {
     "remainder.Scalar_Tensor": "remainder({0}, {1})",
 }
 
-_LOWERED: Final[dict[str, OpRule]] = {
-    "aten.mm.default": OpRule("contraction", lower="matmul"),
-    "aten.bmm.default": OpRule("contraction", lower="matmul"),
-    "aten.convolution.default": OpRule("contraction", lower="convolution"),
-    "aten.scatter_add.default": OpRule("reduction", lower="scatter_add"),
-}
-_REDUCTIONS: Final = {
-    f"aten.{overload}": OpRule("reduction", lower=cls.name) for cls in CALLS.values() for overload in cls.aten
+_LOWERED: Final = {
+    f"aten.{overload}": OpRule(cls.kind, lower=cls.name) for cls in CALLS.values() for overload in cls.aten
 }
 _CONVOLUTION_GRADIENTS: Final = {
     (True, False, False): OpRule("contraction", lower="convolution_input_gradient"),
@@ -231,7 +225,6 @@ _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
     | _bodies("elementary", {"reciprocal": "reciprocal({0})"} | _UNARY | _BINARY)
     | _LOWERED
-    | _REDUCTIONS
     | _bodies("exact", _CHOICES)
     | _rows("exact", "aten", _EXACT)
     | _rows("movement", "aten", _MOVEMENT + _CONSTANT)
@@ -284,7 +277,7 @@ def _quotient(node: fx.Node) -> OpRule:
 
 def _reduction(node: fx.Node) -> OpRule:
     """Return the rule of a reduction that is exact on integers: a chain of rounded steps on floating point."""
-    return _REDUCTIONS[str(node.target)] if _yields_floats(node) else INTEGER
+    return _LOWERED[str(node.target)] if _yields_floats(node) else INTEGER
 
 
 def _convolution_backward(node: fx.Node) -> OpRule:
@@ -315,5 +308,5 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     **{f"aten.{name}.default": _integer_or_random for name in ("randperm", "randint", "randint_like")},
     "aten.randint.low": _integer_or_random,
     **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _quotient),
-    **{name: _reduction for name in _REDUCTIONS if RULES[name].kind == "integer"},
+    **{name: _reduction for name in _LOWERED if RULES[name].kind == "integer"},
 }

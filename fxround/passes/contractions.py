@@ -7,19 +7,14 @@ own. The stock kernel computes products under ``accumulate="native"`` and produc
 
 from __future__ import annotations
 
+import operator
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
-from fxround.graph.dialect import (
-    Call,
-    Convolution,
-    ConvolutionInputGradient,
-    ConvolutionWeightGradient,
-    Matmul,
-)
+from fxround.graph.dialect import CALLS, ContractionCall
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.geometry import Geometry
 from fxround.graph.site import float_value
@@ -27,52 +22,40 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.rewrite import Plan, become, decided, rng_of, sites, size_of
 
-aten = torch.ops.aten
-_BACKWARD: Final = aten.convolution_backward.default
-# The last arguments of every contraction: accumulate, rounding, rng, node.
-Tail = tuple[str, str, fx.Node, int]
+_BACKWARD: Final = torch.ops.aten.convolution_backward.default
+_CALLS: Final = {cls.name: cls for cls in CALLS.values() if issubclass(cls, ContractionCall)}
 
 
 def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace mm, bmm, convolution and convolution's gradients by their fixed-order kernels."""
     for node, place in sites(graph):
-        wanted, rule = decided(place), rule_of(node) if place.kind == "contraction" else None
-        if wanted is None or rule is None or not isinstance(wanted[0].accumulate, Accumulation):
+        wanted, cls = decided(place), _call_of(node) if place.kind == "contraction" else None
+        if wanted is None or cls is None or not isinstance(wanted[0].accumulate, Accumulation):
             continue
         if float_value(node) is None or node.meta["val"].dtype not in STORAGES:
             continue
         tail = (str(wanted[0].accumulate), str(wanted[1]), rng_of(graph), place.number)
-        become(graph, node, _CALLS[rule.lower](graph, node, tail))
+        become(graph, node, cls(*_arguments(graph, node, cls), *tail))
     graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not _BACKWARD)
 
 
-def _matmul(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
-    return Matmul(argument(node, "self"), argument(node, "mat2"), *tail)
+def _call_of(node: fx.Node) -> Any:
+    """Return the class of the contraction that the rule of the node names, None if it names none."""
+    rule = rule_of(node)
+    return None if rule is None else _CALLS.get(rule.lower)
 
 
-def _convolution(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
-    x, weight = argument(node, "input"), argument(node, "weight")
-    return Convolution(x, weight, _geometry(node, x), *tail)
-
-
-def _input_gradient(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
-    backward, size = _differentiated(graph, node, "input")
-    gradient = argument(backward, "grad_output")
-    return ConvolutionInputGradient(gradient, argument(backward, "weight"), size, _geometry(backward, gradient), *tail)
-
-
-def _weight_gradient(graph: fx.GraphModule, node: fx.Node, tail: Tail) -> Call[fx.Node]:
-    backward, size = _differentiated(graph, node, "weight")
-    gradient = argument(backward, "grad_output")
-    return ConvolutionWeightGradient(gradient, argument(backward, "input"), size, _geometry(backward, gradient), *tail)
-
-
-def _differentiated(graph: fx.GraphModule, node: fx.Node, name: str) -> tuple[fx.Node, list[Any]]:
-    """Return the convolution_backward of which ``node`` takes a result, and the size of the operand of this name."""
-    backward = node.args[0]
-    assert isinstance(backward, fx.Node)
-    operand = argument(backward, name)
-    return backward, [size_of(graph, node, operand, d) for d in range(operand.meta["val"].dim())]
+def _arguments(graph: fx.GraphModule, node: fx.Node, cls: type[ContractionCall[fx.Node]]) -> list[Any]:
+    """Return the arguments before ``accumulate``: the operands, a gradient's size, a convolution's geometry."""
+    source = cast(fx.Node, node.args[0]) if node.target is operator.getitem else node
+    named = {field.name for field in fields(cls)}
+    found = [argument(source, name) for name in cls.sums]
+    image = found[0]
+    if "size" in named:
+        # A gradient has the size of the operand that it does not read.
+        operand = argument(source, "weight" if "input" in cls.sums else "input")
+        found.append([size_of(graph, node, operand, d) for d in range(operand.meta["val"].dim())])
+    return [*found, _geometry(source, image)] if "geometry" in named else found
 
 
 def _geometry(convolution: fx.Node, image: fx.Node) -> Geometry:
@@ -80,24 +63,6 @@ def _geometry(convolution: fx.Node, image: fx.Node) -> Geometry:
     dims = image.meta["val"].dim() - 2
     given = [argument(convolution, field.name) for field in fields(Geometry)]
     return Geometry.of(*(list(g) * dims if isinstance(g, list | tuple) and len(g) == 1 else g for g in given))
-
-
-_CALLS: Final = {
-    Matmul.name: _matmul,
-    Convolution.name: _convolution,
-    ConvolutionInputGradient.name: _input_gradient,
-    ConvolutionWeightGradient.name: _weight_gradient,
-}
-
-# The dimension over which an operation sums, by the names of its operands: of a convolution with a weight [out, in, .],
-# and of one that is transposed, whose weight is [in, out, ...]. Convolutions sum over all spatial dimensions too.
-_SUMMED: Final[dict[Any, dict[str, tuple[int, int]]]] = {
-    aten.mm.default: {"self": (-1, -1), "mat2": (-2, -2)},
-    aten.bmm.default: {"self": (-1, -1), "mat2": (-2, -2)},
-    aten.convolution.default: {"input": (1, 1), "weight": (1, 0)},
-}
-_OF_INPUT: Final = {"grad_output": (1, 1), "weight": (0, 1)}
-_OF_WEIGHT: Final = {"grad_output": (0, 0), "input": (0, 0)}
 
 
 def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, ...], int]]:
@@ -109,14 +74,17 @@ def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, .
     """
     declared = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     positions = [i for i, given in enumerate(node.args) if given is operand]
-    rows = _SUMMED.get(node.target)
-    if node.target is _BACKWARD:
-        rows = _OF_INPUT if argument(node, "output_mask")[0] else _OF_WEIGHT
-    if rows is None:
+    cls = _call_of(node)
+    if cls is None:
         return [(i, (-1,), 1) for i in positions]
-    transposed = "transposed" in declared and bool(argument(node, "transposed"))
-    spatial = tuple(range(2, operand.meta["val"].dim())) if "transposed" in declared else ()
-    groups = argument(node, "groups") if "groups" in declared else 1
-    found = [(i, rows[declared[i]][transposed], declared[i]) for i in positions if declared[i] in rows]
-    # Channels of all groups are dimension 1 of an image, and dimension 0 of a weight.
-    return [(i, (d, *spatial), groups if (d == 0) == (name == "weight") else 1) for i, d, name in found]
+    if "transposed" not in declared:
+        return [(i, (cls.sums[declared[i]],), 1) for i in positions if declared[i] in cls.sums]
+    transposed, groups = bool(argument(node, "transposed")), argument(node, "groups")
+    spatial = tuple(range(2, operand.meta["val"].dim()))
+    found = []
+    for i, name in ((i, declared[i]) for i in positions if declared[i] in cls.sums):
+        weight = name == "weight"
+        channels = 1 - cls.sums[name] if weight and transposed else cls.sums[name]
+        # Channels of all groups are dimension 1 of an image, and dimension 0 of a weight.
+        found.append((i, (channels, *spatial), groups if (channels == 0) == weight else 1))
+    return found

@@ -18,12 +18,10 @@ from torch import Tensor
 from fxround.errors import FxroundError
 from fxround.graph import dialect
 from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
-from fxround.runtime.cpu import reduction_ops
+from fxround.runtime.cpu import convolution, matmul, reduction_ops
 from fxround.runtime.cpu.blocks import block_expand, block_maximum
 from fxround.runtime.cpu.contraction import Pending
-from fxround.runtime.cpu.convolution import begin_convolution, begin_input_gradient, begin_weight_gradient
 from fxround.runtime.cpu.long_programs import run_parts
-from fxround.runtime.cpu.matmul import begin_matmul
 from fxround.runtime.cpu.pointwise import NO_KEY, Draw, loads_of, run_kernel
 
 R = TypeVar("R")
@@ -64,13 +62,7 @@ def _by_position(cls: type[Call[Tensor]], function: Callable[[Any], R]) -> Calla
     return positional
 
 
-# The functions that begin a contraction, up to the point where the result's address is needed.
-_BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Pending]]] = {
-    dialect.Matmul: begin_matmul,
-    dialect.Convolution: begin_convolution,
-    dialect.ConvolutionInputGradient: begin_input_gradient,
-    dialect.ConvolutionWeightGradient: begin_weight_gradient,
-}
+_BEGUN: Final = matmul.BEGUN | convolution.BEGUN
 CONTRACTIONS: Final = {cls.overload: _by_position(cls, begin) for cls, begin in _BEGUN.items()}
 
 

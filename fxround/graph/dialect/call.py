@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, Final, Generic, Literal, Self, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor, fx
@@ -51,7 +51,8 @@ class Call(Generic[T]):
     name        the operator's name in the namespace ``fxround``
     returns     the type of its result in the schema
     overload    the operator itself, the target of a node
-    aten        of a reduction: ATen's overloads that it computes on floating point; rules and lowering are made of them
+    aten        ATen's overloads that it computes on floating point; their rules and lowering are made of them
+    kind        of an operator with ``aten``: the kind of these rules
     rounds      whether it rounds; an operator that does not selects among values
     """
 
@@ -59,6 +60,7 @@ class Call(Generic[T]):
     returns: ClassVar[str] = "Tensor"
     overload: ClassVar[Any]
     aten: ClassVar[tuple[str, ...]]
+    kind: ClassVar[Literal["contraction", "reduction"]]
     rounds: ClassVar[bool] = True
     _nested: ClassVar[int | None]
     _tensors: ClassVar[tuple[str, ...]]

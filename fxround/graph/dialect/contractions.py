@@ -1,13 +1,16 @@
 """Contractions: sums of products, k ascending from +0, each step rounded by ``accumulate`` and the end by ``rounding``.
 
+Rules and lowering are made of the classes: another contraction is a class here and its kernel in ``runtime.cpu.matmul``
+or ``runtime.cpu.convolution``.
+
 matmul(a, b, "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 7)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +41,15 @@ def require_length(length: int) -> None:
 
 
 class ContractionCall(Call[T]):
-    """What all contractions have in common: two operands and the kernel of a sum of products."""
+    """What all contractions have in common: two operands and the kernel of a sum of products.
+
+    sums    ATen's names of the operands, in the order of the fields, each with the dimension over which the operator
+            sums; of a convolution that of channels, whose windows are summed too. If the convolution is transposed, the
+            first two dimensions of its weight change places.
+    """
+
+    kind: ClassVar[Literal["contraction"]] = "contraction"
+    sums: ClassVar[Mapping[str, int]]
 
     accumulate: str
     rounding: str
@@ -55,10 +66,12 @@ class ContractionCall(Call[T]):
         require_state(self.rng)
 
 
-@operator("matmul")
+@operator("matmul", aten=("mm.default", "bmm.default"))
 @dataclass(frozen=True)
 class Matmul(ContractionCall[T]):
     """The product of two matrices [M, K] and [K, N], or of two batches of them."""
+
+    sums: ClassVar = {"self": -1, "mat2": -2}
 
     a: T
     b: T
@@ -74,10 +87,12 @@ class Matmul(ContractionCall[T]):
         return self.a.new_empty([*self.a.shape[:-1], self.b.shape[-1]])
 
 
-@operator("convolution")
+@operator("convolution", aten=("convolution.default",))
 @dataclass(frozen=True)
 class Convolution(ContractionCall[T]):
     """A convolution in 1 to 3 dimensions without bias: k over (input channel, kernel position)."""
+
+    sums: ClassVar = {"input": 1, "weight": 1}
 
     x: T
     w: T
@@ -100,6 +115,8 @@ class Convolution(ContractionCall[T]):
 class ConvolutionInputGradient(ContractionCall[T]):
     """The gradient of a convolution's input of this size: k over (output channel, kernel position)."""
 
+    sums: ClassVar = {"grad_output": 1, "weight": 0}
+
     grad: T
     w: T
     size: Sizes
@@ -121,6 +138,8 @@ class ConvolutionInputGradient(ContractionCall[T]):
 @dataclass(frozen=True)
 class ConvolutionWeightGradient(ContractionCall[T]):
     """The gradient of a convolution's weight of this size: k over (image, pixel)."""
+
+    sums: ClassVar = {"grad_output": 0, "input": 0}
 
     grad: T
     x: T

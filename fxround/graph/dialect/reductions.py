@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -40,6 +40,8 @@ def dims_of(x: Tensor, dims: Sequence[int]) -> list[int]:
 
 class ChainCall(Call[T]):
     """What reductions and scans have in common: an operand, and the roundings of a step and of a result."""
+
+    kind: ClassVar[Literal["reduction"]] = "reduction"
 
     x: T
     accumulate: str

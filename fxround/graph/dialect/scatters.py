@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ def _require_index(index: Tensor, what: str) -> None:
 
 class ScatterCall(Call[T]):
     """What both scatters have in common: the destination x and the rounding of each addition."""
+
+    kind: ClassVar[Literal["reduction"]] = "reduction"
 
     x: T
     accumulate: str
@@ -62,7 +64,7 @@ class ScatterCall(Call[T]):
         return self.x.new_empty(self.x.shape)
 
 
-@operator("scatter_add")
+@operator("scatter_add", aten=("scatter_add.default",))
 @dataclass(frozen=True)
 class ScatterAdd(ScatterCall[T]):
     """``x`` with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""

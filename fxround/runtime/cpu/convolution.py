@@ -14,14 +14,14 @@ that stay inside the padded input; nothing is copied but the padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import Convolution, ConvolutionInputGradient, ConvolutionWeightGradient
+from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient
 from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
 from fxround.runtime.cpu.contraction import (
     TABLES,
@@ -196,3 +196,11 @@ def begin_weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Pending:
     pixels = small.shape[2:].numel()
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
     return begin_contract(kernel, left, image, right, groups, Draw.of(call.rng, call.node), size)
+
+
+# The function that begins each contraction, up to the point where the result's address is needed.
+BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Pending]]] = {
+    Convolution: begin_convolution,
+    ConvolutionInputGradient: begin_input_gradient,
+    ConvolutionWeightGradient: begin_weight_gradient,
+}

@@ -7,13 +7,14 @@ and one call of machine code. Everything that the code reads by is part of the k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import Matmul
+from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels import parsed
@@ -79,3 +80,7 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
 def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes or strides of a batch of transposed matrices."""
     return (of[0], of[2], of[1])
+
+
+# The function that begins each contraction, up to the point where the result's address is needed.
+BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Pending]]] = {Matmul: begin_matmul}
