@@ -51,6 +51,8 @@ FOUND = {
     "converted": Recipe((step(random_graphs.converted, p=1), step(random_graphs.scaled)), policy=6),
     # Two operations that nobody reads were fused without a result.
     "dead end": Recipe((step(random_graphs.number, p=1), step(random_graphs.number)), (2,)),
+    # A selection on a channels-last tensor became row-major, and PyTorch's convolution gradient took another kernel.
+    "layout": Recipe((step(random_graphs.masked), step(random_graphs.convolution_gradient, p=1)), policy=2, layout=1),
 }
 
 
@@ -60,6 +62,7 @@ FOUND = {
 @example(recipe=replace(FOUND["clamp"], dtype=3))
 @example(recipe=FOUND["converted"])
 @example(recipe=FOUND["dead end"])
+@example(recipe=FOUND["layout"])
 @given(recipe=RECIPES)
 def test_every_way_of_running_a_graph_has_the_bits_of_the_reference(maps: Maps, recipe: Recipe) -> None:
     maps.errors.clear()

@@ -5,7 +5,9 @@ comparison; any other condition is read as a mask. The conversion of a mask to n
 example, ``where(y <= 0, 0, g)`` becomes
 ``fxround.pointwise([y, g], "t0 = where_le(x0, 0x0.0p+0, 0x0.0p+0, x1) @ exact")``. The lowered graph, which users see,
 keeps its operators. A selection rounds nothing: the bits of the selected value do not change, NaNs included. Only
-float32 and float64 selections become programs: a kernel does not keep the bits of a float16 NaN.
+float32 and float64 selections become programs: a kernel does not keep the bits of a float16 NaN. A selection whose
+result is not row-major stays as it is where no neighbour is rounded: programs' results are row-major, and a kernel of
+PyTorch may add in another order where its operand's layout differs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import fx
 
 from fxround.graph.dialect import Pointwise
+from fxround.graph.geometry import surely
 from fxround.graph.site import float_value, site
 from fxround.graph.values import module_of
 from fxround.operators.rules import argument
@@ -55,11 +58,14 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
     for node in graph.graph.nodes:
         made[node] = copied.node_copy(node, lambda used: made[used])
     chosen = module_of(graph, copied)
+    rounded = {node for node in chosen.graph.nodes if (place := site(node)) and place.status == "rounded"}
     for node in chosen.graph.nodes:
         place, value = site(node), float_value(node)
         if node.op != "call_function" or place is None or place.status != "exact":
             continue
         if value is None or value.dtype not in _CARRIED:
+            continue
+        if not _is_row_major(value) and rounded.isdisjoint([*node.all_input_nodes, *node.users]):
             continue
         if node.target is aten.where.self:
             _choice(chosen, node)
@@ -67,6 +73,16 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
             _program(chosen, node, "identity", [node.args[0]])
     chosen.graph.eliminate_dead_code(is_impure_node=_is_kept)
     return chosen
+
+
+def _is_row_major(value: torch.Tensor) -> bool:
+    """Whether the strides certainly are those of a kernel's result, also in dimensions of one element."""
+    step: Any = 1
+    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if not surely(stride == step):
+            return False
+        step = step * size
+    return True
 
 
 def _is_kept(node: fx.Node) -> bool:
