@@ -33,6 +33,7 @@ from fxround.graph.site import (
     float_value,
     float_values,
     located,
+    operator_name,
     operator_of,
 )
 from fxround.operators.formulas.table import makes_statistics
@@ -43,6 +44,11 @@ _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
 _ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
 _INDEX: Final = "an index in the making, of no data: it only chooses elements"
+# Operators that make integers, and those that make multiples of one half from such multiples.
+_INTEGER_PARTS: Final = frozenset({"floor", "ceil", "round", "trunc"})
+_CLOSED: Final = frozenset(
+    {"add", "sub", "rsub", "neg", "abs", "fmod", "remainder", "clamp", "minimum", "maximum", "where", "clone"}
+)
 
 
 def classify(graph: fx.GraphModule, plan: Plan) -> None:
@@ -132,23 +138,55 @@ def _is_moved(node: fx.Node) -> bool:
 
 
 def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the floating-point values that depend on no data and become an index.
+    """Return the floating-point values that become an index and depend on no data, or on integer parts of it alone.
 
-    An example are the source pixels of an interpolation. Rounding one to a few bits would read another element, or
-    none. The weights of the interpolation are not among them.
+    Examples are the source pixels of an interpolation, and floor(x) + 1 of a ``grid_sample``. Rounding one to a few
+    bits, or changing it by an ulp, would read another element, or none. The weights of an interpolation, and the
+    coordinates before their integer part is taken, are not among them.
     """
     data: set[fx.Node] = set()
+    whole = _integer_parts(graph)
     for node in graph.graph.nodes:
         entering = node.op in ("placeholder", "get_attr") and bool(float_values(node))
         if entering or any(used in data for used in node.all_input_nodes):
             data.add(node)
     found: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        if node.op != "call_function" or node in data or not float_values(node):
+        if node.op != "call_function" or (node in data and node not in whole) or not float_values(node):
             continue
         if any(user in found or _becomes_integer(user) for user in node.users):
             found.add(node)
     return found | _indices_as_numbers(graph, found)
+
+
+def _integer_parts(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the values that are computed from integer parts (``floor``) and small constants alone.
+
+    Reflected coordinates divide such values, and take the integer part of the quotient: that quotient is one of them.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not float_values(node):
+            continue
+        numbers = [x for x in node.args if not isinstance(x, fx.Node) or float_values(x)]
+        computed = any(x in found for x in node.all_input_nodes) and all(x in found or _is_small(x) for x in numbers)
+        closed = _is_moved(node) or _base(node) in _CLOSED
+        divided = _base(node) == "div" and all(_base(user) in _INTEGER_PARTS for user in node.users)
+        if _base(node) in _INTEGER_PARTS or (computed and (closed or divided)):
+            found.add(node)
+    return found
+
+
+def _base(node: fx.Node) -> str:
+    """Return the name of an operator without its namespace and overload, as in ``floor``."""
+    return operator_name(node).split(".")[-2] if node.op == "call_function" and "." in operator_name(node) else ""
+
+
+def _is_small(x: Any) -> bool:
+    """Whether x is a multiple of one half (a reflection's border), a constant tensor of one, or no number."""
+    if isinstance(x, fx.Node):
+        return str(x.target) in CONSTANTS and all(_is_small(number) for number in x.args)
+    return not isinstance(x, float) or (2 * x).is_integer()
 
 
 def _indices_as_numbers(graph: fx.GraphModule, found: set[fx.Node]) -> set[fx.Node]:
