@@ -8,6 +8,7 @@ tensors in place of nodes. An argument is therefore named in one place, and its 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Generic, Literal, Self, TypeVar, cast, get_type_hints
@@ -45,7 +46,7 @@ _GEOMETRY: Final = {
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class Call(ABC, Generic[T]):
     """A call of an operator: its arguments by name.
 
     name        the operator's name in the namespace ``fxround``
@@ -91,16 +92,16 @@ class Call(Generic[T]):
         """Return how the operands are stored. Raises TypeError for a dtype that kernels do not store."""
         return tuple(stored_as(value_of(x).dtype, f"{self.name}'s operand", STORAGES) for x in self.operands)
 
+    @abstractmethod
     def kernel(self, loads: tuple[Storage, ...]) -> Any:
-        """Return the kernel for operands that are stored so.
+        """Return the kernel for operands that are stored so; None for an operator without one.
 
         Raises ValueError for a rounding that the storages cannot have, or a text that is no rounding.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def fake(self) -> Any:
         """Return a result without memory for operands without memory; raises what the operator raises for them."""
-        raise NotImplementedError
 
 
 # The class of each operator's calls.

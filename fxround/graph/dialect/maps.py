@@ -6,6 +6,7 @@ fused([x0, x1], "t0 = mul(x0, x1) @ R; t1 = relu(t0) @ exact; return t1", "f32",
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -42,13 +43,13 @@ class ProgramCall(Call[T]):
         return tuple(stored_as(value_of(x).dtype, f"operand {i}", LOADS) for i, x in enumerate(self.xs))
 
     @property
+    @abstractmethod
     def results(self) -> tuple[Storage, ...]:
         """How the results are stored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel(self, loads: tuple[Storage, ...]) -> Map | None:
         """Return the kernel; None for a program that runs in parts."""
-        raise NotImplementedError
 
 
 @operator("pointwise")

@@ -8,6 +8,7 @@ the base classes: another reduction is a class here and its kernel in ``kernels.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -61,9 +62,9 @@ class ReductionCall(ChainCall[T]):
     dims: Sequence[int]
     keepdim: bool
 
+    @abstractmethod
     def kernel(self, loads: tuple[Storage, ...]) -> Reduce | Exact:
         """Return the kernel."""
-        raise NotImplementedError
 
     def reduced(self: ReductionCall[Tensor]) -> list[int]:
         """Return the reduced dimensions, none negative, ascending."""
@@ -131,9 +132,9 @@ class ScanCall(ChainCall[T]):
     rng: T
     node: int
 
+    @abstractmethod
     def kernel(self, loads: tuple[Storage, ...]) -> Scan:
         """Return the kernel."""
-        raise NotImplementedError
 
     def fake(self: ScanCall[Tensor]) -> Tensor:
         """Return a tensor of the operand's size."""

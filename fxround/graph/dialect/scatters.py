@@ -5,6 +5,7 @@ scatter_add(x, 0, index, src, "binary32/nearest_even/inf", rng, 4)
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
@@ -52,9 +53,9 @@ class ScatterCall(Call[T]):
         """Return the kernel."""
         return parsed.scatter(self.accumulate, *loads)
 
+    @abstractmethod
     def require(self: ScatterCall[Tensor]) -> None:
         """Raise IndexError, TypeError or ValueError for arguments that do not fit each other."""
-        raise NotImplementedError
 
     def fake(self: ScatterCall[Tensor]) -> Tensor:
         """Return a tensor of the destination's size."""
