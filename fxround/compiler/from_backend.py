@@ -32,7 +32,6 @@ from fxround.capture.torch_private import (
     uncollected,
 )
 from fxround.compiler.executable import Owner, owner_of
-from fxround.compiler.torch_version import require_working_torch
 from fxround.errors import CaptureError
 from fxround.graph.site import PORT, PORTS, Port
 from fxround.graph.values import fake_mode
@@ -46,7 +45,6 @@ def received(
     The model is None if Dynamo traces a function. It must be called inside a backend, and changes ``graph``. Raises
     CaptureError for a part of a model, and for what ``capture`` refuses.
     """
-    require_working_torch()
     name, model = traced_frame()
     _refuse_parts(graph, name)
     refuse_unsupported_tensors(nn.Module(), inputs, {})

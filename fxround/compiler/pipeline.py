@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxround.capture import Captured, capture
+from fxround.capture import Captured, Decompositions, capture
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.from_backend import received
@@ -54,19 +54,21 @@ class Pipeline:
     fuse: bool = True
 
     def capture(self, model: nn.Module, args: Any, kwargs: Any) -> Captured:
-        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises.
+        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises."""
+        return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients)
+
+    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Entry, nn.Module | None]:
+        """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
+        captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
+        return self.program(captured, owners), model
+
+    def _formulas(self) -> Decompositions:
+        """Return the formulas for a capture.
 
         Warns of a PyTorch that is not among the tested versions, and raises CaptureError for one that fails.
         """
         require_working_torch()
-        formulas = decompositions(self.policy.definitions)
-        return capture(model, args, kwargs, formulas, self.policy.treats_gradients)
-
-    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Entry, nn.Module | None]:
-        """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
-        formulas = decompositions(self.policy.definitions)
-        captured, owners, model = received(graph, inputs, formulas, self.policy.treats_gradients)
-        return self.program(captured, owners), model
+        return decompositions(self.policy.definitions)
 
     def program(self, captured: Captured, owners: tuple[Owner, ...]) -> Entry:
         """Return a captured graph, ready to run. Raises what ``lower`` raises."""
