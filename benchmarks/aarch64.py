@@ -64,7 +64,8 @@ _BINARY32: Final = Rounding.parse("binary32")
 # kernel, which rounds in a direction of the hardware and looks at its exception flags.
 _DIRECTED: Final = (
     *(f"binary32/{m}" for m in ("toward_zero", "toward_positive", "toward_negative", "up_down")),
-    *(f"bfloat16/{m}" for m in ("nearest_even", "nearest_away", "nearest_zero", "toward_positive", "toward_negative")),
+    *(f"bfloat16/nearest_{m}" for m in ("even", "away", "zero", "odd")),
+    *(f"bfloat16/{m}" for m in ("toward_positive", "toward_negative")),
     "tf32/nearest_even",
 )
 _GENERAL: Final = (

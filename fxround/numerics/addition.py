@@ -36,6 +36,7 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
         "nearest_even": lambda t: t.odd + (t.half - 1),
         "nearest_away": lambda t: t.half,
         "nearest_zero": lambda t: t.half - 1,
+        "nearest_odd": lambda t: t.half - t.odd,
         "toward_zero": lambda t: 0,
         # t.odd ^ t.odd is a zero of the encoding's type.
         "toward_positive": lambda t: select(t.negative, t.odd ^ t.odd, t.unit - 1),

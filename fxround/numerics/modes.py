@@ -97,6 +97,7 @@ _ROWS: Final[tuple[Mode, ...]] = (
     Mode("nearest_even", _to_nearest_even),
     Mode("nearest_away", lambda lost: lost.above | lost.half),
     Mode("nearest_zero", lambda lost: lost.above),
+    Mode("nearest_odd", lambda lost: lost.above | (lost.half & lost.even)),
     Mode("toward_zero", lambda lost: lost.never),
     Mode("toward_positive", lambda lost: lost.inexact & lost.positive),
     Mode("toward_negative", lambda lost: lost.inexact & lost.negative),

@@ -27,6 +27,7 @@ _DIRECTIONS: Final[dict[str, Direction]] = {
     "nearest_even": "zero",
     "nearest_away": "zero",
     "nearest_zero": "zero",
+    "nearest_odd": "zero",
 }
 # The operators of the IR that a rounding direction reaches.
 HARDWARE_ROUNDED: Final = frozenset(
@@ -83,7 +84,11 @@ def _nearest(mode: str, unit: int, a: Expr, b: Expr, acc: Expr, cut: Expr) -> Ex
         return from_bits(away)
     # ``cut`` is a midpoint; the exact value is that midpoint, or a little more.
     tie = (half_up & (unit - 1)).equals(0)
-    down = away & (1 << 32) - 2 * unit if mode == "nearest_even" else away - unit
+    down = {
+        "nearest_even": away & (1 << 32) - 2 * unit,
+        "nearest_zero": away - unit,
+        "nearest_odd": (away - unit) | unit,
+    }[mode]
     return rarely(tie, from_bits(select(_is_exact(a, b, acc, cut), down, away)), from_bits(away))
 
 

@@ -18,6 +18,7 @@ TRUTH = {
     "nearest_even": "0001 0011 0001 0011",
     "nearest_away": "0011 0011 0011 0011",
     "nearest_zero": "0001 0001 0001 0001",
+    "nearest_odd": "0011 0001 0011 0001",
     "toward_zero": "0000 0000 0000 0000",
     "toward_positive": "0111 0111 0000 0000",
     "toward_negative": "0000 0000 0111 0111",
@@ -52,7 +53,7 @@ def table(mode: Mode, chance: bool) -> str:
 
 def test_every_mode_has_a_table() -> None:
     assert set(TRUTH) == set(MODES)
-    assert len(MODES) == 11
+    assert len(MODES) == 12
 
 
 @pytest.mark.parametrize("name", TRUTH)

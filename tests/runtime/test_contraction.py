@@ -51,6 +51,7 @@ DIRECTED = (
     "bfloat16/nearest_even",
     "bfloat16/nearest_away",
     "bfloat16/nearest_zero",
+    "bfloat16/nearest_odd",
     "bfloat16/toward_zero",
     "bfloat16/toward_positive",
     "bfloat16/toward_negative",

@@ -50,6 +50,7 @@ GOES_UP: dict[str, Callable[[Seen], Array]] = {
     "nearest_even": lambda s: _nearest(s, s.odd),
     "nearest_away": lambda s: _nearest(s, True),
     "nearest_zero": lambda s: _nearest(s, False),
+    "nearest_odd": lambda s: _nearest(s, ~s.odd),
     "toward_zero": lambda s: np.zeros_like(s.odd),
     "toward_positive": lambda s: ~s.negative,
     "toward_negative": lambda s: s.negative,
