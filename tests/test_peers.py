@@ -31,6 +31,9 @@ ML_DTYPES: dict[str, Any] = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3fn": ml_dtypes.float8_e4m3fn,
     "e4m3": ml_dtypes.float8_e4m3,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
     "e3m2fn": ml_dtypes.float6_e3m2fn,
     "e2m3fn": ml_dtypes.float6_e2m3fn,
     "e2m1fn": ml_dtypes.float4_e2m1fn,
@@ -95,6 +98,16 @@ def test_ml_dtypes_from_binary32(name: str) -> None:
     assert_same(ours(x, name), by_ml_dtypes(x, name), x)
 
 
+@pytest.mark.parametrize("name", [n for n in ML_DTYPES if n.endswith("fnuz")])
+def test_formats_without_minus_zero_from_every_binary16_number(name: str) -> None:
+    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(ML_DTYPES[name]).astype(np.float32)
+    got = ours(x.astype(np.float32), name)
+    assert_same(got, want, x)
+    assert not np.signbit(got[got == 0]).any() and np.signbit(x[got == 0]).any()
+
+
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_ml_dtypes_from_binary64(name: str) -> None:
     x = usable(np.concatenate([boundaries(FORMATS[name], "f64"), numbers(50_000, "f64")]), name)
@@ -115,6 +128,8 @@ TORCH: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
     "e5m2": torch.float8_e5m2,
     "e4m3fn/nearest_even/saturate": torch.float8_e4m3fn,
+    "e5m2fnuz": torch.float8_e5m2fnuz,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
 }
 
 

@@ -145,7 +145,7 @@ def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type
     """
     fmt = accumulate.format
     binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
-    like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True)
+    like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True) and fmt.has_minus_zero
     own = accumulator != "f64" or "f64" in carriers or _is_hardware(accumulate)
     if own or not like_binary32 or accumulate.overflow != "inf":
         return accumulate

@@ -73,7 +73,8 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
         if value == 0 and rounding.overflow == "nan":
             return math.nan
         magnitude = Fraction(2) ** fmt.emin
-    return math.copysign(float(magnitude), -1.0 if negative and fmt.signed else 1.0)
+    signed = fmt.signed if magnitude else fmt.has_minus_zero
+    return math.copysign(float(magnitude), -1.0 if negative and signed else 1.0)
 
 
 def out_of_range(rounding: Rounding, negative: bool) -> float:

@@ -72,6 +72,7 @@ class Format:
     inf, nan    whether the format has them; a NaN stays a NaN in the carrier in any case
     zero        False: the smallest magnitude is 2^emin
     subnormals  False: no value lies between 0 and 2^emin
+    minus_zero  False: every zero is +0, as in the formats named "fnuz"; of no account without a sign or a zero
 
     Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
     Example::
@@ -88,6 +89,7 @@ class Format:
     nan: bool = True
     zero: bool = True
     subnormals: bool = True
+    minus_zero: bool = True
 
     def __post_init__(self) -> None:
         if not -1074 <= self.emin <= 1023:
@@ -114,6 +116,11 @@ class Format:
         return self.emin - self.precision + 1 if self.subnormals else self.emin
 
     @property
+    def has_minus_zero(self) -> bool:
+        """Whether a zero keeps its sign."""
+        return self.signed and self.zero and self.minus_zero
+
+    @property
     def default_overflow(self) -> Overflow:
         """The overflow of a rounding that names none, as in ml_dtypes.
 
@@ -138,7 +145,7 @@ class Format:
         return Format.custom(precision=self.precision, emin=other.emin, maximum=maximum)
 
     def within(self, other: Format) -> bool:
-        """Whether every finite value of this format is a value of ``other``."""
+        """Whether every finite value of this format is a value of ``other``, minus zero included."""
         return (
             self.precision <= other.precision
             and self.quantum_exponent >= other.quantum_exponent
@@ -146,6 +153,7 @@ class Format:
             and self.maximum <= other.maximum
             and (other.signed or not self.signed)
             and (other.zero or not self.zero)
+            and (other.has_minus_zero or not self.has_minus_zero)
         )
 
     def magnitudes(self) -> Iterator[float]:
@@ -165,7 +173,7 @@ class Format:
         low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
         if not self.zero:
             low = f"none: nothing below 2^{self.emin}, zero is {'NaN' if self.nan else 'the minimum'}"
-        minus = "kept" if self.signed and self.zero else "becomes plus zero" if self.zero else "no zero at all"
+        minus = "kept" if self.has_minus_zero else "becomes plus zero" if self.zero else "no zero at all"
         sign = "" if self.signed else "; no sign: negative values are out of range"
         return (
             f"{self.name}: p={self.precision}, emin={self.emin}, emax={self.emax}, maximum={self.maximum:g}\n"
@@ -202,15 +210,16 @@ class Format:
         nan: bool = True,
         zero: bool = True,
         subnormals: bool = True,
+        minus_zero: bool = True,
     ) -> Format:
         """Return a format with any precision, emin, maximum and set of special values.
 
         Its name spells the whole row, so that ``Format.parse`` reads it back. Raises ValueError as ``Format`` does.
         """
-        held = {"signed": signed, "inf": inf, "nan": nan, "zero": zero}
+        held = {"signed": signed, "inf": inf, "nan": nan, "zero": zero, "unsigned_zero": not minus_zero}
         flags = "+".join(k for k, v in held.items() if v)
         name = f"custom({precision},{emin},{float(maximum).hex()},{flags})"
-        fmt = Format(name, precision, emin, float(maximum), signed, inf, nan, zero)
+        fmt = Format(name, precision, emin, float(maximum), signed, inf, nan, zero, minus_zero=minus_zero)
         return fmt if subnormals else fmt.without_subnormals()
 
     @staticmethod
@@ -236,7 +245,7 @@ class Format:
         ieee = re.fullmatch(r"ieee\(([0-9]{1,4}),\s*([0-9]{1,4})\)", base)
         if ieee:
             return Format.ieee(exponent_bits=int(ieee[1]), precision=int(ieee[2]))
-        custom = re.fullmatch(r"custom\(([0-9]{1,4}),(-?[0-9]{1,5}),([^,]{1,40}),([a-z+]*)\)", base)
+        custom = re.fullmatch(r"custom\(([0-9]{1,4}),(-?[0-9]{1,5}),([^,]{1,40}),([a-z_+]*)\)", base)
         if custom:
             flags = set(custom[4].split("+"))
             return Format.custom(
@@ -247,6 +256,7 @@ class Format:
                 inf="inf" in flags,
                 nan="nan" in flags,
                 zero="zero" in flags,
+                minus_zero="unsigned_zero" not in flags,
             )
         numbers = other_numbers(base)
         if numbers:
@@ -272,6 +282,10 @@ _ROWS: Final[tuple[Format, ...]] = (
     Format("e5m2", 3, -14, 57344.0),
     Format("e4m3fn", 4, -6, 448.0, inf=False),
     Format("e4m3", 4, -6, 240.0),
+    # Graphcore and AMD: the code of minus zero is the only NaN, and every other code a finite number.
+    Format("e5m2fnuz", 3, -15, 57344.0, inf=False, minus_zero=False),
+    Format("e4m3fnuz", 4, -7, 240.0, inf=False, minus_zero=False),
+    Format("e4m3b11fnuz", 4, -10, 30.0, inf=False, minus_zero=False),
     # OCP Microscaling 1.0, element formats: neither inf nor NaN.
     Format("e3m2fn", 3, -2, 28.0, inf=False, nan=False),
     Format("e2m3fn", 4, 0, 7.5, inf=False, nan=False),
@@ -292,18 +306,19 @@ ALIASES: Final = MappingProxyType(
         **dict.fromkeys(("float8_e5m2", "fp8_e5m2", "f8e5m2"), "e5m2"),
         **dict.fromkeys(("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "f8e4m3fn"), "e4m3fn"),
         **dict.fromkeys(("float8_e4m3", "f8e4m3"), "e4m3"),
+        **dict.fromkeys(("float8_e5m2fnuz", "fp8_e5m2fnuz", "f8e5m2fnuz"), "e5m2fnuz"),
+        **dict.fromkeys(("float8_e4m3fnuz", "fp8_e4m3fnuz", "f8e4m3fnuz"), "e4m3fnuz"),
+        **dict.fromkeys(("float8_e4m3b11fnuz", "float8_e4m3b11", "f8e4m3b11fnuz"), "e4m3b11fnuz"),
         **dict.fromkeys(("float8_e8m0fnu", "fp8_e8m0"), "e8m0fnu"),
         **dict.fromkeys(("float6_e3m2fn", "fp6_e3m2"), "e3m2fn"),
         **dict.fromkeys(("float6_e2m3fn", "fp6_e2m3"), "e2m3fn"),
         **dict.fromkeys(("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1"), "e2m1fn"),
     }
 )
-# Names that mean more than one format, or a format that fxround has only nearly: for messages.
+# Names that mean more than one format: for messages.
 _UNSURE: Final = MappingProxyType(
     {
         **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
-        **dict.fromkeys(("float8_e4m3fnuz", "fp8_e4m3fnuz"), ("e4m3fn", "e4m3")),
-        **dict.fromkeys(("float8_e5m2fnuz", "fp8_e5m2fnuz"), ("e5m2",)),
         **dict.fromkeys(("fp4", "mxfp4", "float4"), ("e2m1fn",)),
         **dict.fromkeys(("fp6", "float6"), ("e3m2fn", "e2m3fn")),
     }

@@ -82,5 +82,6 @@ def unclamped(rounding: Rounding) -> Rounding:
         signed=row.signed,
         zero=row.zero,
         subnormals=row.subnormals,
+        minus_zero=row.minus_zero,
     )
     return replace(rounding, format=wide, overflow="inf")

@@ -152,7 +152,7 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
 def _has_wide_range(fmt: Format, carrier: Carrier) -> bool:
     """Whether values near the ends of the format's exponents are rare: it has binary32's range or more, in binary64."""
     narrower = fmt.emin > carrier.format.emin and fmt.emax < carrier.format.emax
-    return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.signed and fmt.zero and fmt.precision > 1
+    return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.has_minus_zero and fmt.precision > 1
 
 
 def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
@@ -210,8 +210,10 @@ def _apply_sign(finite: Expr, ordinal: Expr, sign: Expr, negative: Expr, roundin
     if not fmt.zero:
         nothing = const(carrier.code, carrier.nan if rounding.overflow == "nan" else least)
         finite = select(finite < least, select(ordinal.equals(0), nothing, least), finite)
-    if fmt.signed:
+    if fmt.has_minus_zero or (fmt.signed and not fmt.zero):
         return finite | sign
+    if fmt.signed:
+        return select(finite.equals(0), 0, finite | sign)
     floor = (0 if fmt.zero else least) if rounding.overflow == "saturate" else carrier.nan
     below = negative & ~ordinal.equals(0)
     return select(below, floor, finite)

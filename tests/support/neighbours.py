@@ -100,6 +100,8 @@ class Neighbours:
             past = {"inf": np.inf, "nan": np.nan, "saturate": fmt.maximum}[overflow]
             magnitude = np.where((left & ~stays) | np.isinf(wide), past, magnitude)
             result = np.where(np.isnan(magnitude), np.nan, np.copysign(magnitude, np.where(negative, -1.0, 1.0)))
+            if not fmt.minus_zero:
+                result = np.where(result == 0, 0.0, result)
             if not fmt.signed:
                 floor = self.finite[0 if fmt.zero else 1] if overflow == "saturate" else np.nan
                 result = np.where(negative & (wide != 0), floor, np.where(wide == 0, np.abs(result), result))
@@ -140,6 +142,7 @@ ODD_ONES = (
     Format.custom(precision=3, emin=-120, maximum=96.0, signed=False),
     Format.custom(precision=1, emin=-3, maximum=8.0),
     Format.custom(precision=2, emin=-4, maximum=12.0, zero=False, subnormals=False),
+    Format.custom(precision=11, emin=-126, maximum=2.0**127, minus_zero=False),
 )
 ALL_FORMATS = (*FORMATS.values(), *FLUSHED, *ODD_ONES)
 ALL_MODES = (*MODES.values(), Mode.parse("stochastic:1"), Mode.parse("stochastic:3"), Mode.parse("stochastic:14"))
