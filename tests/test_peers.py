@@ -180,18 +180,26 @@ def test_gfloat_numbers(name: str, mode: str) -> None:
     assert_same(ours(x, f"{name}/{mode}")[~deviates], want[~deviates], x[~deviates])
 
 
+GFLOAT_STOCHASTIC = {
+    "stochastic": RoundMode.StochasticFastest,
+    "stochastic_b": RoundMode.StochasticFast,
+    "stochastic_c": RoundMode.Stochastic,
+}
+
+
+@pytest.mark.parametrize("drawn_by", GFLOAT_STOCHASTIC)
 @pytest.mark.parametrize("bits", [1, 4, 10])
 @pytest.mark.parametrize("name", ["binary16", "bfloat16", "e5m2", "e2m1fn"])
-def test_gfloat_stochastic_fastest(name: str, bits: int) -> None:
-    """It adds the bits to the lost fraction and compares with one, which is the rule of ``stochastic:n``."""
+def test_gfloat_stochastic(name: str, bits: int, drawn_by: str) -> None:
+    """Its modes by Fitzgibbon and Felix, On stochastic rounding with few random bits, ARITH 2025."""
     x = usable(np.concatenate([boundaries(FORMATS[name], "f32"), numbers(2000, "f32")]), name)
     random = random_words(x.size)
     saturate = FORMATS[name].default_overflow == "saturate"
     with np.errstate(all="ignore"):
         drawn = (random >> np.uint32(32 - bits)).astype(np.int64)
-        mode = RoundMode.StochasticFastest
+        mode = GFLOAT_STOCHASTIC[drawn_by]
         want = gfloat.round_ndarray(GFLOAT[name], x.astype(np.float64), mode, saturate, drawn, bits).astype(x.dtype)
-    assert_same(ours(x, f"{name}/stochastic:{bits}", random), want, x)
+    assert_same(ours(x, f"{name}/{drawn_by}:{bits}", random), want, x)
 
 
 def test_gfloat_ties_of_a_one_bit_significand() -> None:

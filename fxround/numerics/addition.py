@@ -15,13 +15,16 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.numerics.carriers import Carrier, is_nan_code, ordinal_of
-from fxround.numerics.modes import Rounding
+from fxround.numerics.modes import Mode, Rounding
 from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, select, widen
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The values that addends are made of: 2^d and its half, the lowest kept bit, the sign and the random bits."""
+    """The values that addends are made of: 2^d and its half, the lowest kept bit, the sign and the random bits.
+
+    ``even_tie``: 1 where low 2^n / 2^d is an even integer and a half, for n random bits; else 0.
+    """
 
     unit: int
     half: int
@@ -29,6 +32,7 @@ class Terms:
     negative: Expr
     coin: Expr
     drawn: Expr
+    even_tie: Expr
 
 
 ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingProxyType(
@@ -44,6 +48,8 @@ ADDENDS: Final[MappingProxyType[str, Callable[[Terms], Expr | int]]] = MappingPr
         "away_from_zero": lambda t: t.unit - 1,
         # The general rule steps where floor(low 2^32 / 2^d) + r >= 2^32, which is low + floor(r 2^d / 2^32) >= 2^d.
         "stochastic": lambda t: t.drawn,
+        "stochastic_b": lambda t: t.drawn,
+        "stochastic_c": lambda t: t.drawn - t.even_tie,
         "stochastic_equal": lambda t: select(t.coin, t.unit - 1, t.odd ^ t.odd),
         "up_down": lambda t: t.odd + (t.half - 1),
     }
@@ -78,7 +84,8 @@ def round_by_addition(x: Expr, rounding: Rounding, carrier: Carrier, random: Exp
             odd=(code >> drop) & 1,
             negative=ordinal_of(code, carrier) < code,
             coin=coin,
-            drawn=zero if random is None else _drawn(random, mode.random_bits, drop, carrier),
+            drawn=zero if random is None else _drawn(random, mode, drop, carrier),
+            even_tie=_even_tie(code, drop - mode.random_bits, carrier),
         )
         kept = ((code + ADDENDS[mode.name](terms)) >> drop) << drop
     if mode.jitter:
@@ -88,11 +95,30 @@ def round_by_addition(x: Expr, rounding: Rounding, carrier: Carrier, random: Exp
     return from_bits(kept)
 
 
-def _drawn(random: Expr, count: int, drop: int, carrier: Carrier) -> Expr:
-    """Return the highest ``count`` random bits, scaled from 32 bits to the ``drop`` bits lost."""
-    unused = 32 - count
-    drawn = (random >> unused) << unused if unused else random
-    drawn = widen(drawn) if carrier.code == "u64" else drawn
+def drawn_word(random: Expr, mode: Mode) -> Expr:
+    """Return the word w for which the mode draws a step: floor(lost 2^32) + w >= 2^32. It has the random bits r on top.
+
+    For n random bits and I = floor, r + I(lost 2^n) >= 2^n is floor(lost 2^32) + r 2^(32-n) >= 2^32. If I rounds half
+    up, I(lost 2^n) = floor(lost 2^n + 1/2), and w is (r + 1/2) 2^(32-n). If I rounds half to even, w is less by one
+    where lost 2^n is an even integer and a half, and there alone: the callers subtract it.
+    """
+    unused = 32 - mode.random_bits
+    word = (random >> unused) << unused if unused else random
+    return word if mode.cut == "down" else word | 1 << (unused - 1)
+
+
+def _even_tie(code: Expr, unseen: int, carrier: Carrier) -> Expr:
+    """Return 1 where the ``unseen`` lowest bits are a half and the bit above them is 0, else 0."""
+    if unseen < 1:
+        return const(carrier.code, 0)
+    tie = (code & ((2 << unseen) - 1)).equals(1 << (unseen - 1))
+    return select(tie, const(carrier.code, 1), 0)
+
+
+def _drawn(random: Expr, mode: Mode, drop: int, carrier: Carrier) -> Expr:
+    """Return the mode's word, scaled from 32 bits to the ``drop`` bits lost."""
+    word = drawn_word(random, mode)
+    drawn = widen(word) if carrier.code == "u64" else word
     return drawn << (drop - 32) if drop > 32 else drawn >> min(32 - drop, WIDTH["u32"] - 1)
 
 

@@ -29,13 +29,20 @@ def quantum(magnitude: Fraction, fmt: Format) -> Fraction:
     return Fraction(2) ** (floor_log2(magnitude) - fmt.precision + 1)
 
 
+def cut_to_integer(x: Fraction, mode: Mode) -> int:
+    """Return the integer that the mode makes of lost 2^n."""
+    if mode.cut == "half_even":
+        return round(x)
+    return math.floor(x + Fraction(1, 2) if mode.cut == "half_up" else x)
+
+
 def step_away(magnitude: Fraction, negative: bool, fmt: Format, mode: Mode, random: int) -> Fraction:
     """Return the neighbour of ``magnitude`` that the mode's rule picks, as if exponents had no upper bound."""
     q = quantum(magnitude, fmt)
     kept = magnitude // q
     lost = magnitude / q - kept
     n = mode.random_bits
-    drawn = n > 0 and (random >> (32 - n)) + math.floor(lost * 2**n) >= 2**n
+    drawn = n > 0 and (random >> (32 - n)) + cut_to_integer(lost * 2**n, mode) >= 2**n
     odd = kept % 2 == 1
     half = Fraction(1, 2)
     seen = Lost(

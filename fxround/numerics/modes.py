@@ -4,7 +4,8 @@ Truncation keeps the multiple of the quantum next to a number towards zero and l
 rule, *step away from zero?*, over a ``Lost``: the sign, the parity of what is kept, what is lost, and the random bits.
 Python booleans and IR values both fit the rule, so the specification (``exact``) and the algorithm (``rounding``) share
 it and nothing else. No rule changes an exact value: ``drawn``, ``half`` and ``above`` imply ``inexact``. A mode's only
-other property is ``jitter``, which up_down alone has.
+other properties are ``jitter``, which up_down alone has, and ``cut``, which says what few random bits see of the lost
+fraction.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from fxround.errors import shown
 from fxround.numerics.formats import Format, Overflow, spelt
 
 B = TypeVar("B")
+
+# How lost 2^n becomes an integer: down, to the nearest with ties up, or to the nearest with ties to even.
+Cut = Literal["down", "half_up", "half_even"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Lost(Generic[B]):
     """Everything that a rule may look at.
 
     ``odd`` and ``even``: the parity of the kept significand. ``half`` and ``above``: the lost part is half a quantum,
-    or more. ``drawn``: the random number fell below the lost fraction of a quantum. ``coin``: one fair random bit.
+    or more. ``drawn``: the random number fell below the lost fraction of a quantum, as the mode cuts it. ``coin``: one
+    fair random bit.
     """
 
     negative: B
@@ -45,14 +50,16 @@ class Lost(Generic[B]):
 class Mode:
     """A rounding mode: a rule and the random bits that it draws.
 
-    ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws (0: deterministic). ``jitter``:
-    whether the result is then moved by one ulp up or down.
+    ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws, n (0: deterministic). ``jitter``:
+    whether the result is then moved by one ulp up or down. ``cut``: the random bits r draw a step if r + I(lost 2^n) >=
+    2^n, and this names I, which makes an integer of lost 2^n.
     """
 
     name: str
     away: Callable[[Lost[Any]], Any]
     random_bits: int = 0
     jitter: bool = False
+    cut: Cut = "down"
 
     def __str__(self) -> str:
         return self.name if self.random_bits in (0, MODES[self.name].random_bits) else f"{self.name}:{self.random_bits}"
@@ -73,7 +80,11 @@ class Mode:
 
     @staticmethod
     def parse(text: str) -> Mode:
-        """Parse a mode's name; ``stochastic:n`` draws n random bits, 1 to 32. Raises ValueError for anything else."""
+        """Parse a mode's name.
+
+        ``stochastic:n`` draws n random bits, 1 to 32; ``stochastic_b:n`` and ``stochastic_c:n`` 1 to 31. Raises
+        ValueError for anything else.
+        """
         name, colon, count = text.strip().partition(":")
         if name not in MODES:
             near = get_close_matches(name[:40], MODES, n=2, cutoff=0.4)
@@ -82,10 +93,10 @@ class Mode:
         mode = MODES[name]
         if not colon:
             return mode
-        if name != "stochastic" or not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= 32:
-            raise ValueError(
-                f"{shown(text)}: only stochastic takes a number of random bits, stochastic:1 to stochastic:32"
-            )
+        most = mode.random_bits
+        if most < 2 or not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= most:
+            counted = ", ".join(f"{m}:1 to {m}:{m.random_bits}" for m in MODES.values() if m.random_bits > 1)
+            raise ValueError(f"{shown(text)}: only stochastic modes take a number of random bits: {counted}")
         return replace(mode, random_bits=int(count))
 
 
@@ -103,9 +114,12 @@ _ROWS: Final[tuple[Mode, ...]] = (
     Mode("toward_negative", lambda lost: lost.inexact & lost.negative),
     Mode("away_from_zero", lambda lost: lost.inexact),
     Mode("to_odd", lambda lost: lost.inexact & lost.even),
-    # P(away) = floor(lost * 2^n) / 2^n for n random bits, lost in quanta: the bias is towards zero and less than 2^-n
-    # of a quantum; it is zero where at most n bits are lost.
+    # P(away) = I(lost * 2^n) / 2^n for n random bits, lost in quanta. For I = floor the bias is towards zero and less
+    # than 2^-n of a quantum; for the nearest integer it is at most 2^-(n+1), either way. Where at most n bits are lost,
+    # it is zero. The three are StochasticA, StochasticB and StochasticC of IEEE P3109.
     Mode("stochastic", lambda lost: lost.drawn, random_bits=32),
+    Mode("stochastic_b", lambda lost: lost.drawn, random_bits=31, cut="half_up"),
+    Mode("stochastic_c", lambda lost: lost.drawn, random_bits=31, cut="half_even"),
     Mode("stochastic_equal", lambda lost: lost.inexact & lost.coin, random_bits=1),
     Mode("up_down", _to_nearest_even, random_bits=1, jitter=True),
 )

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxround.numerics.addition import is_one_addition, round_by_addition
+from fxround.numerics.addition import drawn_word, is_one_addition, round_by_addition
 from fxround.numerics.carriers import CARRIERS, Carrier
 from fxround.numerics.formats import Format
-from fxround.numerics.modes import Lost, Rounding
+from fxround.numerics.modes import Lost, Mode, Rounding
 from fxround.numerics.scalar import (
     WIDTH,
     Expr,
@@ -83,11 +83,26 @@ def lost_fraction(grid: Grid) -> Expr:
     """Return the lost fraction of a quantum, truncated to 32 bits, as a u32."""
     low, shift = grid.low, grid.far_shift
     code = low.type
-    last = WIDTH[code] - 1
-    left = minimum(const(code, 32) - minimum(shift, 32), last)
-    right = minimum(maximum(shift, 32) - 32, last)
+    left = minimum(const(code, 32) - minimum(shift, 32), WIDTH[code] - 1)
+    right = _bits_beyond(grid)
     fraction = select(shift <= 32, low << left, low >> right)
     return narrow(fraction) if code == "u64" else fraction
+
+
+def _bits_beyond(grid: Grid) -> Expr:
+    """Return how many low bits of the significand the lost fraction of 32 bits does not hold."""
+    return minimum(maximum(grid.far_shift, 32) - 32, WIDTH[grid.low.type] - 1)
+
+
+def _is_drawn(grid: Grid, mode: Mode, random: Expr) -> Expr:
+    """Whether r + I(lost * 2^n) >= 2^n, with both sides scaled to 32 bits (``addition.drawn_word``)."""
+    fraction, word = lost_fraction(grid), drawn_word(random, mode)
+    if mode.cut == "half_even":
+        unused = 32 - mode.random_bits
+        tie = (fraction & ((2 << unused) - 1)).equals(1 << (unused - 1))
+        beyond = grid.low & ((const(grid.low.type, 1) << _bits_beyond(grid)) - 1)
+        word = word - select(tie & beyond.equals(0), const("u32", 1), 0)
+    return fraction > ~word
 
 
 def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
@@ -98,9 +113,7 @@ def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None)
     odd = ((grid.significand >> grid.shift) & 1).equals(1)
     drawn, coin = never, never
     if random is not None:
-        unused = 32 - rounding.mode.random_bits
-        # Equivalent to r + floor(lost * 2^n) >= 2^n, with both sides scaled to 32 bits.
-        drawn = lost_fraction(grid) > ~((random >> unused) << unused)
+        drawn = _is_drawn(grid, rounding.mode, random)
         coin = (random >> 31).equals(1)
     return Lost(
         negative=negative,

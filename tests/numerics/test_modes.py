@@ -25,11 +25,15 @@ TRUTH = {
     "away_from_zero": "0111 0111 0111 0111",
     "to_odd": "0111 0000 0111 0000",
     "stochastic": "0000 0000 0000 0000",
+    "stochastic_b": "0000 0000 0000 0000",
+    "stochastic_c": "0000 0000 0000 0000",
     "stochastic_equal": "0000 0000 0000 0000",
     "up_down": "0001 0011 0001 0011",
 }
 TRUTH_DRAWN = TRUTH | {
     "stochastic": "0111 0111 0111 0111",
+    "stochastic_b": "0111 0111 0111 0111",
+    "stochastic_c": "0111 0111 0111 0111",
     "stochastic_equal": "0111 0111 0111 0111",
 }
 # Past the maximum, for + and -: 1 leaves the range.
@@ -53,7 +57,7 @@ def table(mode: Mode, chance: bool) -> str:
 
 def test_every_mode_has_a_table() -> None:
     assert set(TRUTH) == set(MODES)
-    assert len(MODES) == 12
+    assert len(MODES) == 14
 
 
 @pytest.mark.parametrize("name", TRUTH)
@@ -79,6 +83,8 @@ def test_past_the_maximum(name: str) -> None:
 def test_random_bits() -> None:
     assert {n: m.random_bits for n, m in MODES.items() if m.random_bits} == {
         "stochastic": 32,
+        "stochastic_b": 31,
+        "stochastic_c": 31,
         "stochastic_equal": 1,
         "up_down": 1,
     }
@@ -100,6 +106,9 @@ def test_defaults_of_a_short_text() -> None:
     assert str(Rounding.parse(" e4m3fn / stochastic ")) == "e4m3fn/stochastic/nan"
     assert str(Rounding.parse("e2m1fn/stochastic:5")) == "e2m1fn/stochastic:5/saturate"
     assert str(Mode.parse("stochastic:32")) == "stochastic"
+    assert (
+        str(Mode.parse("stochastic_b:31")) == "stochastic_b" and str(Mode.parse("stochastic_c:4")) == "stochastic_c:4"
+    )
     rounding = Rounding.parse("bfloat16")
     assert Rounding.parse(rounding) is rounding
 
@@ -111,7 +120,8 @@ def test_defaults_of_a_short_text() -> None:
         ("bfloat16/stochastic:0", r"stochastic:1 to stochastic:32"),
         ("bfloat16/stochastic:33", r"stochastic:1 to stochastic:32"),
         ("bfloat16/stochastic:x", r"stochastic:1 to stochastic:32"),
-        ("bfloat16/nearest_even:3", r"only stochastic takes a number of random bits"),
+        ("bfloat16/nearest_even:3", r"only stochastic modes take a number of random bits"),
+        ("bfloat16/stochastic_c:32", r"stochastic_c:1 to stochastic_c:31"),
         ("e4m3fn/nearest_even/inf", r"e4m3fn cannot overflow to 'inf'; it can: saturate, nan"),
         ("e2m1fn/nearest_even/nan", r"it can: saturate"),
         ("bfloat16/nearest_even/wrap", r"cannot overflow to 'wrap'; it can: inf, saturate, nan"),

@@ -75,6 +75,49 @@ def test_few_bits_step_away_in_floor_of_lost_times_two_to_the_n_cases(n: int) ->
                 assert bias == 0
 
 
+CUTS = {
+    "stochastic": math.floor,
+    "stochastic_b": lambda x: math.floor(x + Fraction(1, 2)),
+    "stochastic_c": round,
+}
+
+
+@pytest.mark.parametrize(
+    "target, carrier", [("e5m2", "f32"), ("e5m2", "f64"), ("bfloat16", "f32"), ("binary32", "f64")]
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CUTS)
+def test_the_bias_of_few_bits(name: str, n: int, target: str, carrier: str) -> None:
+    """Every word of n bits and every lost part of m = n + 3 bits, the unused bits of the word all 0 or all 1.
+
+    P(away) = I(lost 2^n) / 2^n. Over all lost parts the mean of P(away) - lost is -(1/2^n - 1/2^m) / 2 for I = floor,
+    2^-(m+1) for ties up, and 0 for ties to even.
+    """
+    fmt, m = FORMATS[target], n + 3
+    function = rounding_function(Rounding.parse(f"{target}/{name}:{n}"), carrier)
+    draws = np.arange(2**n, dtype=np.uint32) << np.uint32(32 - n)
+    gap, total = quantum(Fraction(2), fmt), Fraction(0)
+    for k in range(2**m):
+        lost = Fraction(k, 2**m)
+        x, kind = float(2 + lost * gap), np.float32 if carrier == "f32" else np.float64
+        assert Fraction(float(kind(x))) == 2 + lost * gap
+        for word in (draws, draws | np.uint32(2 ** (32 - n) - 1)):
+            for sign in (1, -1):
+                rounded = function.evaluate(kind(sign * x), word)[0]
+                away = [Fraction(float(v)) == sign * (2 + gap) for v in rounded]
+                assert Fraction(sum(away), 2**n) == Fraction(CUTS[name](lost * 2**n), 2**n)
+                assert all(a or Fraction(float(v)) == 2 * sign for a, v in zip(away, rounded, strict=True))
+                assert away == [
+                    round_float(sign * x, Rounding.parse(f"{target}/{name}:{n}"), int(w)) != 2 * sign for w in word
+                ]
+        mean = sum((Fraction(float(abs(v))) for v in rounded), Fraction(0)) / 2**n
+        error = (mean - Fraction(x)) / gap
+        assert abs(error) <= Fraction(1, 2 ** (n + 1)) or name == "stochastic"
+        total += error
+    expected = {"stochastic": (Fraction(1, 2**m) - Fraction(1, 2**n)) / 2, "stochastic_b": Fraction(1, 2 ** (m + 1))}
+    assert total / 2**m == expected.get(name, 0)
+
+
 def test_unused_low_bits_do_not_matter() -> None:
     fmt, x = FORMATS["bfloat16"], np.float32(1.2345)
     random = random_words(1000)
@@ -101,6 +144,7 @@ def test_the_word_where_the_step_begins(fmt: Format, carrier: str) -> None:
 def test_exact_values_are_untouched(fmt: Format, n: int) -> None:
     values = np.array([*fmt.magnitudes()], np.float32)
     values = np.concatenate([values, -values]) if fmt.signed else values
+    values = values if fmt.has_minus_zero else values[(values != 0) | ~np.signbit(values)]
     for word in (0, 2**31, 2**32 - 1):
         got = rounding_function(stochastic(fmt, n), "f32").evaluate(values, np.uint32(word))[0]
         np.testing.assert_array_equal(got.view(np.uint32), values.view(np.uint32))

@@ -36,10 +36,18 @@ class Seen:
     gap: Array
 
 
-def _draw(seen: Seen, n: int) -> Array:
-    """P(up) = floor(lost * 2^n) / 2^n. The gap is a power of two, so the quotient is exact."""
-    lost = np.floor(seen.down / seen.gap * 2.0**n)
+def _draw(seen: Seen, n: int, integer: Callable[[Array], Array] = np.floor) -> Array:
+    """P(up) = integer(lost * 2^n) / 2^n. The gap is a power of two, so the quotient is exact."""
+    lost = integer(seen.down / seen.gap * 2.0**n)
     return lost + (seen.random >> np.uint32(32 - n)) >= 2.0**n
+
+
+# How lost 2^n becomes an integer; np.rint takes ties to even.
+INTEGERS: dict[str, Callable[[Array], Array]] = {
+    "stochastic": np.floor,
+    "stochastic_b": lambda x: np.floor(x + 0.5),
+    "stochastic_c": np.rint,
+}
 
 
 def _nearest(seen: Seen, tie: Array | bool) -> Array:
@@ -57,6 +65,8 @@ GOES_UP: dict[str, Callable[[Seen], Array]] = {
     "away_from_zero": lambda s: np.ones_like(s.odd),
     "to_odd": lambda s: ~s.odd,
     "stochastic": lambda s: _draw(s, 32),
+    "stochastic_b": lambda s: _draw(s, 31, INTEGERS["stochastic_b"]),
+    "stochastic_c": lambda s: _draw(s, 31, INTEGERS["stochastic_c"]),
     "stochastic_equal": lambda s: s.random >= 2**31,
     "up_down": lambda s: _nearest(s, s.odd),
 }
@@ -111,7 +121,7 @@ class Neighbours:
         i = np.clip(np.searchsorted(self.values, x, side="right") - 1, 0, self.values.size - 2)
         low, high = self.values[i], self.values[i + 1]
         seen = Seen(x - low, high - x, self.odd[i], negative, random, high - low)
-        rule = GOES_UP[mode.name] if mode.random_bits in (0, MODES[mode.name].random_bits) else _few(mode.random_bits)
+        rule = GOES_UP[mode.name] if mode.random_bits in (0, MODES[mode.name].random_bits) else _few(mode)
         inside = np.where((x != low) & rule(seen), high, low)
         return np.where(x >= high, np.inf, inside)
 
@@ -122,8 +132,8 @@ class Neighbours:
         return np.where(i == 0, 0.0, self.finite[np.clip(to, 0, last)])
 
 
-def _few(n: int) -> Callable[[Seen], Array]:
-    return lambda seen: _draw(seen, n)
+def _few(mode: Mode) -> Callable[[Seen], Array]:
+    return lambda seen: _draw(seen, mode.random_bits, INTEGERS[mode.name])
 
 
 @cache
@@ -145,7 +155,8 @@ ODD_ONES = (
     Format.custom(precision=11, emin=-126, maximum=2.0**127, minus_zero=False),
 )
 ALL_FORMATS = (*FORMATS.values(), *FLUSHED, *ODD_ONES)
-ALL_MODES = (*MODES.values(), Mode.parse("stochastic:1"), Mode.parse("stochastic:3"), Mode.parse("stochastic:14"))
+FEW_BITS = ("stochastic:1", "stochastic:3", "stochastic:14", "stochastic_b:2", "stochastic_c:3")
+ALL_MODES = (*MODES.values(), *map(Mode.parse, FEW_BITS))
 
 
 def held(fmt: Format, carrier: str) -> bool:
