@@ -13,7 +13,7 @@ from typing import Final
 
 from fxround.kernels import parsed
 from fxround.kernels.program import Statement
-from fxround.kernels.specialize import check_program
+from fxround.kernels.specialize import program_carrier
 from fxround.numerics.storage import Storage
 
 # LLVM takes up to 0.2 ms for an operator of a kernel, and half of that where it does not optimize (``llvm.map``).
@@ -28,7 +28,7 @@ def is_long(text: str, loads: tuple[Storage, ...], results: tuple[Storage, ...])
     program = parsed.program(text)
     if len(program.statements) <= _FEW:
         return False
-    carrier = check_program(program, loads, results)
+    carrier = program_carrier(program, loads, results)
     return sum(len(parsed.fused(p.text, (carrier,) * len(p.read), carrier).body.schedule) for p in parts(text)) > MOST
 
 

@@ -58,7 +58,7 @@ def draws(statement: Statement) -> bool:
     return statement.rounding is not None and statement.rounding.mode.random_bits > 0
 
 
-def check_program(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
+def program_carrier(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
     """Return the carrier of a program's kernel.
 
     Raises ValueError if operands and results do not fit ``loads`` and ``results``.
@@ -85,7 +85,7 @@ def check_program(program: Program, loads: tuple[Storage, ...], results: tuple[S
 def _map_kernel(
     program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
 ) -> Map:
-    carrier = check_program(program, loads, results)
+    carrier = program_carrier(program, loads, results)
     elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
     randoms: list[Expr] = []
