@@ -28,10 +28,9 @@ from benchmarks import emulation
 from benchmarks.harness import header, table
 from fxround.demo import DigitsCNN
 from fxround.graph.dtypes import STORAGES
+from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Exact
-from fxround.kernels.specialize import (
-    contract_kernel,
+from fxround.kernels.reductions import (
     cumprod_kernel,
     cumsum_kernel,
     largest_kernel,
@@ -39,6 +38,7 @@ from fxround.kernels.specialize import (
     scatter_kernel,
     sum_kernel,
 )
+from fxround.kernels.shapes import Exact
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS

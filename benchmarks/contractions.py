@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import header, medians, table
-from fxround.kernels.specialize import contract_kernel
+from fxround.kernels.contractions import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.runtime.cpu.code import current_machine

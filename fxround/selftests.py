@@ -23,9 +23,11 @@ from torch import Tensor
 
 from fxround.errors import FxroundError
 from fxround.fingerprint import hash
+from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import fused_kernel
 from fxround.kernels.program import Program, Statement
+from fxround.kernels.reductions import sum_kernel
 from fxround.kernels.shapes import Exact
-from fxround.kernels.specialize import contract_kernel, fused_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import quantum, round_exact, round_float
 from fxround.numerics.formats import FORMATS, Format

@@ -160,7 +160,7 @@ for a, y in zip(map(Fraction, x.tolist()), got, strict=True):
     "a reduction or a scan": Addition(
         (
             Insertion(
-                "kernels/specialize.py",
+                "kernels/reductions.py",
                 """
 def logcumsumexp_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     sums, own = cumsum_kernel(accumulate, rounding, load_as, result), Rounding.parse("binary32")
@@ -177,7 +177,7 @@ def logcumsumexp_kernel(accumulate: Rounding, rounding: Rounding, load_as: Stora
             Insertion(
                 "graph/dialect/reductions.py",
                 """
-from fxround.kernels.specialize import logcumsumexp_kernel
+from fxround.kernels.reductions import logcumsumexp_kernel
 
 @operator("logcumsumexp", aten=("logcumsumexp.default",))
 @dataclass(frozen=True)

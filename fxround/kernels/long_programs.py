@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Final
 
 from fxround.kernels import parsed
+from fxround.kernels.maps import program_carrier
 from fxround.kernels.program import Statement
-from fxround.kernels.specialize import program_carrier
 from fxround.numerics.storage import Storage
 
 # LLVM takes up to 0.2 ms for an operator of a kernel, and half of that where it does not optimize (``llvm.map``).

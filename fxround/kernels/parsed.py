@@ -10,16 +10,11 @@ from functools import lru_cache
 from typing import Final, cast, get_args
 
 from fxround.errors import shown
+from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import draws, fused_kernel, map_kernel
 from fxround.kernels.program import Program
+from fxround.kernels.reductions import scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scatter
-from fxround.kernels.specialize import (
-    contract_kernel,
-    draws,
-    fused_kernel,
-    map_kernel,
-    scatter_kernel,
-    sum_kernel,
-)
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order

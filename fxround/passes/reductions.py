@@ -19,7 +19,7 @@ from fxround.graph.dialect import CALLS, IndexPut, ReductionCall, ScanCall, Scat
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site
 from fxround.graph.values import evaluate
-from fxround.kernels.specialize import scatter_format
+from fxround.kernels.reductions import scatter_format
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding

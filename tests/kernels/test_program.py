@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxround.kernels import parsed
+from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, fused_kernel, map_kernel, prod_kernel, sum_kernel
+from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.specialize import map_kernel
 from fxround.numerics.operators import OPERATORS
 
 EXACT = {

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fxround
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.kernels.maps import map_kernel
 from fxround.kernels.scaled import element_program
-from fxround.kernels.specialize import map_kernel
 from fxround.numerics.exact_scaled import largest, round_block
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.randomness import random_function

@@ -16,8 +16,8 @@ from product_operands import KINDS, OPS, RNE, encodings, same, threads, values
 from torch import Tensor
 
 import fxround  # noqa: F401  registers the operators
+from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.shapes import Contract
-from fxround.kernels.specialize import contract_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding

@@ -20,17 +20,11 @@ import numpy as np
 import pytest
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 
+from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
+from fxround.kernels.reductions import cumsum_kernel, exact_kernel, largest_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
-from fxround.kernels.specialize import (
-    contract_kernel,
-    cumsum_kernel,
-    exact_kernel,
-    largest_kernel,
-    map_kernel,
-    scatter_kernel,
-    sum_kernel,
-)
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding

@@ -15,9 +15,11 @@ from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, layouts, same, st
 from torch import Tensor
 
 from fxround.graph.dtypes import STORAGES
+from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
+from fxround.kernels.reductions import cumsum_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Word
-from fxround.kernels.specialize import contract_kernel, cumsum_kernel, map_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fxround
 from fxround.graph.dtypes import STORAGES
+from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.kernels.shapes import Exact, Reduce
-from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding

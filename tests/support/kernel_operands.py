@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import STORAGES
-from fxround.kernels.specialize import (
-    scatter_kernel,
-)
+from fxround.kernels.reductions import scatter_kernel
 from fxround.numerics.modes import MODES, Rounding
 from fxround.runtime import reference
 from fxround.runtime.cpu.pointwise import Draw

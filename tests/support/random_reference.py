@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels import parsed
+from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Exact
-from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics import scalar
 from fxround.numerics.randomness import random_function
 from fxround.runtime import reference

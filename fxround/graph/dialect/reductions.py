@@ -1,7 +1,7 @@
 """Reductions: sums and products over dimensions, and of all prefixes along one.
 
 Several reduced dimensions count as one, in row-major order of their elements. Rules, lowering and running are those of
-the base classes: another reduction is a class here and its kernel in ``kernels.specialize``.
+the base classes: another reduction is a class here and its kernel in ``kernels.reductions``.
 
     sum(x, [1], True, "lanes:16", "binary32/stochastic/inf", "binary32/nearest_even/inf", rng, 4)
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator, require_state
 from fxround.kernels import parsed
+from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.kernels.shapes import Exact, Reduce, Scan
-from fxround.kernels.specialize import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
 

@@ -26,8 +26,8 @@ from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import META, float_value, site
 from fxround.graph.values import module_of
 from fxround.kernels import parsed
+from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.specialize import draws, map_kernel
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.operators.rules import argument, rule_of

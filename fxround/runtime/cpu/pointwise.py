@@ -20,9 +20,9 @@ from torch import Tensor
 from fxround.graph.dialect import require_state
 from fxround.graph.dtypes import LOADS, STORAGES, dtype_of, result_storage, stored_as
 from fxround.graph.geometry import broadcast
+from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Map
-from fxround.kernels.specialize import map_kernel
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.runtime.cpu import buffers

@@ -29,8 +29,8 @@ from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import parsed
+from fxround.kernels.reductions import largest_kernel
 from fxround.kernels.shapes import Exact, Reduce
-from fxround.kernels.specialize import largest_kernel
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.operators.rules import argument

@@ -1,0 +1,92 @@
+"""What kernels that accumulate have in common: the accumulator's type, an addition, and the store at the end.
+
+``kernels.reductions`` and ``kernels.contractions`` make their kernels of these functions. A rounding that the dtype of
+the result cannot store raises ValueError here, before any code is compiled.
+"""
+
+from __future__ import annotations
+
+from fxround.numerics.carriers import one_nan
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import apply
+from fxround.numerics.scalar import Function, Type, narrow, param
+from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+
+
+def accumulator_of(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:
+    """Return the accumulator's type.
+
+    binary32 with the hardware's rounding accumulates in f32; every other rounding in f64, which holds its values
+    exactly.
+    """
+    return "f32" if _is_hardware(accumulate) and set(carriers) == {"f32"} else "f64"
+
+
+def _is_hardware(rounding: Rounding) -> bool:
+    return str(rounding) == "binary32/nearest_even/inf"
+
+
+def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
+    """Return the rounding of a step inside a chain.
+
+    Over binary32 operands, a format with binary32's exponents gets binary64's inside a chain: no partial sum overflows
+    or becomes subnormal there, and the store brings the result into range. binary32/nearest_even, the hardware's own,
+    keeps its range, whatever else the chain rounds, and so do formats with fewer exponents (binary16, e5m2, ...).
+    """
+    fmt = accumulate.format
+    binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
+    like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True) and fmt.has_minus_zero
+    own = accumulator != "f64" or "f64" in carriers or _is_hardware(accumulate)
+    if own or not like_binary32 or accumulate.overflow != "inf":
+        return accumulate
+    return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
+
+
+def lift_function(stored: Storage, accumulator: Type) -> Function:
+    """Return a stored element to its exact value as an accumulator."""
+    element = param("element", ELEMENT_OF[stored])
+    return Function("lift", (element,), (apply("identity", (load(element, stored),), None, accumulator),))
+
+
+def add_function(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool) -> Function:
+    """Return (acc, x, random) to R_acc(acc + x). x is a stored element, or another accumulator.
+
+    inside: the operands of the chain have at most 32 bits, whose sums do not overflow in binary64.
+    """
+    acc, random = param("acc", accumulator), param("random", "u32")
+    x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
+    value = load(x, loaded) if loaded else x
+    # A NaN of a binary32 operand has zeros below binary32's bits; one of a binary64 operand may have any bits there.
+    operator = "add_inside" if inside else "add_step"
+    total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
+    return Function(name, (acc, x, random), (total,))
+
+
+def finish_function(accumulate: Rounding, rounding: Rounding, accumulator: Type, result: Storage) -> Function:
+    """Return the store's rounding of an accumulator; no rounding where it is proved to be the identity."""
+    _require_storable(rounding, result)
+    acc, random = param("acc", accumulator), param("random", "u32")
+    carrier = CARRIER_OF[result]
+    value = one_nan(acc)
+    if not _store_is_identity(accumulate, rounding):
+        value = apply("identity", (acc,), rounding, carrier, random)
+    if value.type != carrier:
+        value = narrow(value) if carrier == "f32" else apply("identity", (value,), None, "f64")
+    return Function("finish", (acc, random), (store(value, result),))
+
+
+def finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
+    """Whether the store's rounding draws random bits."""
+    return rounding.mode.random_bits > 0 and not _store_is_identity(accumulate, rounding)
+
+
+def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
+    """Whether the store's rounding keeps every value that the accumulator can hold."""
+    range_kept = rounding.overflow in ("inf", accumulate.overflow)
+    return accumulate.format.within(rounding.format) and range_kept and not rounding.mode.jitter
+
+
+def _require_storable(rounding: Rounding, result: Storage) -> None:
+    """Raise ValueError for a rounding with values that a tensor cannot store."""
+    if not rounding.format.within(FORMAT_OF[result]):
+        raise ValueError(f"{rounding} has values that a {FORMAT_OF[result]} tensor cannot store; use a wider dtype")

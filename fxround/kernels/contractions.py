@@ -1,0 +1,117 @@
+"""The kernels of sums of products: products of matrices and convolutions.
+
+``contract_kernel(Accumulation.parse("bfloat16"), rounding, ("f32", "f32"), "f32")``, for example, rounds each step to
+bfloat16. Where the processor can round a step itself, a second kernel in binary32 is tried first (``quick``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fxround.kernels.accumulators import (
+    accumulator_of,
+    add_function,
+    chain_rounding,
+    finish_draws,
+    finish_function,
+    lift_function,
+)
+from fxround.kernels.shapes import Contract
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import apply
+from fxround.numerics.scalar import Function, Type, bits, fma, from_bits, param, select, substitute
+from fxround.numerics.storage import CARRIER_OF, FORMAT_OF, Storage
+from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
+
+
+@lru_cache(maxsize=1024)
+def contract_kernel(
+    accumulate: Accumulation | Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+) -> Contract:
+    """Return the kernel of sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
+    how = Accumulation.parse(accumulate)
+    carriers = tuple(CARRIER_OF[s] for s in loads)
+    native = all(accumulator_of(r, carriers) == "f32" for r in (how.step, how.combine) if r is not None)
+    fits = how.product is None or how.product.format.within(FORMAT_OF["f32"])
+    accumulator: Type = "f32" if native and fits else "f64"
+    step = chain_rounding(how.step, accumulator, carriers)
+    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers)
+    last = combine or step
+    return Contract(
+        lifts=(lift_function(loads[0], accumulator), lift_function(loads[1], accumulator)),
+        step=_contract_step(how, step, accumulator, carriers),
+        finish=finish_function(last, rounding, accumulator, result),
+        chunk=how.chunk or 0,
+        combine=None if combine is None else add_function("combine", combine, accumulator, None, "f64" not in carriers),
+        loads=loads,
+        result=result,
+        accumulator=accumulator,
+        draws=how.random,
+        finish_draws=finish_draws(last, rounding),
+        coins=_tosses_coins(how),
+        quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
+    )
+
+
+def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
+    a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
+    random = param("random", "u32")
+    narrow_factors = "f64" not in carriers
+    if how.product is not None:
+        # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.
+        operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
+        product = apply(operator, (a, b), how.product, accumulator, random << 16)
+        adds = "add_inside" if narrow_factors else "add_step"
+        value = apply(adds, (product, acc), step, accumulator, random, any_nan=narrow_factors)
+    else:
+        # Binary32 factors held in binary64 have an exact product.
+        operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
+        if step.mode.jitter and step != how.step and step.format.precision == 24:
+            value = up_or_down(fma(a, b, acc), step.format.precision, random)
+        else:
+            value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
+    return Function("step", (a, b, acc, random), (value,))
+
+
+def _tosses_coins(how: Accumulation) -> bool:
+    """Whether a step has one rounding that needs one random bit, and nothing else draws between two steps."""
+    return how.product is None and how.chunk is None and how.step.mode.random_bits == 1
+
+
+def _quick_contract(
+    how: Accumulation, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+) -> Contract | None:
+    """Return the contraction by binary32 steps under a hardware rounding direction; None if there is none.
+
+    Its store consists of operators that the rounding direction does not change.
+    """
+    simple = how.product is None and how.chunk is None and {CARRIER_OF[s] for s in (*loads, result)} == {"f32"}
+    if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
+        return None
+    a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
+    found = directed_step(how.step, a, b, acc, random)
+    if found is None:
+        return None
+    direction, value = found
+    finish = finish_function(how.step, rounding, "f32", result)
+    if any(node.op in HARDWARE_ROUNDED for node in finish.schedule):
+        return None
+    # Towards -infinity an exact zero is -0, whereas the chain's is +0.
+    zero = from_bits(select(bits(acc).equals(1 << 31), 0, bits(acc)))
+    stored = substitute(finish.results, {finish.params[0]: zero}) if direction == "down" else finish.results
+    return Contract(
+        lifts=(lift_function(loads[0], "f32"), lift_function(loads[1], "f32")),
+        step=Function("step", (a, b, acc, random), (value,)),
+        finish=Function("finish", finish.params, tuple(stored)),
+        chunk=0,
+        combine=None,
+        loads=loads,
+        result=result,
+        accumulator="f32",
+        draws=how.random,
+        finish_draws=finish_draws(how.step, rounding),
+        coins=_tosses_coins(how),
+        direction=direction,
+        watched=True,
+    )

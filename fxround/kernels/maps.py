@@ -1,0 +1,111 @@
+"""The kernels of pointwise programs, of one operation or a fused chain: a function of each element.
+
+A program that its operands or results do not fit (a format that the carrier lacks, a result that the dtype cannot
+store) raises ValueError here, before any code is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from fxround.errors import shown
+from fxround.kernels.program import Program, Statement
+from fxround.kernels.shapes import Map, Word
+from fxround.numerics.exact import round_float
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import apply
+from fxround.numerics.scalar import Expr, Function, Type, const, param
+from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+
+
+@lru_cache(maxsize=4096)
+def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """Return the kernel of a program with one result. Statement s draws number s of the call's only node.
+
+    Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding that the result's
+    dtype cannot store or the operands' carrier cannot be rounded to.
+    """
+    return _map_kernel(program, loads, (result,), tuple(Word(0, n) for n in range(len(program.statements))))
+
+
+@lru_cache(maxsize=4096)
+def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Map:
+    """Return the kernel of a fused program. Each statement that draws has a node number of its own, in order.
+
+    Raises what ``map_kernel`` raises.
+    """
+    words = iter(range(len(program.statements)))
+    drawn = tuple(Word(next(words), 0) if draws(s) else Word(0, 0) for s in program.statements)
+    return _map_kernel(program, loads, results, drawn)
+
+
+def draws(statement: Statement) -> bool:
+    """Whether a statement's rounding draws random bits."""
+    return statement.rounding is not None and statement.rounding.mode.random_bits > 0
+
+
+def program_carrier(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
+    """Return the carrier of a program's kernel.
+
+    Raises ValueError if operands and results do not fit ``loads`` and ``results``.
+    """
+    said = shown(str(program))
+    if program.arity > len(loads):
+        raise ValueError(f"{said} uses {program.arity} operands, got {len(loads)}")
+    if len(program.results) != len(results):
+        raise ValueError(f"{said} has {len(program.results)} results, got {len(results)} dtypes for them")
+    carriers = {CARRIER_OF[s] for s in results}
+    if len(carriers) > 1:
+        raise ValueError(f"{said}: results stored as {', '.join(results)} need two carriers; expected one")
+    (carrier,) = carriers
+    grids = _grids(program, loads, carrier)
+    for name, result in zip(program.results, results, strict=True):
+        if not grids[name].within(FORMAT_OF[result]):
+            raise ValueError(
+                f"{said}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
+                "use a wider dtype"
+            )
+    return carrier
+
+
+def _map_kernel(
+    program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
+) -> Map:
+    carrier = program_carrier(program, loads, results)
+    elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
+    values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
+    randoms: list[Expr] = []
+    drawn: list[Word] = []
+    for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
+        random = param(f"r{number}", "u32") if draws(s) else None
+        if random is not None:
+            randoms.append(random)
+            drawn.append(word)
+        operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
+        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
+    stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
+    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn))
+
+
+def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[str, Format]:
+    """Return for each name a format that holds all of its values.
+
+    This is the format that it is rounded to, or one that the operands of an exact statement have.
+    """
+    widest = FORMAT_OF["f32" if carrier == "f32" else "f64"]
+    grids = {f"x{i}": FORMAT_OF[s] for i, s in enumerate(loads)}
+    for s in program.statements:
+        found = [grids[o] for o in s.operands if isinstance(o, str)]
+        numbers = [o for o in s.operands if not isinstance(o, str)]
+        candidates = (*found, FORMAT_OF["bf16"], FORMAT_OF["f16"])
+        holds = next((f for f in candidates if _holds(f, found, numbers)), widest)
+        grids[s.target] = s.rounding.format if s.rounding is not None else holds
+    return grids
+
+
+def _holds(candidate: Format, formats: Sequence[Format], numbers: Sequence[float]) -> bool:
+    """Whether a format has every value of the given formats, and the given numbers."""
+    nearest = Rounding.parse(candidate.name)
+    return all(other.within(candidate) for other in formats) and all(round_float(n, nearest) == n for n in numbers)

@@ -1,0 +1,200 @@
+"""The kernels of sums, products, prefixes and scatters: chains of rounded steps, and sums that are rounded once.
+
+``cumsum_kernel(accumulate, rounding, "f32", "f32")``, for example, is the kernel of the prefix sums of float32.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from fxround.kernels.accumulators import (
+    accumulator_of,
+    add_function,
+    chain_rounding,
+    finish_draws,
+    finish_function,
+    lift_function,
+)
+from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.numerics.carriers import one_nan
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import Rounding
+from fxround.numerics.operators import apply
+from fxround.numerics.orders import SEQUENTIAL, Order
+from fxround.numerics.scalar import Expr, Function, Type, bits, param, select, substitute
+from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+
+
+def sum_kernel(
+    order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage
+) -> Reduce | Exact:
+    """Return the sum of a length under an order, stored through ``rounding``.
+
+    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once.
+    """
+    if order.kind == "exact":
+        return exact_kernel(accumulate, rounding, load_as, result)
+    return chain_kernel(order, accumulate, rounding, load_as, result)
+
+
+@lru_cache(maxsize=1024)
+def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Exact:
+    """Return the correctly rounded sum: one rounding of the exact sum by ``accumulate``, then the store's."""
+    element, total = param("element", ELEMENT_OF[load_as]), param("total", "f64")
+    first, second = param("random", "u32"), param("store_random", "u32")
+    # To odd, binary64 needs two bits more than the format; without them the format must be binary64 itself.
+    to_odd = accumulate.format.precision <= 51
+    is_nearest = accumulate.mode.name == "nearest_even" or accumulate.mode.jitter
+    if not to_odd and not (is_nearest and accumulate.format == FORMAT_OF["f64"]):
+        raise ValueError(
+            f"an exact sum cannot be rounded to {accumulate}: it needs two bits more than binary64 has; "
+            f"use binary64/nearest_even, binary64/up_down, or a precision up to 51"
+        )
+    store = finish_function(accumulate, rounding, "f64", result)
+    rounded = apply("identity", (total,), accumulate, "f64", first)
+    return Exact(
+        read=Function("read", (element,), (bits(load(element, load_as)),)),
+        finish=Function(
+            "finish",
+            (total, first, second),
+            substitute(store.results, dict(zip(store.params, (rounded, second), strict=True))),
+        ),
+        to_odd=to_odd,
+        loads=(load_as,),
+        result=result,
+        draws=(accumulate.mode.random_bits > 0, finish_draws(accumulate, rounding)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """Return the sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
+    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=add_function("step", accumulate, accumulator, load_as, load_as != "f64"),
+        combine=add_function("combine", accumulate, accumulator, None, load_as != "f64"),
+        finish=finish_function(accumulate, rounding, accumulator, result),
+        order=order,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=finish_draws(accumulate, rounding),
+    )
+
+
+@lru_cache(maxsize=1024)
+def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Return the kernel of all prefix sums, k ascending."""
+    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+    return Scan(
+        step=add_function("step", accumulate, accumulator, load_as, load_as != "f64"),
+        finish=finish_function(accumulate, rounding, accumulator, result),
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=finish_draws(accumulate, rounding),
+    )
+
+
+@lru_cache(maxsize=1024)
+def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+    """Return the product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
+    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
+    return Reduce(
+        step=_multiply_step(accumulate, accumulator, load_as),
+        combine=add_function("combine", accumulate, accumulator, None, load_as != "f64"),
+        finish=finish_function(accumulate, rounding, accumulator, result),
+        order=SEQUENTIAL,
+        loads=(load_as,),
+        result=result,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+        finish_draws=finish_draws(accumulate, rounding),
+        first=1,
+    )
+
+
+def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
+    """Return (acc, x, random) to R_acc(acc * x). The product of a short significand and a binary32 value is exact."""
+    acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
+    fmt = accumulate.format
+    # The product may not leave binary64's range either: binary32 spans 2^-149 to 2^128.
+    short = fmt.precision <= 29 and fmt.quantum_exponent >= -1074 + 149 and fmt.emax < 1023 - 128
+    short = short and CARRIER_OF[loaded] == "f32"
+    product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
+    return Function("step", (acc, x, random), (product,))
+
+
+@lru_cache(maxsize=1024)
+def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+    """Return the kernel of all prefix products, k ascending."""
+    whole = prod_kernel(accumulate, rounding, load_as, result)
+    return Scan(
+        step=whole.step,
+        finish=whole.finish,
+        loads=(load_as,),
+        result=result,
+        accumulator=whole.accumulator,
+        draws=whole.draws,
+        finish_draws=whole.finish_draws,
+        first=1,
+    )
+
+
+@lru_cache(maxsize=64)
+def largest_kernel(storage: Storage) -> Reduce:
+    """Return the kernel of the largest element: the one NaN if there is any, either of two zeros.
+
+    The order of evaluation changes nothing but the sign of a zero.
+    """
+    carrier = CARRIER_OF[storage]
+    acc, random = param("acc", carrier), param("random", "u32")
+    x, other = param("x", ELEMENT_OF[storage]), param("x", carrier)
+
+    def larger(value: Expr) -> tuple[Expr]:
+        return (select((acc < value) | ~value.equals(value), value, acc),)
+
+    return Reduce(
+        step=Function("step", (acc, x, random), larger(load(x, storage))),
+        combine=Function("combine", (acc, other, random), larger(other)),
+        finish=Function("finish", (acc, random), (store(one_nan(acc), storage),)),
+        order=Order("lanes", 32),
+        loads=(storage,),
+        result=storage,
+        accumulator=carrier,
+        draws=False,
+        finish_draws=False,
+        first=-math.inf,
+    )
+
+
+@lru_cache(maxsize=1024)
+def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
+    """Return the kernel that adds contributions to a destination in order, each addition rounded by ``accumulate``.
+
+    The result is stored in the destination's own dtype, rounded to nearest even if the dtype does not hold it.
+    """
+    accumulator = accumulator_of(accumulate, (CARRIER_OF[storage],))
+    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
+    return Scatter(
+        lift=lift_function(storage, accumulator),
+        step=add_function("step", accumulate, accumulator, storage, storage != "f64"),
+        finish=finish_function(accumulate, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
+        loads=(storage,),
+        result=storage,
+        accumulator=accumulator,
+        draws=accumulate.mode.random_bits > 0,
+    )
+
+
+@lru_cache(maxsize=1024)
+def scatter_format(accumulate: Rounding, storage: Storage) -> Format:
+    """Return a format that holds every sum of a scatter into zeros, as it is stored."""
+    carriers = (CARRIER_OF[storage],)
+    inside = chain_rounding(accumulate, accumulator_of(accumulate, carriers), carriers).format
+    return inside if inside.within(FORMAT_OF[storage]) else FORMAT_OF[storage]
