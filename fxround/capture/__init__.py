@@ -3,10 +3,10 @@
 Dynamo captures the whole model as one graph, or raises a ``CaptureError`` that names the line. AOTAutograd turns that
 into functional ATen operators and splits composite ones by the formulas that it is given: ``self.fc(x.relu())`` becomes
 ``aten.relu``, ``aten.mm`` and ``aten.add``. Every graph input and output has a ``Port``, which says what it is, and
-every operator a ``Site``, which says where it comes from. The batch dimension stays symbolic; ``Sizes`` keeps what the
-trace assumed about sizes, and is checked before another call uses the graph. Features that hide arithmetic (fused
-attention, oneDNN, the encoder fast path, skipped LSTMs) are off while tracing, and what a graph cannot represent
-(complex or quantized numbers, ``.item()``) is refused by name.
+every operator a ``Site``, which says where it comes from. Batches, lengths of texts and sizes that have changed stay
+symbolic; ``Sizes`` keeps what the trace assumed about sizes, and is checked before another call uses the graph.
+Features that hide arithmetic (fused attention, oneDNN, the encoder fast path, skipped LSTMs) are off while tracing, and
+what a graph cannot represent (complex or quantized numbers, ``.item()``) is refused by name.
 The rooms capture/ and graph/ hold PyTorch's private interfaces, but for a table of its formulas.
 """
 
@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,8 @@ from fxround.graph.site import PORT, PORTS, Port, located
 from fxround.graph.values import fake_mode, module_of
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+# The position of a tensor among the flattened arguments, and a dimension of it.
+Dimension = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,13 @@ def capture(
     kwargs: Mapping[str, Any],
     decompositions: Decompositions,
     marked: bool = False,
+    varying: Collection[Dimension] = (),
 ) -> Captured:
     """Return the ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
 
-    marked: whether a graph with gradients records which gradient belongs to which value (``gradient_marks``).
+    marked: whether a graph with gradients records which gradient belongs to which value (``gradient_marks``). varying:
+    the dimensions of arguments that stay symbolic if the model allows it, besides the first dimension of every tensor
+    and all dimensions of tensors of integers (the tokens of a text).
 
     If all tensors have size 1 in dimension 0, they are duplicated for the trace, so that the batch stays symbolic. One
     thread of the process captures at a time; the model is not changed. Raises CaptureError with the line of the model
@@ -122,14 +127,22 @@ def capture(
     """
     refuse_unsupported_tensors(model, args, kwargs)
     with alone(type(model).__name__), uncollected():
-        return _captured(model, args, kwargs, decompositions, marked)
+        return _captured(model, args, kwargs, decompositions, marked, varying)
 
 
 def _captured(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions, marked: bool
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    decompositions: Decompositions,
+    marked: bool,
+    varying: Collection[Dimension],
 ) -> Captured:
     error: CaptureError | None = None
-    for example, doubled in _examples((tuple(args), dict(kwargs))):
+    one_differs = False
+    for example, doubled in _examples((tuple(args), dict(kwargs)), varying):
+        if doubled and one_differs:
+            continue
         try:
             traced = _trace(model, example, decompositions, doubled, marked)
         except LeftToPython:
@@ -138,6 +151,7 @@ def _captured(
             error = error or e
             continue
         if traced is None:
+            one_differs = True
             continue
         captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
@@ -209,10 +223,13 @@ def _trace(
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:
-    """Whether a condition that the trace met fails for a batch of one. Only batches have symbols."""
+    """Whether a condition that the trace met fails for a batch of one."""
     environment = graph.meta["tracing_context"].fake_mode.shape_env
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
-    return any(c.xreplace(dict.fromkeys(c.free_symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
+    values = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+    batches: list[Any] = [v.shape[0] for v in values if isinstance(v, torch.Tensor) and v.dim()]
+    symbols = {s for b in batches if not isinstance(b, int) for s in environment.replace(b.node.expr).free_symbols}
+    return any(c.xreplace(dict.fromkeys(symbols, 1)) == False for c in conditions)  # noqa: E712 (sympy)
 
 
 def describe(joint: Any, arguments: int) -> Captured:
@@ -322,20 +339,25 @@ def _tangent(result: Port) -> Port:
     return replace(result, kind="tangent")
 
 
-def _examples(example: Any) -> Iterator[tuple[Any, bool]]:
+def _examples(example: Any, varying: Collection[Dimension] = ()) -> Iterator[tuple[Any, bool]]:
     """Yield examples to trace with, the preferred one first, and whether the batch was doubled.
 
-    The first has a batch of at least two, with a symbolic dimension; the second has the batch unchanged.
+    The first has the most symbolic dimensions and a batch of at least two; the last has the arguments' own sizes.
     """
     leaves, spec = pytree.tree_flatten(example)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    twice = sizes == {1}
-    symbolic = [_copied(leaf, twice, symbolic=twice or _shape(leaf) not in (None, ())) for leaf in leaves]
-    yield pytree.tree_unflatten(symbolic, spec), twice
-    yield pytree.tree_unflatten([_copied(leaf, False, symbolic=False) for leaf in leaves], spec), False
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    twice = {leaf.shape[0] for leaf in tensors.values()} == {1}
+    batches = frozenset((i, 0) for i in tensors)
+    words = [(i, d) for i, leaf in tensors.items() if not leaf.is_floating_point() for d in range(1, leaf.dim())]
+    lengths = frozenset((i, d) for i, d in (*words, *varying) if d and tensors[i].shape[d] > 1)
+    choices: list[tuple[bool, frozenset[Dimension]]] = [(twice, batches | lengths), (twice, batches)]
+    choices += [(False, lengths), (False, frozenset())] if twice else [(False, frozenset())]
+    for doubled, symbolic in dict.fromkeys(choices):
+        copies = [_copied(leaf, doubled, i, symbolic) for i, leaf in enumerate(leaves)]
+        yield pytree.tree_unflatten(copies, spec), doubled
 
 
-def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:
+def _copied(leaf: Any, doubled: bool, position: int, symbolic: Collection[Dimension]) -> Any:
     """Return a copy of a tensor.
 
     Marking a dimension symbolic writes to the tensor object, and tracing must not change the caller's.
@@ -343,10 +365,11 @@ def _copied(leaf: Any, twice: bool, symbolic: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
-    copy = torch.cat([copy, copy]) if twice and copy.dim() else copy
+    copy = torch.cat([copy, copy]) if doubled and copy.dim() else copy
     copy.requires_grad_(leaf.requires_grad)
-    if symbolic and copy.dim() and copy.shape[0] > 1:
-        torch._dynamo.maybe_mark_dynamic(copy, 0)
+    for dimension in range(copy.dim()):
+        if (position, dimension) in symbolic and copy.shape[dimension] > 1:
+            torch._dynamo.maybe_mark_dynamic(copy, dimension)
     return copy
 
 

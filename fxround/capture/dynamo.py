@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.refusals import LeftToPython, explained
-from fxround.capture.torch_private import find_builtins
+from fxround.capture.torch_private import find_builtins, separate_sizes
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH
 from fxround.locks import waited_for
@@ -133,17 +133,24 @@ _GRAPHS: Final = 64
 
 
 @contextlib.contextmanager
-def replaying(model: nn.Module) -> Iterator[None]:
-    """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError."""
+def replaying(model: nn.Module, symbolic: bool) -> Iterator[None]:
+    """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError.
+
+    symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own. Otherwise
+    sizes are numbers, and other sizes are captured again.
+    """
     from torch._dynamo import config, exc
 
-    with config.patch(
+    settings = config.patch(
         allow_rnn=True,
+        assume_static_by_default=not symbolic,
+        automatic_dynamic_shapes=symbolic,
         specialize_float=True,
         recompile_limit=_GRAPHS,
         accumulated_recompile_limit=8 * _GRAPHS,
         suppress_errors=False,
-    ):
+    )
+    with settings, separate_sizes():
         try:
             yield
         except exc.TorchDynamoException as error:

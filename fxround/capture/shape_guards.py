@@ -8,7 +8,7 @@ these assumptions. A call whose sizes do not satisfy every expression and condit
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from types import MappingProxyType
@@ -40,6 +40,13 @@ class Sizes:
         if any(size != (e if isinstance(e, int) else e.xreplace(values)) for e, size in pairs):
             return False
         return not any(condition.xreplace(values) == False for condition in self.conditions)  # noqa: E712 (sympy)
+
+    def differing(self, shapes: Sequence[tuple[int, ...] | None]) -> Iterator[tuple[int, int]]:
+        """Yield (argument, dimension) of the sizes that have a symbol, or another number than in these shapes."""
+        for i, (dimensions, shape) in enumerate(zip(self.dimensions, shapes, strict=True)):
+            for d, (expression, size) in enumerate(zip(dimensions or (), shape or (), strict=False)):
+                if not isinstance(expression, int) or expression != size:
+                    yield i, d
 
 
 def sizes_of(values: Sequence[Any]) -> Sizes:

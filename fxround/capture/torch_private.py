@@ -123,8 +123,17 @@ def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 def asked_sizes() -> contextlib.AbstractContextManager[None]:
     """Make sizes of 0 and 1 conditions where a model asks for them, not assumptions."""
+    return _symbolic_sizes(backed_size_oblivious=True)
+
+
+def separate_sizes() -> contextlib.AbstractContextManager[None]:
+    """Give equal sizes of an example symbols of their own, so that a batch of 5 is not taken for a length of 5."""
+    return _symbolic_sizes(use_duck_shape=False)
+
+
+def _symbolic_sizes(**settings: bool) -> contextlib.AbstractContextManager[None]:
     config: Any = importlib.import_module("torch.fx.experimental._config")
-    patched: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
+    patched: contextlib.AbstractContextManager[None] = config.patch(**settings)
     return patched
 
 
@@ -187,6 +196,14 @@ def traced_frame() -> tuple[str, torch.nn.Module | None]:
     tracer = InstructionTranslator.current_tx()
     modules = (value for value in tracer.f_locals.values() if isinstance(value, torch.nn.Module))
     return tracer.f_code.co_name, next(modules, None)
+
+
+def failed_guard() -> str | None:
+    """Return, inside of a backend, the guard for which Dynamo traces again; None for the first time."""
+    from torch._dynamo.utils import get_metrics_context
+
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return None if reason is None else str(reason)
 
 
 # The arithmetic that computes strides, numbers of elements and tests of contiguity.

@@ -1,13 +1,15 @@
 """Compile: turn a model and a policy into a module with explicit roundings.
 
 A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It captures lazily, once
-for each combination of training flags, grad mode, dtypes and sizes (the batch is free), lowers the graph by the policy,
-and runs it for arguments that the graph admits. A call is a function of arguments, state and (seed, sample) alone. A
-call that trains (training mode, gradients wanted) advances the sample by one; with ``advance``, every call does.
+for each combination of training flags, grad mode, dtypes and sizes, lowers the graph by the policy, and runs it for
+arguments that the graph admits. Batches, the lengths of texts and sizes that have changed are free. A call is a
+function of arguments, state and (seed, sample) alone. A call that trains (training mode, gradients wanted) advances the
+sample by one; with ``advance``, every call does.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.arithmetic import require_ieee_arithmetic
-from fxround.capture import Captured, export_program, inside_backward, trace_example
+from fxround.capture import Captured, Dimension, export_program, inside_backward, trace_example
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.compiler.captures import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.executable import Entry, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
@@ -44,6 +47,7 @@ from fxround.compiler.watching import unwatched
 from fxround.errors import CaptureError, FxroundError
 from fxround.policy import Policy
 from fxround.runtime import torch_ops
+from fxround.views.table import Table
 
 PolicyLike = Any
 
@@ -79,7 +83,7 @@ class RoundedModule(Shown):
         self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__["_repeats"] = Repeats()
-        self.__dict__.update(_differentiated=set(), _told=set())
+        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[])
 
     strict: bool | None
     fuse: bool
@@ -91,6 +95,7 @@ class RoundedModule(Shown):
     _left: dict[Any, LeftToPython]
     _replay: Replay | None
     _differentiated: set[int]
+    _recorded: list[Capture]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
@@ -157,6 +162,18 @@ class RoundedModule(Shown):
         """Lower a graph that Dynamo hands over with its example inputs."""
         self._latest, _ = self._pipeline.receive(graph, inputs)
         return self._latest
+
+    def record(self, capture: Capture) -> None:
+        """Add a row to the table of ``captures``."""
+        self._recorded.append(capture)
+
+    def captures(self) -> Table:
+        """Return a table of the captured graphs: mode, admitted arguments, reason of the capture, seconds.
+
+        Sizes that may change are letters; a call with other arguments is captured again, and the reason of its row says
+        what an earlier graph did not admit. Nothing is captured by asking.
+        """
+        return table_of(self._recorded)
 
     def _replayed(self) -> Replay:
         if self._replay is None:
@@ -252,6 +269,8 @@ class RoundedModule(Shown):
             if not same or not (as_marked or all(entry.step is None for entry in entries)):
                 continue
             other._entries[key] = [other._lowered(entry.captured) for entry in entries]
+            taken = {id(entry.captured) for entry in entries}
+            other._recorded += [capture for capture in self._recorded if id(capture.captured) in taken]
             if self._latest in entries:
                 other._latest = other._entries[key][entries.index(self._latest)]
         return other
@@ -314,7 +333,7 @@ class RoundedModule(Shown):
 
         Args:
             path: the file, which is replaced when the new one is complete.
-            example_inputs: as for ``compile``; the batch size stays free.
+            example_inputs: as for ``compile``; the batch and the dimensions of integers stay free.
             keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
 
         Raises:
@@ -359,8 +378,11 @@ class RoundedModule(Shown):
                 # Another thread may have captured it meanwhile.
                 entry = self._admitting(key, shapes, replays)
                 if entry is None:
+                    began, reason = time.perf_counter(), reason_for(Call.of(args, kwargs, key), self._entries)
                     entry = self._compile(args, kwargs, key)
                     self._entries.setdefault(key, []).append(entry)
+                    mode = mode_of(self.source.training, entry.step is not None)
+                    self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
         self._latest = entry
         return entry
 
@@ -386,7 +408,7 @@ class RoundedModule(Shown):
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)
         try:
-            captured = self._pipeline.capture(self.source, args, kwargs)
+            captured = self._pipeline.capture(self.source, args, kwargs, self._varying(args, kwargs, key))
         except LeftToPython as error:
             self._left[key] = error
             raise
@@ -396,6 +418,12 @@ class RoundedModule(Shown):
             return self._lowered(captured)
         asked(self.source, args, kwargs)
         raise refusal
+
+    def _varying(self, args: Any, kwargs: Any, key: Any) -> set[Dimension]:
+        """Return the dimensions of the arguments that differed in earlier calls with this key."""
+        shapes = Call.of(args, kwargs, key).shapes
+        earlier = self._entries.get(key, ())
+        return {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
 
     def _lowered(self, captured: Captured) -> Entry:
         return self._pipeline.program(captured, tuple(owner_of(self.source, port) for port in captured.entering))

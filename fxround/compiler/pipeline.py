@@ -8,13 +8,13 @@ change no bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
-from fxround.capture import Captured, Decompositions, capture
+from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.from_backend import received
@@ -53,9 +53,12 @@ class Pipeline:
     strict: bool
     fuse: bool = True
 
-    def capture(self, model: nn.Module, args: Any, kwargs: Any) -> Captured:
-        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises."""
-        return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients)
+    def capture(self, model: nn.Module, args: Any, kwargs: Any, varying: Collection[Dimension] = ()) -> Captured:
+        """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises.
+
+        varying: further dimensions of arguments that stay symbolic.
+        """
+        return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Entry, nn.Module | None]:
         """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""

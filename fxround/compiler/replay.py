@@ -8,6 +8,7 @@ fxround's raises, so that stock kernels compute nothing unnoticed.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import torch
 from torch import fx, nn
 
 from fxround.capture.dynamo import replaying
+from fxround.capture.torch_private import failed_guard
+from fxround.compiler.captures import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
 
@@ -31,16 +34,20 @@ class Host(Protocol):
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """Return the results of a call."""
 
+    def record(self, capture: Capture) -> None:
+        """Take note of a capture."""
+
 
 class _Prepared(Exception):
     """Raised in place of running a graph that was only to be prepared."""
 
 
 class _Thread(threading.local):
-    """The state of a thread's current call: whether it only prepares, and whether a graph has run."""
+    """The state of a thread's current call: whether it only prepares, whether a graph has run, when it began."""
 
     preparing = False
     ran = False
+    began = 0.0
 
 
 class Replay:
@@ -51,20 +58,34 @@ class Replay:
         self._host = weakref.ref(host)
         self.entries: list[Entry] = []
         self._thread = _Thread()
+        self._symbolic = True
         self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
         model, thread = self.living.source, self._thread
-        thread.ran = False
-        with replaying(model):
-            result = self._call(*args, **kwargs)
+        thread.ran, thread.began = False, time.perf_counter()
+        try:
+            result = self._called(args, kwargs)
+        except CaptureError as error:
+            if thread.ran or not self._symbolic:
+                raise
+            # Some models cannot be traced with symbolic sizes, and can with numbers.
+            self._symbolic = False
+            try:
+                result = self._called(args, kwargs)
+            except CaptureError:
+                raise error from error.__cause__
         if not thread.ran:
             raise CaptureError(
                 f"{type(model).__name__} changes Python state, which needs torch.compile: it is switched off "
                 "(TORCH_COMPILE_DISABLE, torch.compiler.set_stance), or the call computes no tensor."
             )
         return result
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        with replaying(self.living.source, self._symbolic):
+            return self._call(*args, **kwargs)
 
     def prepare(self, args: Any, kwargs: Any) -> None:
         """Capture and lower for these arguments, without running or changing anything."""
@@ -85,7 +106,12 @@ class Replay:
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Lower a new graph and return its number."""
-        self.entries.append(self.living.receive(graph, inputs))
+        host, gradients = self.living, torch.is_grad_enabled()
+        entry = host.receive(graph, inputs)
+        reason = guard_of(failed_guard() if self.entries else None)
+        self.entries.append(entry)
+        seconds = time.perf_counter() - self._thread.began
+        host.record(Capture(entry.captured, mode_of(host.source.training, gradients), reason, seconds))
         return len(self.entries) - 1
 
     def run(self, number: int, inputs: Sequence[Any]) -> Any:
