@@ -115,15 +115,16 @@ torch.library.opcheck(torch.ops.fxround.count.default, (torch.ones(2, 3), 1))
         (
             Insertion(
                 "numerics/modes.py",
-                'Mode("nearest_odd", lambda lost: lost.above | (lost.half & lost.even)),\n',
+                'Mode("nearest_up", lambda lost: lost.above | (lost.half & lost.positive)),\n',
                 after="_ROWS: Final[tuple[Mode, ...]] = (\n",
             ),
         ),
         """
 x = torch.tensor([1 + k * 2.0**-9 for k in range(9)])
-want = [1 + k * 2.0**-7 for k in (0, 0, 1, 1, 1, 1, 1, 2, 2)]
-assert fxround.round(x, "bfloat16/nearest_odd").tolist() == want
-assert fxround.compile(Calls(lambda x: x * 1.0), "bfloat16/nearest_odd")(x).tolist() == want
+want = [1 + k * 2.0**-7 for k in (0, 0, 1, 1, 1, 1, 2, 2, 2)]
+assert fxround.round(x, "bfloat16/nearest_up").tolist() == want
+assert fxround.compile(Calls(lambda x: x * 1.0), "bfloat16/nearest_up")(x).tolist() == want
+assert fxround.round(-x, "bfloat16/nearest_up").tolist() == [-1 - k * 2.0**-7 for k in (0, 0, 0, 1, 1, 1, 1, 2, 2)]
 """,
     ),
     "an elementary function": Addition(

@@ -228,13 +228,13 @@ def apply(
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
     if operator.selects:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
+    operands = tuple(map(widen_exactly, args))
     if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
-        return _convert(_beyond(operator, tuple(map(widen_exactly, args)), rounding, random), out)
+        return _convert(_beyond(operator, operands, rounding, random), out)
     if rounding.format == _BINARY64:
         # For nearest_even and up_down (nearest_even, then a step), rounding the nearest value again changes nothing.
-        nearest = operator.native(*args) if operator.native else operator.wide(*map(widen_exactly, args)).value
-        return _convert(round_expr(_finite(operator, nearest, args, rounding), rounding, random), out)
-    operands = tuple(map(widen_exactly, args))
+        nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
+        return _convert(round_expr(_finite(operator, nearest, operands, rounding), rounding, random), out)
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
     if str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
         return _short(operator, args, value)
@@ -287,7 +287,6 @@ def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], round
     The largest binary64 number then saturates and steps down from the format's maximum, whereas an infinity is the
     maximum itself.
     """
-    operands = tuple(map(widen_exactly, operands))
     known = operator.sticky is not None or not rounding.mode.jitter or are_binary32(*operands)
     if known or rounding.overflow != "saturate":
         return nearest

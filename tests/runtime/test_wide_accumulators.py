@@ -93,3 +93,22 @@ def test_scatters_round_a_wide_accumulator_once_in_the_results_mode() -> None:
         # Six sigma: a false alarm in 5e8 seeds.
         share = (table.weight.grad > 1).double().mean()
         assert abs(share - above) <= 6 * (0.25 / 4096) ** 0.5 * (above > 0)
+
+
+@pytest.mark.parametrize("mode", ["nearest_even", "up_down", "stochastic"])
+@pytest.mark.parametrize("name", ["sum", "prod", "cumsum", "cumprod", "scatter_add"])
+def test_float32_accumulates_in_binary64_as_float64_does(name: str, mode: str) -> None:
+    """Every binary32 number is a binary64 one; the kernels of float64 operands are compared with the specification."""
+    x, index = torch.rand(3, 40, generator=seeded(1)) + 0.5, torch.zeros(3, 40, dtype=torch.int64)
+    accumulate, rng = f"binary64/{mode}/inf", torch.tensor([5, 0])
+    tail = (accumulate, "binary64/nearest_even/inf", rng, 7)
+    narrow = (accumulate, "binary32/nearest_even/inf", rng, 7)
+    between: dict[str, tuple[Any, ...]] = {"sum": ([1], False, "lanes:16"), "prod": ([1], False)}
+    between |= {"cumsum": (1,), "cumprod": (1,)}
+    operator = getattr(torch.ops.fxround, name)
+    if name == "scatter_add":
+        got = operator(torch.zeros(3, 40), 1, index, x, accumulate, rng, 7)
+        wide = operator(torch.zeros(3, 40).double(), 1, index, x.double(), accumulate, rng, 7)
+    else:
+        got, wide = operator(x, *between[name], *narrow), operator(x.double(), *between[name], *tail)
+    assert torch.equal(got, wide.float()) and (wide != wide.float()).any()
