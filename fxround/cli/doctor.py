@@ -12,7 +12,7 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any, Final
 
 import torch
@@ -25,7 +25,7 @@ from fxround.errors import FxroundError
 from fxround.runtime.cpu import disk_cache
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.significance.provenance import processor
+from fxround.significance.provenance import processor, version_of
 from fxround.views.table import Table, Tabled
 
 # The packages that fxround cannot work without.
@@ -99,12 +99,12 @@ def diagnose() -> Diagnosis:
         "instruction sets": ", ".join(instruction_sets()),
     }
     return Diagnosis(
-        {"python": platform.python_version(), "fxround": VERSION, **{name: _version(name) for name in CORE}},
+        {"python": platform.python_version(), "fxround": VERSION, **{name: version_of(name) for name in CORE}},
         standing,
         machine,
         asdict(found) | {"directory": str(found.directory or "")},
         tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        {extra: tuple(name for name in packages if not _version(name)) for extra, packages in _extras().items()},
+        {extra: tuple(name for name in packages if not version_of(name)) for extra, packages in _extras().items()},
         tuple(_problems(standing)),
     )
 
@@ -117,7 +117,7 @@ def _problems(standing: Standing) -> Iterator[str]:
         require_ieee_arithmetic()
     except FxroundError as error:
         yield str(error)
-    missing = [name for name in CORE if not _version(name)]
+    missing = [name for name in CORE if not version_of(name)]
     if missing:
         yield f"{', '.join(missing)} not installed: pip install fxround"
     try:
@@ -147,13 +147,3 @@ def _extras() -> dict[str, tuple[str, ...]]:
                 yield from names(nested[1]) if nested else re.findall(r"^[\w.-]*\w", line)
 
     return {extra: tuple(names(extra)) for extra in declared.get_all("Provides-Extra") or [] if extra not in _WORK}
-
-
-def _version(package: str) -> str:
-    """Return the version of an installed package, "" if it is missing."""
-    if package == "torch":  # its metadata leaves out the build, such as +cu130
-        return str(torch.__version__)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

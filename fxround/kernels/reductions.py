@@ -88,16 +88,20 @@ def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as
 @lru_cache(maxsize=1024)
 def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     """Return the kernel of all prefix sums, k ascending."""
-    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
-    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+    return _scan_of(chain_kernel(SEQUENTIAL, accumulate, rounding, load_as, result))
+
+
+def _scan_of(whole: Reduce) -> Scan:
+    """Return the kernel whose last result is the reduction's."""
     return Scan(
-        step=add_function("step", accumulate, accumulator, load_as, load_as != "f64"),
-        finish=finish_function(accumulate, rounding, accumulator, result),
-        loads=(load_as,),
-        result=result,
-        accumulator=accumulator,
-        draws=accumulate.mode.random_bits > 0,
-        finish_draws=finish_draws(accumulate, rounding),
+        step=whole.step,
+        finish=whole.finish,
+        loads=whole.loads,
+        result=whole.result,
+        accumulator=whole.accumulator,
+        draws=whole.draws,
+        finish_draws=whole.finish_draws,
+        first=whole.first,
     )
 
 
@@ -133,17 +137,7 @@ def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> 
 @lru_cache(maxsize=1024)
 def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     """Return the kernel of all prefix products, k ascending."""
-    whole = prod_kernel(accumulate, rounding, load_as, result)
-    return Scan(
-        step=whole.step,
-        finish=whole.finish,
-        loads=(load_as,),
-        result=result,
-        accumulator=whole.accumulator,
-        draws=whole.draws,
-        finish_draws=whole.finish_draws,
-        first=1,
-    )
+    return _scan_of(prod_kernel(accumulate, rounding, load_as, result))
 
 
 @lru_cache(maxsize=64)

@@ -103,7 +103,7 @@ class Scan:
     accumulator: Type
     draws: bool
     finish_draws: bool
-    first: int = 0
+    first: float = 0
 
     @cached_property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ from fxround.fingerprint import hash
 from fxround.policy import Policy
 
 _PACKAGES: Final = ("fxround", "torch", "numpy", "llvmlite", "significantdigits", "scipy")
+_MISSING: Final = "not installed as a package"
 
 
 def provenance(
@@ -29,7 +30,7 @@ def provenance(
             "parameters": sum(p.numel() for p in model.parameters()),
             "hash": hash(model),
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) or _MISSING for name in _PACKAGES}},
         "machine": {
             "platform": platform.platform(),
             "processor": processor(),
@@ -61,10 +62,11 @@ def processor() -> str:
         return platform.processor()
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, "" if it is missing."""
     if package == "torch":  # its metadata leaves out the build, such as +cu130
         return str(torch.__version__)
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed as a package"
+        return ""

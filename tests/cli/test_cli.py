@@ -188,8 +188,8 @@ def test_doctor_prints_what_the_installation_is_made_of(capsys: pytest.CaptureFi
 def test_doctor_says_which_extra_lacks_what(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: "" if name in ("pandas", "joblib") else known(name))
+    known = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name in ("pandas", "joblib") else known(name))
     declared = Message()
     for extra in ("report", "demo", "distributed", "dev"):
         declared["Provides-Extra"] = extra
@@ -208,7 +208,7 @@ def test_doctor_says_which_extra_lacks_what(
     [
         ({"round": lambda x, form: x}, "rounded to bfloat16 is 1.00390625 and should be 1.0"),
         ({"round": lambda x, form: 1 // 0}, "no kernel can be compiled and run: ZeroDivisionError"),
-        ({"_version": lambda name: ""}, "torch, numpy, networkx, llvmlite not installed"),
+        ({"version_of": lambda name: ""}, "torch, numpy, networkx, llvmlite not installed"),
         ({"standing_of": lambda version: Standing("1.0", "refused", "this is torch 1.0")}, "BROKEN: this is torch 1.0"),
     ],
 )

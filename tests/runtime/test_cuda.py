@@ -10,14 +10,13 @@ import ctypes
 import math
 import shutil
 import subprocess
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from cuda_host import Host, Key, Shape, built, layout
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 
 from fxround.kernels.contractions import contract_kernel
@@ -41,8 +40,8 @@ from fxround.numerics.rounding import rounding_function
 from fxround.numerics.scalar import DTYPES, OPS, Function
 from fxround.numerics.storage import Storage
 from fxround.runtime import reference
-from fxround.runtime.cuda.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
-from fxround.runtime.cuda.source import DEVICE_FLAGS, HOST_FLAGS, HOST_PRELUDE, TABLE, TYPES, device_function
+from fxround.runtime.cuda.loops import kernel_source
+from fxround.runtime.cuda.source import DEVICE_FLAGS, TABLE, device_function
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")
@@ -186,84 +185,12 @@ def kernels() -> tuple[Kernel, ...]:
     )
 
 
-# ---- as host C++ ----
-
-
-def function_wrapper(index: int, function: Function) -> str:
-    """``run<i>(count, parameters..., results...)``: the function over arrays."""
-    params = [f"const {TYPES[p.type]}* {p.attr}" for p in function.params]
-    results = [f"{TYPES[r.type]}* result{i}" for i, r in enumerate(function.results)]
-    arguments = [f"{p.attr}[i]" for p in function.params]
-    outputs = [f"result{i}[i]" for i in range(len(results))]
-    call = f"f{index}({', '.join([*arguments, *outputs])})" if len(results) > 1 else ""
-    body = call or f"result0[i] = f{index}({', '.join(arguments)})"
-    head = ", ".join(["unsigned long long count", *params, *results])
-    text = device_function(function, f"f{index}")
-    return f'{text}extern "C" void run{index}({head}) {{ for (unsigned long long i = 0; i < count; ++i) {body}; }}\n'
-
-
-# A grid on the host: every thread in turn. Arguments come as cuLaunchKernel takes them, an array of their addresses.
-LAUNCH = """
-#include <utility>
-template <class... P, std::size_t... I>
-static void walk(void (*kernel)(P...), u32 blocks, u32 threads, void** arguments, std::index_sequence<I...>) {
-  gridDim = {blocks};
-  blockDim = {threads};
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(*(P*)arguments[I]...);
-}
-template <class... P> static void launch(void (*kernel)(P...), u32 blocks, u32 threads, void** arguments) {
-  walk(kernel, blocks, threads, arguments, std::index_sequence_for<P...>());
-}
-"""
-
-
-def kernel_wrapper(kernel: Kernel) -> str:
-    name = kernel_name(kernel)
-    head = f'extern "C" void launch_{name}(u32 blocks, u32 threads, void** arguments)'
-    return f"{head} {{ launch({name}, blocks, threads, arguments); }}\n"
-
-
-@dataclass(frozen=True)
-class Host:
-    """The shared object of everything above."""
-
-    library: ctypes.CDLL
-
-    def run(self, name: str, *args: Array) -> list[Array]:
-        """One of ``functions()`` over arrays of one length."""
-        function = functions()[name]
-        count = len(args[0])
-        arrays = [np.ascontiguousarray(a, DTYPES[p.type]) for a, p in zip(args, function.params, strict=True)]
-        results = [np.empty(count, DTYPES[r.type]) for r in function.results]
-        call = self.library[f"run{list(functions()).index(name)}"]
-        call(ctypes.c_ulonglong(count), *(a.ctypes.data_as(ctypes.c_void_p) for a in (*arrays, *results)))
-        return results
-
-    def launch(self, kernel: Kernel, grid: tuple[int, int], *arguments: Any) -> None:
-        """arguments: ctypes values and structures, or arrays (passed as pointers)."""
-        boxed = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
-        addresses = (ctypes.c_void_p * len(boxed))(*(ctypes.addressof(b) for b in boxed))
-        self.library[f"launch_{kernel_name(kernel)}"](*map(ctypes.c_uint, grid), addresses)
-
-
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
-    folder = tmp_path_factory.mktemp("cuda")
-    text = HOST_PRELUDE + kernel_source(kernels()) + LAUNCH + "".join(map(kernel_wrapper, unique(kernels())))
-    text += "".join(function_wrapper(i, f) for i, f in enumerate(functions().values()))
-    (folder / "host.cpp").write_text(text)
-    command = [compiler, *HOST_FLAGS, "-Wall", "-Wno-unknown-pragmas", "-o", "host.so", "host.cpp"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr[:3000]
-    return Host(ctypes.CDLL(str(folder / "host.so")))
-
-
-def unique(some: tuple[Kernel, ...]) -> list[Kernel]:
-    return list({kernel_name(k): k for k in some}.values())
+    return built(functions(), kernels(), compiler, tmp_path_factory.mktemp("cuda"))
 
 
 def codes(x: Array) -> Array:
@@ -296,33 +223,6 @@ def test_random_functions_equal_numpy(host: Host, name: str) -> None:
 
 
 # ---- kernels ----
-
-
-class Key(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_uint32) for n in ("seed_low", "seed_high", "sample", "node"))
-
-
-class Shape(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_int64) for n in SHAPE)
-
-
-def layout(shape: tuple[int, ...], operands: list[Array]) -> ctypes.Structure:
-    """Layout<N> of ``loops``: sizes of the result, steps in elements of operands broadcast to it."""
-
-    class Layout(ctypes.Structure):
-        _fields_ = (
-            ("count", ctypes.c_uint64),
-            ("dims", ctypes.c_uint64),
-            ("sizes", ctypes.c_uint64 * MAX_DIMS),
-            ("steps", (ctypes.c_int64 * MAX_DIMS) * len(operands)),
-        )
-
-    found = Layout(count=math.prod(shape), dims=len(shape))
-    found.sizes[: len(shape)] = shape
-    for n, x in enumerate(operands):
-        steps = [s // x.itemsize for s in np.broadcast_to(x, shape).strides]
-        found.steps[n][: len(shape)] = steps
-    return found
 
 
 def memory(storage: Storage) -> type[np.generic]:
