@@ -36,6 +36,7 @@ from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
 formats, modes, policies = FORMATS, MODES, PRESETS
@@ -47,6 +48,8 @@ __all__ = [
     "Format",
     "FxroundError",
     "InvarianceReport",
+    "Leak",
+    "Leaks",
     "LoadedModule",
     "LocalizeReport",
     "NotInvariant",

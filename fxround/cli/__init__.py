@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shape", action="append", default=[], help="shape of a float32 example input, for example 1,3,224,224"
     )
     inspect.add_argument("--graph", action="store_true", help="print the graph as well")
+    inspect.add_argument("--leaks", action="store_true", help="print the values that are in no declared format as well")
     inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     inspect.set_defaults(command=_inspect)
@@ -215,14 +216,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     model, inputs = _loaded(arguments)
     compiled = fxround.compile(model, arguments.policy, example_inputs=inputs)
-    summary, coverage = compiled.summary(), compiled.coverage()
+    tables = {"summary": compiled.summary(), "coverage": compiled.coverage()}
+    tables |= {"leaks": compiled.leaks()} if arguments.leaks else {}
     if arguments.draw:
         compiled.draw(arguments.draw)
     if arguments.json:
-        print(json.dumps({"summary": summary.to_dict(), "coverage": coverage.to_dict()}, indent=2))
+        print(json.dumps({name: table.to_dict() for name, table in tables.items()}, indent=2))
         return 0
     texts = [compiled.graph_text()] if arguments.graph else []
-    print("\n\n".join([*texts, str(summary), str(coverage)]))
+    print("\n\n".join([*texts, *map(str, tables.values())]))
     return 0
 
 

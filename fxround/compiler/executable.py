@@ -66,8 +66,7 @@ class Entry:
         tangents: for a joint graph, the gradient of each result by its position.
         """
         interpreter = fx.Interpreter(self.lowered)
-        given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
-        interpreter.args_iter = iter([*self._inputs(leaves), *given, rng])
+        interpreter.args_iter = iter([*self.entering(leaves, tangents), rng])
         for node in self.lowered.graph.nodes:
             value = interpreter.env[node] = interpreter.run_node(node)
             for spent in interpreter.user_to_last_uses.get(node, ()):
@@ -77,6 +76,11 @@ class Entry:
                 yield node.name, self._result([v for port, v in ports if port.kind != "gradient"])
             elif node.op == "call_function":
                 yield node.name, value
+
+    def entering(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> list[Any]:
+        """Return what enters the lowered graph, but for (seed, sample): state, arguments, and gradients of results."""
+        given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
+        return [*self._inputs(leaves), *given]
 
     def _result(self, outputs: Sequence[Any]) -> Any:
         results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]

@@ -28,9 +28,9 @@ from fxround.compiler.decorating import bound, global_name, is_plain, names_of, 
 from fxround.compiler.executable import Entry, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
 from fxround.compiler.iteration import Repeats
+from fxround.compiler.leaking import Leaking
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.replay import Replay
-from fxround.compiler.shown import Shown
 from fxround.compiler.signature import (
     arguments,
     asked,
@@ -52,16 +52,16 @@ from fxround.views.table import Table
 PolicyLike = Any
 
 
-class RoundedModule(Shown):
+class RoundedModule(Leaking):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
     The first call captures the model as a graph and lowers it by the policy; so does a later call whose arguments fit
     no graph so far, for example of another dtype, and raises what ``compile`` raises at capture. Gradients
     flow to the shared parameters and to the arguments through a backward graph that is rounded by the same policy.
     ``reseed`` chooses the random bits, ``summary``, ``coverage``, ``graph_text`` and ``draw`` show the roundings,
-    ``observe`` yields every value, ``export`` writes a file for ``fxround.load``. ``policy``, ``source``
-    (the model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are its own
-    attributes; other names are the model's. Example::
+    ``leaks`` finds values that are in no declared format, ``observe`` yields every value, ``export`` writes a file
+    for ``fxround.load``. ``policy``, ``source`` (the model), ``rng`` (seed and sample, int64 of shape [2]),
+    ``strict``, ``fuse`` and ``advance`` are its own attributes; other names are the model's. Example::
 
         compiled = fxround.compile(model, "bfloat16", example_inputs=x)
         print(compiled.summary(), compiled.coverage())

@@ -156,6 +156,22 @@ class Format:
             and (other.has_minus_zero or not self.has_minus_zero)
         )
 
+    def contains(self, values: Any) -> Any:
+        """Return for each number of an array whether it is a value of the format: a bool array of the same shape.
+
+        values: numbers that binary64 holds. -0 counts as 0, and a NaN as a value of every format, because every
+        rounding keeps it. No rounding is used: a finite value is a multiple of the quantum at its magnitude.
+        """
+        x = np.abs(np.asarray(values, dtype=np.float64))
+        finite = np.where(np.isfinite(x), x, 0.0)
+        exponent = np.maximum(np.frexp(finite)[1] - 1, self.emin) - self.precision + 1
+        with np.errstate(under="ignore"):  # a number far below the quantum becomes zero, and differs from itself
+            multiple = np.ldexp(np.rint(np.ldexp(finite, -exponent)), exponent) == finite
+        tiny = (finite > 0) if self.subnormals and self.zero else finite >= math.ldexp(1.0, self.emin)
+        held = multiple & (finite <= self.maximum) & (tiny | ((finite == 0) & self.zero))
+        positive = (x == 0) | ~np.signbit(np.asarray(values, dtype=np.float64))
+        return np.where(np.isnan(x), True, np.where(np.isinf(x), self.inf, held) & (self.signed | positive))
+
     def magnitudes(self) -> Iterator[float]:
         """Yield every finite magnitude in ascending order, for small formats."""
         if self.zero:

@@ -81,8 +81,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
     for node, place in found:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder"):
             continue
-        for operand in _operands(node):
-            source = _source(operand)
+        for operand in operands_of(node):
+            source = source_of(operand)
             own, value = site(source), float_value(source)
             if own is None or value is None or value.dtype not in STORAGES or own.kind == "coordinate":
                 continue
@@ -177,7 +177,7 @@ def _inserted(graph: fx.GraphModule, near: fx.Node, call: Pointwise[fx.Node], pl
     return new
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     """Return the floating-point operands, in order.
 
     A convolution's bias is not one: its addition is an operation of its own.
@@ -192,7 +192,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return [n for n in dict.fromkeys(given) if float_value(n) is not None]
 
 
-def _source(node: fx.Node) -> fx.Node:
+def source_of(node: fx.Node) -> fx.Node:
     """Return the value that a node is a view or a copy of, element for element."""
     while (moved := _moved(node)) is not None:
         node = moved

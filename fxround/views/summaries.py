@@ -93,7 +93,7 @@ class Summary(Table):
 
         by: names of fields. reverse: whether the greatest come first. Raises ValueError for another field.
         """
-        return summary_of(_sorted(self.operations, by, reverse), self.note)
+        return summary_of(sorted_rows(self.operations, by, reverse), self.note)
 
     def filter(
         self,
@@ -148,7 +148,7 @@ class Coverage(Table):
 
     def sort(self, *by: str, reverse: bool = False) -> Coverage:
         """Return the rows sorted by one or more fields of ``Group``; arguments and errors as in ``Summary.sort``."""
-        return _coverage(_sorted(self.groups, by, reverse), self.operations)
+        return _coverage(sorted_rows(self.groups, by, reverse), self.operations)
 
     def filter(
         self,
@@ -206,15 +206,20 @@ def _coverage(groups: tuple[Group, ...], operations: tuple[Operation, ...]) -> C
     return Coverage(_COVERED, rows, "", note, unrounded, groups, operations)
 
 
-R = TypeVar("R", Operation, Group)
+R = TypeVar("R")
 
 
-def _sorted(rows: tuple[R, ...], by: tuple[str, ...], reverse: bool) -> tuple[R, ...]:
-    known = [f.name for f in fields(rows[0])] if rows else list(by)
+def sorted_rows(rows: tuple[R, ...], by: tuple[str, ...], reverse: bool) -> tuple[R, ...]:
+    """Return dataclasses sorted by the fields ``by``; raises ValueError for a field that they lack."""
+    known = [f.name for f in fields(rows[0])] if rows else list(by)  # type: ignore[arg-type]
     for name in by:
         if name not in known:
             raise ValueError(f"there is no field {name!r} to sort by{nearest(name, known)} Fields: {', '.join(known)}")
-    return tuple(sorted(rows, key=lambda row: tuple(getattr(row, name) for name in by), reverse=reverse))
+
+    def key(row: R) -> tuple[tuple[bool, Any], ...]:
+        return tuple(((value := getattr(row, name)) is not None, value) for name in by)
+
+    return tuple(sorted(rows, key=key, reverse=reverse))
 
 
 def _filtered(

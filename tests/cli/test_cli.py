@@ -132,10 +132,13 @@ def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str],
     assert status == 0
     assert "aten.mm.default" in text and "bfloat16/nearest_even/inf" in text and "Every float operation" in text
     drawing = tmp_path / "net.svg"
-    status, text, _ = run(capsys, "inspect", f"{net}:bare", "--shape", "2,4", "--json", "--draw", str(drawing))
+    status, text, _ = run(
+        capsys, "inspect", f"{net}:bare", "--shape", "2,4", "--json", "--leaks", "--draw", str(drawing)
+    )
     data = json.loads(text)
     assert status == 0
     assert next(row["status"] for row in data["coverage"]["rows"]) == "rounded"
+    assert data["leaks"]["proved"] > 3 and data["leaks"]["rows"] == []
     assert drawing.exists()
 
 

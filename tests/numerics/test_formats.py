@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from neighbours import ALL_FORMATS
 
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.exact import round_float
 from fxround.numerics.formats import ALIASES, FORMATS, Format
 from fxround.numerics.gradients import Gradient
-from fxround.numerics.modes import Rounding
+from fxround.numerics.modes import MODES, Rounding
 
 # precision, emin, maximum, smallest positive value, number of finite magnitudes: IEEE 754-2019 table 3.5,
 # OCP 8-bit floating point 1.0 table 1, OCP Microscaling 1.0 tables 1 to 5.
@@ -246,3 +247,37 @@ def test_roundings_accumulations_and_gradients_take_the_same_names() -> None:
     assert Accumulation.parse(torch.float32) == Accumulation.parse("binary32")
     assert str(Gradient.parse("zero_clamped fp8_e5m2")) == "zero_clamped e5m2/nearest_even/inf"
     assert Gradient.parse(torch.bfloat16) == Gradient.parse(Rounding.parse("bf16")) == Gradient.parse("bfloat16")
+
+
+def contained(values: list[float], fmt: Format) -> list[bool]:
+    """Whether the specification over rationals leaves a value as it is; a NaN counts as a value of every format."""
+    rounding = Rounding(fmt, MODES["toward_zero"], "inf" if fmt.inf else "saturate")
+    return [math.isnan(v) or round_float(v, rounding) == v for v in values]
+
+
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_a_format_contains_what_rounding_leaves(fmt: Format) -> None:
+    """At the ends of every binade of binary64 from below the format to above it, with one bit more than it has."""
+    rng = np.random.default_rng(0)
+    exponents = np.arange(max(fmt.quantum_exponent - 3, -1074), min(fmt.emax + 3, 1024))[:: 1 + 5 * (fmt.emin < -900)]
+    lasts = [1.0, 2.0 - 2.0 ** -(fmt.precision - 1), 2.0 - 2.0**-fmt.precision, 1.0 + 2.0**-fmt.precision, 1.5]
+    some = 1 + rng.integers(0, 2 ** min(fmt.precision + 1, 52), 20) / 2.0 ** min(fmt.precision + 1, 52)
+    values = [math.ldexp(s, int(e)) for e in exponents for s in (*lasts, *some[:: 1 + 4 * (fmt.precision > 20)])]
+    values += [0.0, fmt.maximum, math.inf, math.nan, 5e-324, float.fromhex("0x1p1023")]
+    values = [v * sign for v in values for sign in (1.0, -1.0)]
+    found = fmt.contains(np.reshape(values, (2, -1)))
+    assert found.shape == (2, len(values) // 2)
+    assert found.flatten().tolist() == contained(values, fmt)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].precision < 9])
+def test_a_format_contains_its_values_and_no_others_of_bfloat16(name: str) -> None:
+    fmt = FORMATS[name]
+    bits = np.arange(2**16, dtype=np.uint32) << 16
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = bits.view(np.float32).astype(np.float64)
+    expected = {v * s for v in fmt.magnitudes() for s in ((1.0, -1.0) if fmt.signed else (1.0,))}
+    expected |= {math.inf, -math.inf} if fmt.inf else set()
+    if not fmt.signed:
+        expected -= {-math.inf}
+    assert fmt.contains(values).tolist() == [math.isnan(v) or v in expected for v in values]

@@ -1,0 +1,274 @@
+"""Leaks: prove on every edge that a value is in the format that the policy declares there, or name the edge.
+
+An edge leads from the operation that made a value, or from where it enters the graph, to an operation that computes
+with it, or to a result; moving a value makes no edge. The policy declares the format of a value by the rule for its
+operation or role, and that of an operand by ``operands``. A value of which it says nothing is to lie in the format of
+the operation that reads it: an operation of e4m3fn takes numbers of e4m3fn. An edge is proved if all that is known of
+the value (``passes.known``) lies in that format. Any other edge is a leak, with the rule that would close it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, read
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.graph.site import float_value, site
+from fxround.kernels.program import Program
+from fxround.kernels.scaled import element_program, scale_program
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
+from fxround.passes.rewrite import decided
+from fxround.passes.round_inputs import operands_of, source_of
+from fxround.policy import ENTERING, Policy, Rule
+
+_ROUND: Final = "fxround.round"
+# Operators that read the shape of their operand alone.
+_SHAPE_ONLY: Final = ("aten.rand_like.default", "aten.randn_like.default", "aten.randint_like.default")
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that an operation reads, and what is declared of it.
+
+    producer, consumer  nodes of the graph; the graph's output consumes results and gradients
+    declared            the format, or the scaled rounding of an operand; for an accumulator the format of its steps
+    known               what is known of the value
+    proved              whether what is known lies in what is declared
+    rule                the rule that closes the leak; None if the policy has one and it was not followed, or none can
+    accumulator         whether the value is the accumulator of ``producer``, which is then the consumer as well
+    """
+
+    producer: fx.Node
+    consumer: fx.Node
+    declared: Format | ScaledRounding
+    known: Known
+    proved: bool
+    rule: Rule | None = None
+    accumulator: bool = False
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A number in the program of a node that is no value of the format of the node's result."""
+
+    node: fx.Node
+    number: float
+    declared: Format
+
+
+def edges(graph: fx.GraphModule, policy: Policy, declared: Format | None = None) -> list[Edge]:
+    """Return every edge of which the policy declares a format, in the order of the graph.
+
+    declared: a format for all edges in place of the policy's declarations; None for the policy's own.
+    """
+    origins = known(graph)
+    found: list[Edge] = []
+    for node in graph.graph.nodes:
+        if declared is None:
+            found += _accumulators(node)
+        if _computes(node):
+            found += _read_by(node, origins, policy, declared)
+    return _with_rules(found)
+
+
+def immediates(graph: fx.GraphModule, declared: Format | None = None) -> list[Immediate]:
+    """Return the numbers in programs that are no values of the format of the program's result.
+
+    They are part of an operation and cross no edge, and no rule rounds them.
+    """
+    found = []
+    for node in graph.graph.nodes:
+        call, own = read(node), declaration(node)
+        if not isinstance(call, Pointwise) or _rounds_only(node) or (own is None and declared is None):
+            continue
+        wanted = declared or _format_of(own)
+        assert wanted is not None
+        numbers = {o for s in Program.parse(call.program).statements for o in s.operands if isinstance(o, float)}
+        found += [Immediate(node, n, wanted) for n in sorted(numbers) if not wanted.contains(n)]
+    return found
+
+
+def _format_of(declared: Rounding | Format | None) -> Format | None:
+    return declared.format if isinstance(declared, Rounding) else declared
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether edges lead to the node: it reads values, and does not only move them or read their shape."""
+    if node.op == "output":
+        return True
+    tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
+    quiet = node.op != "call_function" or node.target is operator.getitem or is_constant(node)
+    return tensors and not quiet and str(node.target) not in _SHAPE_ONLY and not passes_on(node)
+
+
+def _rounds_only(node: fx.Node) -> bool:
+    """Whether the node is a rounding that a pass inserted, which reads what is to be rounded."""
+    place = site(node)
+    return place is not None and place.operator == _ROUND
+
+
+def _is_exempt(origin: fx.Node) -> bool:
+    """Whether a value is a coordinate, which only chooses elements, or a size that a pass made a tensor."""
+    place = site(origin)
+    return place is not None and (place.kind == "coordinate" or (is_constant(origin) and place.number < 0))
+
+
+def _read_by(
+    node: fx.Node, origins: Mapping[fx.Node, Origins], policy: Policy, declared: Format | None
+) -> Iterator[Edge]:
+    """Yield the edges that lead to a node."""
+    if _rounds_only(node):
+        return
+    wanted = {} if declared is not None else dict(_declared_operands(node, policy))
+    for used, rounding in wanted.items():
+        own = joined(origins[used])
+        if isinstance(rounding, ScaledRounding):
+            yield Edge(source_of(used), node, rounding, own, _is_on_grid(used, rounding))
+        else:
+            yield Edge(source_of(used), node, rounding.format, own, own.within(rounding.format))
+    operands = [origins[used] for used in node.all_input_nodes if used in origins and used not in wanted]
+    # A result is a value of its own, the operands of an operation meet in it.
+    for together in operands if node.op == "output" else [merged(operands)]:
+        for origin, own in together.items():
+            required = None if _is_exempt(origin) else _required(origin, together, node, declared)
+            if required is not None:
+                fmt, rule = required
+                proved = own.within(fmt)
+                yield Edge(origin, node, fmt, own, proved, None if proved else rule)
+
+
+def _required(
+    origin: fx.Node, together: Origins, consumer: fx.Node, declared: Format | None
+) -> tuple[Format, Rule | None] | None:
+    """Return the format in which a value is to lie where it is read, and the rule that would round it.
+
+    It is the policy's format for the value itself; for a value of which the policy says nothing, the format of the
+    result of the operation that reads it; in a result of the graph, that of the values with which it was moved there.
+    """
+    if declared is not None:
+        return declared, _rule_for(origin, Rounding.parse(str(declared)))
+    own = _format_of(declaration(origin))
+    if own is not None:
+        return own, None
+    reader = site(consumer)
+    if reader is not None and reader.operator == "aten._to_copy.default":
+        return None  # a conversion may read wider values than it yields
+    mixed = declaration(consumer)
+    if consumer.op == "output":
+        others = [d for o in together if o is not origin and isinstance(d := declaration(o), Rounding)]
+        mixed = next((d for d in others if all(e.format.within(d.format) for e in others)), None)
+    return (mixed.format, _rule_for(origin, mixed)) if isinstance(mixed, Rounding) else None
+
+
+def _rule_for(origin: fx.Node, rounding: Rounding) -> Rule | None:
+    """Return the rule that gives a value this rounding; None if no rule can."""
+    origin = unrounded(origin)
+    place = site(origin)
+    if place is None:
+        return None
+    text = str(replace(rounding, mode=MODES["nearest_even"]) if rounding.mode.jitter else rounding)
+    if origin.op in ("placeholder", "get_attr") or is_constant(origin):
+        return Rule(place.path or "*", role=place.role, rounding=text)
+    if place.status == "movement":
+        return None
+    direction = "backward" if place.direction == "backward" else None
+    return Rule(place.path, operator=place.operator, rounding=text, direction=direction)
+
+
+def unrounded(node: fx.Node) -> fx.Node:
+    """Return the value of which a rounding that a pass inserted after it is the rounding; else the node itself."""
+    place, call = site(node), read(node)
+    after = place is not None and place.operator == _ROUND and place.kind != "operand" and isinstance(call, Pointwise)
+    return unrounded(call.xs[0]) if after else node  # type: ignore[union-attr]
+
+
+def _declared_operands(node: fx.Node, policy: Policy) -> Iterator[tuple[fx.Node, Rounding | ScaledRounding]]:
+    """Yield the operands of a node that a rule's ``operands`` rounds, with the rounding."""
+    place = site(node)
+    if place is None or node.op != "call_function" or all(rule.operands is None for rule in policy.rules):
+        return
+    kind = "contraction" if "convolution_backward" in place.operator else place.kind
+    for used in operands_of(node):
+        source = _operand_source(used)
+        own, value = site(source), float_value(source)
+        if own is None or value is None or value.dtype not in STORAGES or _is_exempt(source):
+            continue
+        asked = {"path": place.path, "operator": place.operator, "kind": kind}
+        asked |= {"role": own.role, "direction": own.direction, "dtype": FORMAT_OF[value.dtype]}
+        found = policy.assign_operand(**asked)
+        if found is not None and found.rounding is not None:
+            yield used, found.scaled or found.rounding
+
+
+def _operand_source(node: fx.Node) -> fx.Node:
+    """Return the value of which an operand was made by a rounding and by moving it."""
+    source = source_of(node)
+    place, call = site(source), read(source)
+    if place is None or place.kind != "operand" or not isinstance(call, Pointwise):
+        return source
+    return _operand_source(call.xs[0])
+
+
+def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
+    """Whether an operand was made by the scaled rounding's programs, with scales of the same operand."""
+    call = read(source_of(node))
+    if not isinstance(call, Pointwise):
+        return False
+    x: Any = call.xs[0]
+    is_element = call.program == str(element_program(rounding, Format.parse(FORMAT_OF[x.meta["val"].dtype])))
+    if not is_element or rounding.format.scaling is None:
+        return is_element
+    spread = read(call.xs[1])
+    scales = read(spread.scales) if isinstance(spread, BlockExpand) and spread.x is x else None
+    if not isinstance(scales, Pointwise):
+        return False
+    made = scales.program == str(scale_program(rounding, Format.parse(FORMAT_OF[scales.dtype])))
+    maxima = [read(maximum) for maximum in scales.xs]
+    return made and all(isinstance(maximum, BlockMaximum) and maximum.x is x for maximum in maxima)
+
+
+def _accumulators(node: fx.Node) -> Iterator[Edge]:
+    """Yield the accumulator of an operation whose steps the policy declares."""
+    place = site(node)
+    wanted = decided(place) if place is not None and place.kind in ("contraction", "reduction") else None
+    if wanted is None or not isinstance(wanted[0].accumulate, Accumulation) or _rounds_only(node):
+        return
+    text = getattr(read(node), "accumulate", None)
+    if text is None or float_value(node) is None:
+        return
+    declared, steps = wanted[0].accumulate.step.format, Known(frozenset([Accumulation.parse(text).step.format]))
+    yield Edge(node, node, declared, steps, steps.within(declared), accumulator=True)
+
+
+def _with_rules(found: list[Edge]) -> list[Edge]:
+    """Return the edges with rules that together close every leak that a rule can close.
+
+    One rule for a role serves all of its values if they need one format. A value that is read in two formats is rounded
+    as an operand.
+    """
+    needed: dict[fx.Node, set[str | None]] = {}
+    by_role: dict[str | None, set[str | None]] = {}
+    for edge in found:
+        if edge.rule is not None:
+            needed.setdefault(edge.producer, set()).add(edge.rule.rounding)
+            by_role.setdefault(edge.rule.role, set()).add(edge.rule.rounding)
+
+    def general(edge: Edge, rule: Rule) -> Rule:
+        own, reader = site(edge.producer), site(edge.consumer)
+        as_operand = len(needed[edge.producer]) > 1 or (own is not None and own.kind == "operand")
+        if as_operand and own is not None and reader is not None:
+            return Rule(reader.path, operator=reader.operator, role=own.role, operands=rule.rounding)
+        return replace(rule, match="*") if rule.role in ENTERING and len(by_role[rule.role]) == 1 else rule
+
+    return [edge if edge.rule is None else replace(edge, rule=general(edge, edge.rule)) for edge in found]

@@ -1,0 +1,207 @@
+"""The table that ``leaks()`` returns: a row for each value that is not proved to be in the format declared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from torch import fx
+
+from fxround.graph.site import PORT, Direction, Site, site
+from fxround.keys import selects
+from fxround.passes.leaks import Edge, Immediate, unrounded
+from fxround.policy import Rule
+from fxround.views.summaries import sorted_rows
+from fxround.views.table import Table, data_frame
+
+_SHOWN: Final = ("value", "consumer", "module", "source", "declared", "known", "rule")
+_COUNTED: Final = ("outside", "elements", "first", "number")
+_NOT_FOLLOWED: Final = "none: the policy declares it, and it was not followed"
+_NO_RULE: Final = "none: the values that it moves need rules"
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A value that an operation reads and that is not proved to be in the format declared there.
+
+    value      the value: "weight 0.weight", "input 0", or the operator that makes it
+    producer   the node that makes it, or by which it enters the graph
+    consumer   the node that reads it; "output" for a result
+    module     of the operation that makes the value; for one that enters the graph, of the operation that reads it
+    source     the line of that operation, "file:number"; "" if unknown
+    declared   the format, or the scaled rounding, that is declared
+    known      what is known of the value: formats, and single numbers
+    rule       the rule to add, as text; else why there is none
+    direction  "forward", "backward" or "update", of the consumer
+    role       of the value, as in a policy's rules
+    operator   of the operation of ``module``
+    code       the text of its line
+    outside    elements of a call's values that are not in the format; None if no call was counted
+    elements   how many elements the value has in that call
+    first      the index of the first one outside, as text; "" if there is none
+    number     that element; None if there is none
+    """
+
+    value: str
+    producer: str
+    consumer: str
+    module: str
+    source: str
+    declared: str
+    known: str
+    rule: str
+    direction: Direction
+    role: str
+    operator: str
+    code: str
+    outside: int | None = None
+    elements: int | None = None
+    first: str = ""
+    number: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.module or 'the root module'}{f' at {self.source}: {self.code}' if self.source else ''}"
+        return f"{self.value} ({self.producer}) -> {self.consumer} in {where}: {self.known}, not {self.declared}"
+
+
+@dataclass(frozen=True)
+class Leaks(Table):
+    """The values that are not in the format declared for them, as ``RoundedModule.leaks`` returns them.
+
+    leaks    the rows as data; ``found[i]`` is one ``Leak``
+    proved   the number of edges whose values are proved to be in their format
+    rules    rules that close the leaks which rules can close: ``policy.with_rules(*found.rules)``
+    numbers  a text for each number of the model's code that is not in the format of its operation, as 0.1 in
+             ``x * 0.1``: it is part of the operation, and no rule rounds it
+
+    Example::
+
+        assert not compiled.leaks()
+    """
+
+    leaks: tuple[Leak, ...] = ()
+    proved: int = 0
+    rules: tuple[Rule, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+    def __getitem__(self, index: int) -> Leak:
+        return self.leaks[index]
+
+    def sort(self, *by: str, reverse: bool = False) -> Leaks:
+        """Return the rows sorted by one or more fields of ``Leak``; equal rows keep their order.
+
+        by: names of fields. reverse: whether the greatest come first. Raises ValueError for another field.
+        """
+        return self._of(sorted_rows(self.leaks, by, reverse))
+
+    def filter(self, module: str = "*", operator: str | None = None, direction: str | None = None) -> Leaks:
+        """Return the rows that match all arguments, as in ``Summary.filter``; ``rules`` stay those of all rows."""
+        return self._of(
+            leak
+            for leak in self.leaks
+            if selects(module, operator, path=leak.module, name=leak.operator, kind="")
+            and direction in (None, leak.direction)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, with ``proved``, ``rules`` (as text) and ``numbers``."""
+        more = {"proved": self.proved, "rules": [str(rule) for rule in self.rules], "numbers": list(self.numbers)}
+        return super().to_dict() | more
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a column per field of ``Leak``. Raises ImportError without pandas."""
+        return data_frame([asdict(leak) for leak in self.leaks], [f.name for f in fields(Leak)])
+
+    def _of(self, kept: Iterable[Leak]) -> Leaks:
+        return _table(tuple(kept), self.proved, self.rules, self.numbers)
+
+
+@dataclass(frozen=True)
+class Count:
+    """The elements of a value, those outside of its format, and the first of these with its index."""
+
+    outside: int
+    elements: int
+    first: tuple[int, ...] = ()
+    number: float | None = None
+
+
+def leaks_of(
+    edges: Sequence[Edge], immediates: Sequence[Immediate], counts: Mapping[Edge, Count] | None = None
+) -> Leaks:
+    """Return the table of edges that are not proved.
+
+    counts: of the values of a call. An edge that is proved has a row nevertheless if a value was outside: then what is
+    known of it was wrong, which is a defect of fxround.
+    """
+    counted = counts or {}
+    open_edges = [e for e in edges if not e.proved or (e in counted and counted[e].outside)]
+    rules = tuple(dict.fromkeys(e.rule for e in open_edges if e.rule is not None))
+    rows = tuple(_with_count(_leak(e), counted.get(e)) for e in open_edges)
+    return _table(rows, len(edges) - len(open_edges), rules, tuple(map(_number, immediates)))
+
+
+def _table(rows: tuple[Leak, ...], proved: int, rules: tuple[Rule, ...], numbers: tuple[str, ...]) -> Leaks:
+    shown = _SHOWN + (_COUNTED if any(row.outside is not None for row in rows) else ())
+    cells = tuple(tuple(getattr(row, name) for name in shown) for row in rows)
+    note = f"{proved} edges are proved, {len(rows)} are not."
+    if numbers:
+        note += f" {len(numbers)} numbers of the code are not in the format of their operation (numbers lists them)."
+    return Leaks(shown, cells, "", note, rows, proved, rules, numbers)
+
+
+def _leak(edge: Edge) -> Leak:
+    origin = unrounded(edge.producer)
+    made, reader = site(origin), site(edge.consumer)
+    enters = origin.op != "call_function"
+    place = (reader if enters else made) or made
+    assert place is not None and made is not None
+    value = _value_name(origin, made)
+    return Leak(
+        value=f"accumulator of {value}" if edge.accumulator else value,
+        producer=edge.producer.name,
+        consumer=edge.consumer.name,
+        module=place.path,
+        source=place.source,
+        declared=str(edge.declared),
+        known=str(edge.known),
+        rule=_written(edge.rule) if edge.rule is not None else _reason(made),
+        direction=(reader or made).direction,
+        role=made.role,
+        operator=place.operator,
+        code=place.code,
+    )
+
+
+def _reason(made: Site) -> str:
+    return _NO_RULE if made.status == "movement" and made.assignment is None else _NOT_FOLLOWED
+
+
+def _with_count(leak: Leak, count: Count | None) -> Leak:
+    if count is None:
+        return leak
+    first = f"[{', '.join(map(str, count.first))}]" if count.outside else ""
+    return replace(leak, outside=count.outside, elements=count.elements, first=first, number=count.number)
+
+
+def _value_name(node: fx.Node, place: Site) -> str:
+    """Return what a value is to the model: its parameter, its argument, or the operator that makes it."""
+    port = node.meta.get(PORT)
+    if port is None:
+        return place.operator if node.op == "call_function" else f"constant {node.target}"
+    if port.kind == "tangent":
+        return f"gradient of result {port.index}"
+    return f"{place.role} {port.name or port.index}"
+
+
+def _written(rule: Rule) -> str:
+    """Return a rule as Python code."""
+    said = [repr(rule.match)] if rule.match != "*" else []
+    keys = [f.name for f in fields(rule) if f.name != "match" and getattr(rule, f.name) != f.default]
+    return f"Rule({', '.join([*said, *(f'{key}={getattr(rule, key)!r}' for key in keys)])})"
+
+
+def _number(found: Immediate) -> str:
+    place = site(found.node)
+    return f"{found.number!r} in {place or found.node.name}: not {found.declared}"
