@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "fxround"
 RANKS = {
     "errors": 0,
     "locks": 0,
-    "arithmetic": 0,
+    "float_state": 0,
     "keys": 0,
     "new_process": 0,
     "numerics.formats": 0,

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from fxround.arithmetic import require_ieee_arithmetic
 from fxround.compiler.eager_round import round
 from fxround.compiler.exported import VERSION
 from fxround.compiler.torch_version import Standing, standing_of
 from fxround.errors import FxroundError
+from fxround.float_state import require_ieee_arithmetic
 from fxround.runtime.cpu import disk_cache
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets

@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch import nn
 
 from fxround.compiler.executable import Function, Sharing
-from fxround.compiler.watching import watching
+from fxround.compiler.unrounded_methods import watching
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {

@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxround.arithmetic import require_ieee_arithmetic
 from fxround.capture.dynamo import aside
 from fxround.errors import FxroundError, shown
+from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dialect import require_state
 from fxround.runtime.cpu.pointwise import Draw
 

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxround.compiler.executable import Entry
-from fxround.compiler.shown import Shown
+from fxround.compiler.module_views import Shown
 from fxround.compiler.signature import arguments
 from fxround.errors import shown
 from fxround.numerics.formats import Format

@@ -19,7 +19,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround.arithmetic import require_ieee_arithmetic
 from fxround.capture import Captured, Dimension, export_program, inside_backward, trace_example
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
@@ -27,9 +26,9 @@ from fxround.compiler.captures import Call, Capture, mode_of, reason_for, table_
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.executable import Entry, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
-from fxround.compiler.iteration import Repeats
 from fxround.compiler.leaking import Leaking
 from fxround.compiler.pipeline import Pipeline
+from fxround.compiler.repeated_bits import Repeats
 from fxround.compiler.replay import Replay
 from fxround.compiler.signature import (
     arguments,
@@ -43,8 +42,9 @@ from fxround.compiler.signature import (
     signature_of,
 )
 from fxround.compiler.training_step import Step, differentiable_later
-from fxround.compiler.watching import unwatched
+from fxround.compiler.unrounded_methods import unwatched
 from fxround.errors import CaptureError, FxroundError
+from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy
 from fxround.runtime import torch_ops
 from fxround.views.table import Table

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxround.arithmetic import require_ieee_arithmetic
-from fxround.compiler.watching import unwatched
+from fxround.compiler.unrounded_methods import unwatched
 from fxround.errors import FxroundError
+from fxround.float_state import require_ieee_arithmetic
 from fxround.passes.partition import Parts
 
 

@@ -232,7 +232,7 @@ class MapCall:
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """The call as a chain's table has it: ``llvm.chain.STAGE`` up to the number of operands."""
+        """The call as a chain's table has it: ``llvm.row_chain.STAGE`` up to the number of operands."""
         at = ctypes.addressof
         told = self.total, self.dims, at(self.sizes), at(self.steps)
         return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *told

@@ -21,7 +21,7 @@ from fxround.kernels.shapes import Reduce, Scan
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
-from fxround.runtime.cpu.llvm.rows import build_rows
+from fxround.runtime.cpu.llvm.sequential import build_rows
 from fxround.runtime.cpu.pointwise import Draw, addresses
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, spread

@@ -1,10 +1,10 @@
 """Schedule: the graph that runs. It calls kernels directly and releases memory as soon as nothing can reach it.
 
 A kernel of ours is called as a Python function, without PyTorch's dispatcher. A chain over rows runs a few rows at a
-time (``rows``), and a contraction runs together with the map that follows it (``epilogues``). After the last use of a
-value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is released for
-the next result of that size. ``verify_schedule`` then checks that no released memory is read, released again or
-returned.
+time (``row_chains``), and a contraction runs together with the map that follows it (``epilogues``). After the last use
+of a value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is
+released for the next result of that size. ``verify_schedule`` then checks that no released memory is read, released
+again or returned.
 """
 
 from __future__ import annotations

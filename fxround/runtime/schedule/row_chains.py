@@ -36,7 +36,7 @@ from fxround.numerics.storage import Storage
 from fxround.operators.rules import argument
 from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.code import address_of, current_set, native, signature
-from fxround.runtime.cpu.llvm.chain import ARGS, build_chain
+from fxround.runtime.cpu.llvm.row_chain import ARGS, build_chain
 from fxround.runtime.cpu.pointwise import NO_KEY, MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
@@ -169,7 +169,7 @@ class Ranges:
     dtypes      the dtype of each value
     offsets     the offsets of the buffers in a thread's scratch, by value
     space       the bytes of that scratch
-    table       the C array that ``llvm.chain`` reads
+    table       the C array that ``llvm.row_chain`` reads
     calls       the code and arrays of each stage, whose addresses the table has
     draws       whether each stage draws random bits
     over        for results that may overwrite an input that nothing reaches after the call, that input
@@ -266,7 +266,7 @@ class Rows(nn.Module):
         widths, dtypes = tuple(x.shape[-1] if x.dim() else 1 for x in table), tuple(x.dtype for x in table)
         sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
         addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
-        # Scratch: the addresses that ``llvm.chain`` keeps there, then a buffer of one range of rows for each value
+        # Scratch: the addresses that ``llvm.row_chain`` keeps there, then a buffer of one range of rows for each value
         # between two stages, each on cache lines of its own.
         ends = list(accumulate((_aligned(few * sizes[i]) for i in inner), initial=_aligned(8 * addresses)))
         offsets = dict(zip(inner, ends, strict=False))
@@ -302,8 +302,8 @@ class Rows(nn.Module):
         }
         places = (*range(len(inputs)), *results)
         outside = dict(zip(places, addresses((*inputs, *results.values())), strict=True))
-        # A value outside of the chain has the address of its element 0, a buffer its offset in scratch. ``llvm.chain``
-        # takes a value for a buffer if the table gives it bytes of a row.
+        # A value outside of the chain has the address of its element 0, a buffer its offset in scratch.
+        # ``llvm.row_chain`` takes a value for a buffer if the table gives it bytes of a row.
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
         rng = inputs[self.rng]
         keys = [
@@ -328,7 +328,7 @@ def _aligned(size: int) -> int:
 def _table(
     stages: Sequence[Stage], calls: Sequence[MapCall | LineCall], rows: tuple[int, int], steps: Sequence[int]
 ) -> list[int]:
-    """The integers that ``llvm.chain`` reads. rows: all, and of a range; steps: bytes of a row of each buffer."""
+    """The integers that ``llvm.row_chain`` reads. rows: all, and of a range; steps: bytes of a row of each buffer."""
     places: list[int] = []
     described: list[int] = []
     for stage, call in zip(stages, calls, strict=True):
@@ -356,7 +356,7 @@ class LineCall:
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """The stage's entry in a chain's table: ``llvm.chain.STAGE`` up to the number of operands."""
+        """The stage's entry in a chain's table: ``llvm.row_chain.STAGE`` up to the number of operands."""
         return address_of(self.loops.function), 1, self.loops.lanes, 1, ctypes.addressof(self.lines), 0, 0, 0
 
 

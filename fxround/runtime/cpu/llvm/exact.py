@@ -1,8 +1,9 @@
 """The Exact shape as LLVM: sums in integers, block by block, rounded once at the end.
 
 A block of a line (or of several adjacent lines, one in each lane) is read twice: once for its largest exponent, once to
-be added up (``blocks``). A block whose exponents differ too much for that goes into bins (``bins``). All sums are sums
-of integers, and integer addition is associative: the order of k, blocks and lanes cannot change the result.
+be added up (``exact_blocks``). A block whose exponents differ too much for that goes into bins (``exact_bins``). All
+sums are sums of integers, and integer addition is associative: the order of k, blocks and lanes cannot change the
+result.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from llvmlite import ir
 
 from fxround.kernels.shapes import Exact
 from fxround.numerics.storage import CARRIER_OF
-from fxround.runtime.cpu.llvm import blocks
-from fxround.runtime.cpu.llvm.bins import LANES, Bins, Tables, total_function
+from fxround.runtime.cpu.llvm import exact_blocks
+from fxround.runtime.cpu.llvm.exact_bins import LANES, Bins, Tables, total_function
 from fxround.runtime.cpu.llvm.lines import ARGS, Description, Neighbours
 from fxround.runtime.cpu.llvm.loops import (
     I64,
@@ -32,8 +33,8 @@ from fxround.runtime.cpu.llvm.panels import PANEL, panels
 from fxround.runtime.cpu.llvm.render import emit, llvm_type, splat
 from fxround.runtime.cpu.llvm.streams import advance, load_seed, start
 
-# Elements of a block of a line, and rows of a block of adjacent lines: both stay in the caches. ``blocks`` relies on at
-# most 2^12 elements in a block, whose integers of at most 2^50 sum to 2^62.
+# Elements of a block of a line, and rows of a block of adjacent lines: both stay in the caches. ``exact_blocks``
+# relies on at most 2^12 elements in a block, whose integers of at most 2^50 sum to 2^62.
 _BLOCK: Final = 4096
 _ROWS: Final = 512
 _TABLES: Final = 4
@@ -56,7 +57,7 @@ def build_exact(variant: tuple[Exact, int, bool]) -> str:
     b, a = define(module, "exact", ARGS)
     bins = Bins(CARRIER_OF[kernel.loads[0]])
     total = total_function(module, bins, kernel.to_odd)
-    blocks.short_function(module, bins, kernel.to_odd)
+    exact_blocks.short_function(module, bins, kernel.to_odd)
     (_Across(b, a, kernel, lanes) if lanes else _Along(b, a, kernel, dense)).build(total)
     b.ret_void()
     return str(module)
@@ -71,7 +72,7 @@ class _Lines:
         self.memory, self.seed = MEMORY[kernel.loads[0]], load_seed(b, a["key"])
         # A line alone spreads its elements over ``_TABLES`` tables; lines side by side have one table each.
         self.tables = Tables(b, kernel, self.bins, max(lines, _TABLES))
-        self.totals = blocks.Totals(b, self.tables, lines)
+        self.totals = exact_blocks.Totals(b, self.tables, lines)
 
     def read(self, address: Any) -> Any:
         """Load a vector of elements as encodings."""
@@ -141,12 +142,12 @@ class _Along(_Lines):
             with b.if_then(partial):
                 take(self.read(self.tail))
 
-        field = b.zext(_reduced(b, "umax", blocks.largest(b, self.bins, vectors, lanes), lanes), I64)
-        ok = blocks.ordinary(b, self.bins, field)
+        field = b.zext(_reduced(b, "umax", exact_blocks.largest(b, self.bins, vectors, lanes), lanes), I64)
+        ok = exact_blocks.ordinary(b, self.bins, field)
         # A zero of the padding adds M and nothing else, so the padding counts among the elements that M is subtracted
         # for.
         taken = b.add(whole, b.select(partial, I64(lanes), I64(0)))
-        self._try(vectors, field, taken, list(blocks.levels(self.bins)), ok, lambda: self._bin(base, number))
+        self._try(vectors, field, taken, list(exact_blocks.levels(self.bins)), ok, lambda: self._bin(base, number))
 
     def _try(
         self, vectors: Any, field: Any, taken: Any, levels: list[int], ok: Any, otherwise: Callable[[], None]
@@ -158,9 +159,9 @@ class _Along(_Lines):
         for level in levels:
             wanted = b.and_(ok, b.icmp_unsigned("==", b.load(done, typ=I64), I64(0)))
             with b.if_then(wanted, likely=level == levels[0]):
-                lowest = blocks.lowest_unit(b, self.bins, field, level, 1)
-                magic = blocks.units(b, self.bins, lowest, level, 1)
-                sums, left = blocks.add_up(b, [splat(b, m, lanes) for m in magic], vectors, lanes)
+                lowest = exact_blocks.lowest_unit(b, self.bins, field, level, 1)
+                magic = exact_blocks.units(b, self.bins, lowest, level, 1)
+                sums, left = exact_blocks.add_up(b, [splat(b, m, lanes) for m in magic], vectors, lanes)
                 flags = ir.IntType(lanes)
                 # No lane has a rest: every integer is exact. Sums and M * taken wrap modulo 2^64 alike, and their
                 # difference is below 2^63 in magnitude, so it is the exact sum.
@@ -168,7 +169,7 @@ class _Along(_Lines):
                     own = [
                         b.sub(_reduced(b, "add", s, lanes), b.mul(m, taken)) for s, m in zip(sums, magic, strict=True)
                     ]
-                    self.totals.add(I64(0), blocks.joined(b, own), lowest, _TABLES)
+                    self.totals.add(I64(0), exact_blocks.joined(b, own), lowest, _TABLES)
                     b.store(I64(1), done)
         with b.if_then(b.icmp_unsigned("==", b.load(done, typ=I64), I64(0)), likely=False):
             otherwise()
@@ -203,7 +204,7 @@ class _Across(_Lines):
         self.offsets = scratch(b, I64, _ROWS)
         self.column = scratch(b, self.memory, LANES)
         self.fields, self.lowest, self.done = (scratch(b, I64, lanes) for _ in range(3))
-        self.sums = [scratch(b, I64, lanes) for _ in range(max(blocks.levels(self.bins)))]
+        self.sums = [scratch(b, I64, lanes) for _ in range(max(exact_blocks.levels(self.bins)))]
 
     def build(self, total: ir.Function) -> None:
         """Emit the loop over the groups."""
@@ -241,13 +242,13 @@ class _Across(_Lines):
                 take(self.read(self._row(base, r)))
 
         # Each lane is a line with units of its own.
-        fields = blocks.wide(b, blocks.largest(b, self.bins, vectors, lanes), lanes)
+        fields = exact_blocks.wide(b, exact_blocks.largest(b, self.bins, vectors, lanes), lanes)
         b.store(fields, self.fields, align=64)
         b.store(ir.Constant(llvm_type("u64", lanes), None), self.done, align=64)
         # A lane that is added up at one level is done; the next level reads all lanes again and takes the others.
         again = scratch(b, I64, 1)
         b.store(I64(1), again)
-        for level in blocks.levels(self.bins):
+        for level in exact_blocks.levels(self.bins):
             with b.if_then(b.icmp_unsigned("!=", b.load(again, typ=I64), I64(0))):
                 self._add_up(vectors, rows, level, again)
         with b.if_then(b.icmp_unsigned("!=", b.load(again, typ=I64), I64(0)), likely=False):
@@ -257,9 +258,9 @@ class _Across(_Lines):
         """Add up at this level the lanes that are not done and have no rest; set ``again`` if any is left."""
         b, lanes = self.b, self.lanes
         fields = b.load(self.fields, typ=llvm_type("u64", lanes), align=64)
-        lowest = blocks.lowest_unit(b, self.bins, fields, level, lanes)
-        magic = blocks.units(b, self.bins, lowest, level, lanes)
-        sums, left = blocks.add_up(b, magic, vectors, lanes)
+        lowest = exact_blocks.lowest_unit(b, self.bins, fields, level, lanes)
+        magic = exact_blocks.units(b, self.bins, lowest, level, lanes)
+        sums, left = exact_blocks.add_up(b, magic, vectors, lanes)
         # As for a line alone: the differences are the exact sums. Levels that are not used keep their places unread.
         for m, s, place in zip(magic, sums, self.sums, strict=False):
             b.store(b.sub(s, b.mul(m, splat(b, rows, lanes))), place, align=64)
@@ -272,10 +273,10 @@ class _Across(_Lines):
                 b.load(at(b, p, lane, I64), typ=I64)
                 for p in (self.fields, self.lowest, self.done, rest, *self.sums[:level])
             )
-            fine = b.and_(blocks.ordinary(b, self.bins, field), b.icmp_unsigned("==", lost, I64(0)))
+            fine = b.and_(exact_blocks.ordinary(b, self.bins, field), b.icmp_unsigned("==", lost, I64(0)))
             fresh = b.icmp_unsigned("==", done, I64(0))
             with b.if_then(b.and_(fresh, fine), likely=True):
-                self.totals.add(lane, blocks.joined(b, own), unit)
+                self.totals.add(lane, exact_blocks.joined(b, own), unit)
                 b.store(I64(1), at(b, self.done, lane, I64))
             with b.if_then(b.and_(fresh, b.not_(fine)), likely=False):
                 b.store(I64(1), again)

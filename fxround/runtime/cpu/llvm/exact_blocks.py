@@ -3,7 +3,7 @@
 With |x| < 2^(u + 50) and M = 3 * 2^(51 + u), the binary64 sum t = x + M is M plus x rounded to a multiple of 2^u, so
 bits(t) - bits(M) is that multiple as an integer, t - M its value, and x - (t - M) the exact rest. A rest is added in
 turn, with a unit 51 bits lower. The largest exponent of a block is found first and gives its units; if some rest is
-left at the end, the caller puts the block into bins instead (``bins``).
+left at the end, the caller puts the block into bins instead (``exact_bins``).
 
     level 1   binary32 within 26 binades of the block's largest number; most blocks of numbers of one size
     level 2   binary32 within 77 binades, binary64 within 48
@@ -22,7 +22,7 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.numerics.carriers import CARRIERS
-from fxround.runtime.cpu.llvm.bins import Bins, Tables, encode
+from fxround.runtime.cpu.llvm.exact_bins import Bins, Tables, encode
 from fxround.runtime.cpu.llvm.loops import I64, Carried, at, count, scratch
 from fxround.runtime.cpu.llvm.render import SCALARS, literal, llvm_type
 
@@ -198,7 +198,7 @@ def short_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:
     magnitude = b.select(negative, b.sub(I256(0), total), total)
     zeros = b.ctlz(magnitude, ir.IntType(1)(1))
     window = b.shl(magnitude, zeros)
-    # As in ``bins``: the leading 64 bits, the lowest set if any bit below is.
+    # As in ``exact_bins``: the leading 64 bits, the lowest set if any bit below is.
     below = b.icmp_unsigned("!=", b.trunc(window, ir.IntType(192)), ir.IntType(192)(0))
     significand = b.or_(b.trunc(b.lshr(window, I256(192)), I64), b.zext(below, I64))
     top = b.sub(b.add(unit, I64(255 - bins.bias)), b.trunc(zeros, I64))

@@ -1,4 +1,4 @@
-"""Watching: detect floating-point operations that a model's method computes outside rounded calls.
+"""Unrounded methods: detect floating-point operations that a model's method computes outside rounded calls.
 
 Such a method runs under a dispatch mode that sees each operator that it runs itself. The mode is switched off while a
 compiled module computes, forward or backward.
@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fxround.compiler.iteration import callers
+from fxround.compiler.repeated_bits import callers
 from fxround.errors import UnsupportedOperator
 from fxround.operators.rules import RULES, OpRule, rule_of
 

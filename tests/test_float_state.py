@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fxround
-from fxround.arithmetic import require_ieee_arithmetic
 from fxround.errors import FxroundError
+from fxround.float_state import require_ieee_arithmetic
 
 POLICY = {"policy": "reproducible"}
 # Toward minus infinity, toward plus infinity, toward zero, as fesetround of the C library counts them.

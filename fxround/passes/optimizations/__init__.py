@@ -1,0 +1,1 @@
+"""Passes that change no bit: fewer nodes, and fewer reads and writes of memory."""
