@@ -39,7 +39,7 @@ from fxround.training import RoundedOptimizer, compile_optimizer
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
-formats, modes, policies = FORMATS, MODES, PRESETS
+formats, modes, policies, table = FORMATS, MODES, PRESETS, Format.table
 
 # compile, round and hash are left out: a star import would replace the builtins of these names.
 __all__ = [
@@ -79,5 +79,6 @@ __all__ = [
     "perturb",
     "policies",
     "selftest",
+    "table",
     "variability",
 ]

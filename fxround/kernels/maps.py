@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 from fxround.errors import shown
 from fxround.kernels.program import Program, Statement
@@ -18,6 +19,8 @@ from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.scalar import Expr, Function, Type, const, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+
+_OR_ITS_NUMBERS: Final = ", or list numbers of this dtype, as fxround.table(torch.tensor([...])) does"
 
 
 @lru_cache(maxsize=4096)
@@ -64,8 +67,8 @@ def program_carrier(program: Program, loads: tuple[Storage, ...], results: tuple
     for name, result in zip(program.results, results, strict=True):
         if not grids[name].within(FORMAT_OF[result]):
             raise ValueError(
-                f"{said}: {name} has values of {grids[name]} that a {FORMAT_OF[result]} tensor cannot store; "
-                "use a wider dtype"
+                f"{said}: {name} has values of {grids[name].said} that a {FORMAT_OF[result]} tensor cannot store; "
+                f"use a wider dtype{_OR_ITS_NUMBERS if grids[name].values else ''}"
             )
     return carrier
 

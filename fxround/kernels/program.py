@@ -15,8 +15,8 @@ from fxround.numerics.formats import number
 from fxround.numerics.modes import Rounding
 
 EXACT = "exact"
-# The longest statement, in characters: no operator has enough operands for more.
-_LONGEST = 2000
+# The longest statement, in characters: a rounding to a table of 256 values.
+_LONGEST = 8000
 _STATEMENT = re.compile(r"\s*(t[0-9]+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*")
 
 

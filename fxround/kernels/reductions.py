@@ -44,7 +44,7 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
     element, total = param("element", ELEMENT_OF[load_as]), param("total", "f64")
     first, second = param("random", "u32"), param("store_random", "u32")
     # To odd, binary64 needs two bits more than the format; without them the format must be binary64 itself.
-    to_odd = accumulate.format.precision <= 51
+    to_odd = accumulate.format.boundary_precision <= 52
     is_nearest = accumulate.mode.name == "nearest_even" or accumulate.mode.jitter
     if not to_odd and not (is_nearest and accumulate.format == FORMAT_OF["f64"]):
         raise ValueError(

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.numerics.carriers import Carrier, is_nan_code, ordinal_of
+from fxround.numerics.drawing import drawn_word
 from fxround.numerics.modes import Mode, Rounding
 from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, select, widen
 
@@ -93,18 +94,6 @@ def round_by_addition(x: Expr, rounding: Rounding, carrier: Carrier, random: Exp
     if not any_nan:
         kept = select(is_nan_code(code, carrier), carrier.nan, kept)
     return from_bits(kept)
-
-
-def drawn_word(random: Expr, mode: Mode) -> Expr:
-    """Return the word w for which the mode draws a step: floor(lost 2^32) + w >= 2^32. It has the random bits r on top.
-
-    For n random bits and I = floor, r + I(lost 2^n) >= 2^n is floor(lost 2^32) + r 2^(32-n) >= 2^32. If I rounds half
-    up, I(lost 2^n) = floor(lost 2^n + 1/2), and w is (r + 1/2) 2^(32-n). If I rounds half to even, w is less by one
-    where lost 2^n is an even integer and a half, and there alone: the callers subtract it.
-    """
-    unused = 32 - mode.random_bits
-    word = (random >> unused) << unused if unused else random
-    return word if mode.cut == "down" else word | 1 << (unused - 1)
 
 
 def _even_tie(code: Expr, unseen: int, carrier: Carrier) -> Expr:

@@ -53,14 +53,14 @@ class Carrier:
         mine = self.format
         if fmt.precision > mine.precision:
             raise ValueError(
-                f"{fmt} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
+                f"{fmt.said} has precision {fmt.precision}, more than the {mine.precision} bits of the {mine} values "
                 f"to be rounded; use a tensor of a wider dtype"
             )
         # One binade below emin the carrier's subnormals still form one grid; in lower binades their precision falls.
         lowest = mine.emin - 1 if fmt.precision == 1 or fmt.subnormals else mine.emin
         if fmt.emin < lowest or fmt.maximum > mine.maximum:
             raise ValueError(
-                f"{fmt} has the range 2^{fmt.emin} to {fmt.maximum:g}, more than {mine} holds; "
+                f"{fmt.said} has the range 2^{fmt.emin} to {fmt.maximum:g}, more than {mine} holds; "
                 f"use a tensor of a wider dtype"
             )
 

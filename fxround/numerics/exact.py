@@ -10,6 +10,8 @@ compare each of them with this file, which is short enough to be checked by read
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 
 from fxround.numerics.formats import Format
@@ -66,6 +68,8 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
     stochastic:n uses the highest n of them, stochastic_equal and up_down the highest one.
     """
     fmt, mode = rounding.format, rounding.mode
+    if fmt.values:
+        return round_to_table(value, fmt.values, mode, random)
     if negative and not fmt.signed and value != 0:
         return (0.0 if fmt.zero else math.ldexp(1.0, fmt.emin)) if rounding.overflow == "saturate" else math.nan
     magnitude = step_away(abs(value), negative, fmt, mode, random)
@@ -84,6 +88,42 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
     return math.copysign(float(magnitude), -1.0 if negative and signed else 1.0)
 
 
+def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random: int) -> float:
+    """Return the listed value that the mode chooses. The neighbour of the smaller magnitude is the one that is kept.
+
+    It is the positive one of a number and its opposite. The lost fraction is that of the way from the kept neighbour to
+    the other; for the modes that draw, both differences and their quotient are rounded to binary64.
+    """
+    if value <= values[0]:
+        return values[0]
+    if value >= values[-1]:
+        return values[-1]
+    above = bisect_right(values, value)
+    low, high = values[above - 1], values[above]
+    if low == value:
+        return low
+    rises = abs(low) < abs(high)
+    kept, other = (low, high) if rises else (high, low)
+    odd = (above - 1 if rises else above) % 2 == 1
+    passed, gap = abs(value - Fraction(kept)), abs(Fraction(other) - Fraction(kept))
+    fraction = min(Fraction(float(Fraction(float(passed)) / Fraction(float(gap)))), 1 - Fraction(1, 2**53))
+    n = mode.random_bits
+    drawn = n > 0 and (random >> (32 - n)) + cut_to_integer(fraction * 2**n, mode) >= 2**n
+    seen = Lost(
+        negative=not rises,
+        positive=rises,
+        odd=odd,
+        even=not odd,
+        inexact=True,
+        half=2 * passed == gap,
+        above=2 * passed > gap,
+        drawn=drawn,
+        coin=random >= 2**31,
+        never=False,
+    )
+    return other if mode.away(seen) else kept
+
+
 def out_of_range(rounding: Rounding, negative: bool) -> float:
     """Return what an infinity becomes, and what a finite value becomes that the mode lets leave the range."""
     if rounding.overflow == "nan":
@@ -98,6 +138,8 @@ def round_float(x: float, rounding: Rounding, random: int = 0) -> float:
         return math.nan
     negative = math.copysign(1.0, x) < 0
     if math.isinf(x):
+        if rounding.format.values:
+            return rounding.format.values[0 if negative else -1]
         if negative and not rounding.format.signed:
             return round_exact(Fraction(-1), True, rounding, random)
         return out_of_range(rounding, negative)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fractions import Fraction
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -73,6 +75,7 @@ class Format:
     zero        False: the smallest magnitude is 2^emin
     subnormals  False: no value lies between 0 and 2^emin
     minus_zero  False: every zero is +0, as in the formats named "fnuz"; of no account without a sign or a zero
+    values      of a table (``Format.table``): all of its values, ascending; () for other formats
 
     Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
     Example::
@@ -90,6 +93,7 @@ class Format:
     zero: bool = True
     subnormals: bool = True
     minus_zero: bool = True
+    values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not -1074 <= self.emin <= 1023:
@@ -106,6 +110,11 @@ class Format:
         return self.name
 
     @property
+    def said(self) -> str:
+        """The name, or for a long table the number of its values: for messages."""
+        return self.name if len(self.name) <= 60 else f"a table of {len(self.values)} values"
+
+    @property
     def emax(self) -> int:
         """The exponent of the maximum."""
         return math.frexp(self.maximum)[1] - 1
@@ -114,6 +123,14 @@ class Format:
     def quantum_exponent(self) -> int:
         """The exponent of the smallest positive value, which is also the spacing below 2^emin."""
         return self.emin - self.precision + 1 if self.subnormals else self.emin
+
+    @property
+    def boundary_precision(self) -> int:
+        """The bits that values and midpoints of neighbours need: one more than the precision, or more in a table."""
+        if not self.values:
+            return self.precision + 1
+        middles = (Fraction(a) + Fraction(b) for a, b in pairwise(self.values))
+        return max(_significant_bits(v) for v in (*middles, *map(Fraction, self.values)))
 
     @property
     def has_minus_zero(self) -> bool:
@@ -146,6 +163,8 @@ class Format:
 
     def within(self, other: Format) -> bool:
         """Whether every finite value of this format is a value of ``other``, minus zero included."""
+        if self.values or other.values:
+            return bool(self.values) and bool(np.all(other.contains(self.values)))
         return (
             self.precision <= other.precision
             and self.quantum_exponent >= other.quantum_exponent
@@ -162,6 +181,8 @@ class Format:
         values: numbers that binary64 holds. -0 counts as 0, and a NaN as a value of every format, because every
         rounding keeps it. No rounding is used: a finite value is a multiple of the quantum at its magnitude.
         """
+        if self.values:
+            return np.isin(values, self.values) | np.isnan(values)
         x = np.abs(np.asarray(values, dtype=np.float64))
         finite = np.where(np.isfinite(x), x, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, self.emin) - self.precision + 1
@@ -174,6 +195,9 @@ class Format:
 
     def magnitudes(self) -> Iterator[float]:
         """Yield every finite magnitude in ascending order, for small formats."""
+        if self.values:
+            yield from sorted({abs(v) for v in self.values})
+            return
         if self.zero:
             yield 0.0
         step = math.ldexp(1.0, self.quantum_exponent)
@@ -185,6 +209,14 @@ class Format:
 
     def describe(self) -> str:
         """Return the row and its four decisions (ties, subnormals, minus zero, overflow) in words."""
+        if self.values:
+            return (
+                f"{self.name}: {len(self.values)} values from {self.values[0]:g} to {self.values[-1]:g}\n"
+                f"  ties        to the value with the even number, from 0 (nearest_even)\n"
+                f"  subnormals  none: all values are listed\n"
+                f"  minus zero  {'becomes plus zero' if self.zero else 'no zero at all'}\n"
+                f"  overflow    saturate: a value beyond an end becomes that end"
+            )
         ties = "to the even significand" if self.precision > 1 else "to the larger magnitude (one-bit significand)"
         low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
         if not self.zero:
@@ -239,12 +271,46 @@ class Format:
         return fmt if subnormals else fmt.without_subnormals()
 
     @staticmethod
+    def table(values: Iterable[float], *, name: str | None = None) -> Format:
+        """Return the format whose values are listed: 2 to 256 numbers, ascending.
+
+        A value beyond the ends becomes the end, and a zero is +0. ``Rounding`` says where ties go. name: the format's
+        name, which must be one of TABLES; None for ``table(...)`` with all values. Raises ValueError for another number
+        of values, for values that are not finite or not ascending, and for a magnitude beyond 2^1000. Example::
+
+            fxround.round(x, fxround.table([-1, -0.5, 0, 0.5, 1]))
+        """
+        listed = tuple(float(v) + 0.0 for v in values)
+        if not 2 <= len(listed) <= 256:
+            raise ValueError(f"a table has 2 to 256 values, got {len(listed)}")
+        if not all(abs(v) <= 2.0**1000 for v in listed):
+            raise ValueError("a table has finite values of magnitudes up to 2^1000")
+        for a, b in pairwise(listed):
+            if not a < b:
+                raise ValueError(f"the values of a table ascend, each once: {b!r} follows {a!r}")
+        spelling = ",".join(repr(v).removesuffix(".0") for v in listed)
+        return Format(
+            name or f"table({spelling})",
+            precision=max(_significant_bits(Fraction(v)) for v in listed),
+            emin=min(math.frexp(v)[1] - 1 for v in listed if v),
+            maximum=max(map(abs, listed)),
+            signed=listed[0] < 0,
+            inf=False,
+            nan=False,
+            zero=0.0 in listed,
+            subnormals=False,
+            minus_zero=False,
+            values=listed,
+        )
+
+    @staticmethod
     def parse(text: Any) -> Format:
         """Parse a format's name, or a floating-point dtype of PyTorch or NumPy.
 
-        A name is a row of FORMATS, one of ALIASES, ``ieee(exponent_bits,precision)`` or ``custom(...)``, each
-        optionally with ``-flush``. Raises ValueError for an unknown name, with the nearest known ones, and for a dtype
-        of integers or complex numbers; TypeError for anything else.
+        A name is a row of FORMATS or TABLES, one of ALIASES, ``ieee(exponent_bits,precision)``, ``custom(...)`` or
+        ``table(value,value,...)``, each optionally with ``-flush``, which changes no table. Raises ValueError for an
+        unknown name, with the nearest known ones, and for a dtype of integers or complex numbers; TypeError for
+        anything else.
         """
         text = spelt(text)
         if not isinstance(text, str):
@@ -256,8 +322,8 @@ class Format:
     @staticmethod
     def _row(base: str, text: str) -> Format:
         """Return the format of a name without ``-flush``. text: what a message shows."""
-        if base in FORMATS:
-            return FORMATS[base]
+        if base in FORMATS or base in TABLES:
+            return FORMATS.get(base) or TABLES[base]
         ieee = re.fullmatch(r"ieee\(([0-9]{1,4}),\s*([0-9]{1,4})\)", base)
         if ieee:
             return Format.ieee(exponent_bits=int(ieee[1]), precision=int(ieee[2]))
@@ -274,6 +340,9 @@ class Format:
                 zero="zero" in flags,
                 minus_zero="unsigned_zero" not in flags,
             )
+        listed = re.fullmatch(r"table\(([^()]{1,8000})\)", base)
+        if listed:
+            return Format.table(map(number, listed[1].split(",")))
         numbers = other_numbers(base)
         if numbers:
             raise ValueError(
@@ -283,7 +352,8 @@ class Format:
         near = candidates(base) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
-            f"no format is named {shown(text)}{hint} Known: {', '.join(FORMATS)}, ieee(exponent_bits,precision)"
+            f"no format is named {shown(text)}{hint} Known: {', '.join((*FORMATS, *TABLES))}, "
+            "ieee(exponent_bits,precision), table(value,value,...)"
         )
 
 
@@ -358,4 +428,19 @@ def candidates(name: str) -> tuple[str, ...]:
     return (known,) if known else _UNSURE.get(low, ())
 
 
+def _significant_bits(x: Fraction) -> int:
+    """Return the number of binary digits from the first to the last that is not 0; 0 for zero. x: a dyadic rational."""
+    digits = abs(x.numerator)
+    return digits.bit_length() - (digits & -digits).bit_length() + 1 if digits else 0
+
+
 FORMATS: Final = MappingProxyType({row.name: row for row in _ROWS})
+
+# Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs", NeurIPS 2023, appendix E: the binary32 numbers of
+# bitsandbytes.
+_NF4: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+TABLES: Final = MappingProxyType({"nf4": Format.table(_NF4, name="nf4")})

@@ -66,9 +66,11 @@ class Gradient:
 def clamps(rounding: Rounding) -> bool:
     """Whether the rounding clamps what overflows, and does nothing else to it.
 
-    A mode that jitters also moves the maximum; a format without a sign also clamps negative values, at its other end.
+    A mode that jitters also moves the maximum; a format without a sign also clamps negative values, at its other end. A
+    table is not a format without its ends.
     """
-    return rounding.overflow == "saturate" and rounding.format.signed and not rounding.mode.jitter
+    row = rounding.format
+    return rounding.overflow == "saturate" and row.signed and not row.values and not rounding.mode.jitter
 
 
 def unclamped(rounding: Rounding) -> Rounding:

@@ -145,7 +145,9 @@ class Rounding:
     def __post_init__(self) -> None:
         if self.overflow not in self.format.overflows:
             possible = ", ".join(self.format.overflows)
-            raise ValueError(f"{self.format} cannot overflow to {shown(self.overflow)}; it can: {possible}")
+            raise ValueError(f"{self.format.said} cannot overflow to {shown(self.overflow)}; it can: {possible}")
+        if self.mode.jitter and self.format.values:
+            raise ValueError(f"{self.mode} moves a value by one ulp, which a table does not have; use stochastic")
 
     def __str__(self) -> str:
         return f"{self.format}/{self.mode}/{self.overflow}"

@@ -169,18 +169,18 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
     if operator.selects or _is_native(operator, carriers, rounding):
         return
     narrow_operands = all(c == "f32" for c in carriers)
-    if narrow_operands and rounding.format.precision <= 51:
+    if narrow_operands and rounding.format.boundary_precision <= 52:
         return
     own = rounding.format == _BINARY64
     if own and (
         rounding.mode.name in ("up_down", *MODES_BEYOND) or (operator.sticky and rounding.mode.name == "nearest_even")
     ):
         return
-    if rounding.format.precision > 51:
+    if rounding.format.boundary_precision > 52:
         operands = "float32" if narrow_operands else "float64"
         raise ValueError(
-            f"{operator.name} on {operands} operands cannot be rounded to {rounding}: it needs two bits more than "
-            "binary64 has; use a precision up to 51, a float32 result, or binary64 to nearest even or drawn"
+            f"{operator.name} on {operands} operands cannot be rounded to {shown(str(rounding))}: it needs two bits "
+            "more than binary64 has; use a precision up to 51, a float32 result, or binary64 to nearest even or drawn"
         )
     if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
         raise ValueError(
@@ -274,7 +274,7 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
     nearest = operator.native(*operands) if operator.native else wide.value
     if not rounding.mode.deterministic or (wide.error is None and wide.odd is None):
         return _finite(operator, nearest, operands, rounding)
-    under_half = (1 << (_BINARY64.precision - 1 - rounding.format.precision)) - 1
+    under_half = (1 << (_BINARY64.precision - rounding.format.boundary_precision)) - 1
     value = rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return value

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxround.numerics.addition import drawn_word, is_one_addition, round_by_addition
+from fxround.numerics.addition import is_one_addition, round_by_addition
 from fxround.numerics.carriers import CARRIERS, Carrier
+from fxround.numerics.drawing import is_drawn
 from fxround.numerics.formats import Format
-from fxround.numerics.modes import Lost, Mode, Rounding
+from fxround.numerics.modes import Lost, Rounding
 from fxround.numerics.scalar import (
     WIDTH,
     Expr,
@@ -33,6 +34,7 @@ from fxround.numerics.scalar import (
     select,
     widen,
 )
+from fxround.numerics.tables import round_to_table
 
 
 @dataclass(frozen=True)
@@ -94,17 +96,6 @@ def _bits_beyond(grid: Grid) -> Expr:
     return minimum(maximum(grid.far_shift, 32) - 32, WIDTH[grid.low.type] - 1)
 
 
-def _is_drawn(grid: Grid, mode: Mode, random: Expr) -> Expr:
-    """Whether r + I(lost * 2^n) >= 2^n, with both sides scaled to 32 bits (``addition.drawn_word``)."""
-    fraction, word = lost_fraction(grid), drawn_word(random, mode)
-    if mode.cut == "half_even":
-        unused = 32 - mode.random_bits
-        tie = (fraction & ((2 << unused) - 1)).equals(1 << (unused - 1))
-        beyond = grid.low & ((const(grid.low.type, 1) << _bits_beyond(grid)) - 1)
-        word = word - select(tie & beyond.equals(0), const("u32", 1), 0)
-    return fraction > ~word
-
-
 def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
     """Return what a mode's rule may look at, as IR values."""
     never = const("bool", 0)
@@ -113,7 +104,8 @@ def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None)
     odd = ((grid.significand >> grid.shift) & 1).equals(1)
     drawn, coin = never, never
     if random is not None:
-        drawn = _is_drawn(grid, rounding.mode, random)
+        whole = (low & ((one << _bits_beyond(grid)) - 1)).equals(0)
+        drawn = is_drawn(lost_fraction(grid), whole, rounding.mode, random)
         coin = (random >> 31).equals(1)
     return Lost(
         negative=negative,
@@ -151,6 +143,8 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
     carrier.require(fmt)
     if mode.random_bits and random is None:
         raise ValueError(f"{rounding} draws random bits; none were given")
+    if fmt.values:
+        return round_to_table(x, rounding, random)
     if is_one_addition(rounding, carrier):
         return round_by_addition(x, rounding, carrier, random, any_nan)
     if _has_wide_range(fmt, carrier):

@@ -223,7 +223,7 @@ SCALED: Final = MappingProxyType(
 
 def _parsed(text: str) -> ScaledFormat | None:
     """The format of a text; None for a text of another kind. Raises ValueError for wrong numbers in a known kind."""
-    full = re.fullmatch(r"scaled\((.{1,200})\)", text)
+    full = re.fullmatch(r"scaled\((.{1,8200})\)", text)
     if full:
         return _full(full[1], text)
     base, colon, block = text.partition(":")
