@@ -66,6 +66,12 @@ class _Statements:
 def _scale(written: _Statements, scaling: Scaling, element: Format, carrier: Format) -> str:
     """Write the scale's statements, of which the last one is the scale; return its target."""
     most, divisor = "x0", scaling.divisor(element)
+    if scaling.how == "even" and scaling.whole is None:
+        # The quotient is rounded, not the magnitude, which may round to a power of two beyond the carrier.
+        largest = math.ldexp(2.0 - math.ldexp(1.0, 1 - element.precision), carrier.emax)
+        unbounded = Format.custom(precision=element.precision, emin=scaling.format.emin, maximum=largest)
+        quotient = written.add("div", most, divisor, Rounding(unbounded, MODES["nearest_away"], "inf"))
+        return _positive(written, written.add("identity", quotient, scaling.rounding), scaling.format)
     if scaling.how == "even":
         unbounded = Format.custom(precision=element.precision, emin=-1022, maximum=2.0**1023).with_range_of(carrier)
         most = written.add("identity", most, Rounding(unbounded, MODES["nearest_away"], "inf"))

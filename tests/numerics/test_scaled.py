@@ -293,6 +293,14 @@ def test_scales_at_the_edges_of_the_exponents() -> None:
                 require_same(x, text)
 
 
+def test_a_magnitude_that_rounds_to_a_power_of_two_beyond_the_carrier() -> None:
+    """Its scale is that of the power: 2^128 / 2^8 for the largest binary32 number and e4m3fn."""
+    x = torch.tensor([torch.finfo(torch.float32).max, 1e30])
+    for text in ("scaled(e4m3fn;32,e8m0fnu,even)", "scaled(e2m1fn;32,e8m0fnu,even)"):
+        require_same(x, text)
+    assert fxround.round(x, "scaled(e4m3fn;32,e8m0fnu,even)/toward_positive")[1] == 2.0**120 * 2.0**-9
+
+
 def test_a_scale_saturates() -> None:
     """An infinite scale would turn finite elements into NaNs."""
     wide = torch.tensor([3e39, 3e38, 1.0, 0.0], dtype=torch.float64)
