@@ -20,6 +20,8 @@ RANKS = {
     "keys": 0,
     "new_process": 0,
     "numerics.formats": 0,
+    "numerics.format_names": 0,
+    "numerics.posit_codes": 0,
     "numerics.modes": 0,
     "numerics.scalar": 0,
     "numerics.orders": 0,

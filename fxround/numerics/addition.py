@@ -66,7 +66,7 @@ def is_one_addition(rounding: Rounding, carrier: Carrier) -> bool:
     fmt = rounding.format
     uniform = fmt.emin == carrier.format.emin and fmt.subnormals and fmt.precision > 1
     top = carrier.ordinal(fmt.maximum) + (1 << (carrier.format.precision - fmt.precision)) == carrier.infinity
-    plain = fmt.has_minus_zero and rounding.overflow == "inf"
+    plain = fmt.is_grid and fmt.has_minus_zero and rounding.overflow == "inf"
     return uniform and top and plain and rounding.mode.name in ADDENDS
 
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Lost, Mode, Rounding
+from fxround.numerics.posit_codes import posit_value
 
 
 def floor_log2(x: Fraction) -> int:
@@ -46,6 +47,9 @@ def step_away(magnitude: Fraction, negative: bool, fmt: Format, mode: Mode, rand
     n = mode.random_bits
     drawn = n > 0 and (random >> (32 - n)) + cut_to_integer(lost * 2**n, mode) >= 2**n
     odd = kept % 2 == 1
+    if fmt.even_codes and kept:
+        # The quantum is the kept value, whose code is 1 for 2^emin.
+        odd = (floor_log2(q) - fmt.emin) % 2 == 0
     half = Fraction(1, 2)
     seen = Lost(
         negative, not negative, odd, not odd, lost > 0, lost == half, lost > half, drawn, random >= 2**31, never=False
@@ -70,6 +74,8 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
     fmt, mode = rounding.format, rounding.mode
     if fmt.values:
         return round_to_table(value, fmt.values, mode, random)
+    if fmt.posit:
+        return round_to_posit(value, fmt, mode, random)
     if negative and not fmt.signed and value != 0:
         return (0.0 if fmt.zero else math.ldexp(1.0, fmt.emin)) if rounding.overflow == "saturate" else math.nan
     magnitude = step_away(abs(value), negative, fmt, mode, random)
@@ -106,9 +112,6 @@ def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random:
     kept, other = (low, high) if rises else (high, low)
     odd = (above - 1 if rises else above) % 2 == 1
     passed, gap = abs(value - Fraction(kept)), abs(Fraction(other) - Fraction(kept))
-    fraction = min(Fraction(float(Fraction(float(passed)) / Fraction(float(gap)))), 1 - Fraction(1, 2**53))
-    n = mode.random_bits
-    drawn = n > 0 and (random >> (32 - n)) + cut_to_integer(fraction * 2**n, mode) >= 2**n
     seen = Lost(
         negative=not rises,
         positive=rises,
@@ -117,11 +120,55 @@ def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random:
         inexact=True,
         half=2 * passed == gap,
         above=2 * passed > gap,
-        drawn=drawn,
+        drawn=is_drawn(passed, gap, mode, random),
         coin=random >= 2**31,
         never=False,
     )
     return other if mode.away(seen) else kept
+
+
+def is_drawn(passed: Fraction, gap: Fraction, mode: Mode, random: int) -> bool:
+    """Whether the random bits draw the step of a table or a posit: both distances, and their quotient, in binary64."""
+    lost = min(Fraction(float(Fraction(float(passed)) / Fraction(float(gap)))), 1 - Fraction(1, 2**53))
+    n = mode.random_bits
+    return n > 0 and (random >> (32 - n)) + cut_to_integer(lost * 2**n, mode) >= 2**n
+
+
+def round_to_posit(value: Fraction, fmt: Format, mode: Mode, random: int) -> float:
+    """Return the posit that the mode chooses. The middle of two posits is the posit between them with one bit more.
+
+    Source: Standard for Posit Arithmetic (2022), section 4.1. Beyond the smallest and the largest magnitude is that
+    magnitude, in every mode.
+    """
+    if value == 0:
+        return 0.0
+    assert fmt.posit is not None
+    bits, exponent_bits = fmt.posit
+    sign, magnitude = (-1.0, -value) if value < 0 else (1.0, value)
+    codes = range(1, 2 ** (bits - 1))
+
+    def decoded(code: int) -> Fraction:
+        return Fraction(posit_value(code, bits, exponent_bits))
+
+    code = codes[max(bisect_right(codes, magnitude, key=decoded) - 1, 0)]
+    low = decoded(code)
+    if magnitude <= low or code == codes[-1]:
+        return sign * float(low)
+    high = decoded(code + 1)
+    middle = Fraction(posit_value(2 * code + 1, bits + 1, exponent_bits))
+    seen = Lost(
+        negative=value < 0,
+        positive=value > 0,
+        odd=code % 2 == 1,
+        even=code % 2 == 0,
+        inexact=True,
+        half=magnitude == middle,
+        above=magnitude > middle,
+        drawn=is_drawn(magnitude - low, high - low, mode, random),
+        coin=random >= 2**31,
+        never=False,
+    )
+    return sign * float(high if mode.away(seen) else low)
 
 
 def out_of_range(rounding: Rounding, negative: bool) -> float:
@@ -140,6 +187,8 @@ def round_float(x: float, rounding: Rounding, random: int = 0) -> float:
     if math.isinf(x):
         if rounding.format.values:
             return rounding.format.values[0 if negative else -1]
+        if rounding.format.posit:
+            return math.nan
         if negative and not rounding.format.signed:
             return round_exact(Fraction(-1), True, rounding, random)
         return out_of_range(rounding, negative)

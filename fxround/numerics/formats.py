@@ -22,11 +22,11 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fxround.errors import shown
+from fxround.numerics.format_names import ALIASES, FLUSH, UNSURE, other_numbers, own_name
+from fxround.numerics.posit_codes import are_posits, posit_value
 
 Overflow = Literal["inf", "saturate", "nan"]
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
-
-FLUSH: Final = "-flush"
 
 
 def number(text: str) -> float:
@@ -52,17 +52,6 @@ def spelt(value: Any) -> Any:
     return value
 
 
-def own_name(name: str) -> str:
-    """Return fxround's name of a format: ``"binary16"`` for ``"half"``. An unknown name is returned unchanged.
-
-    ``-flush``, and the mode and overflow that follow a slash in a rounding, are kept.
-    """
-    head, slash, rest = name.partition("/")
-    row = head.strip().removesuffix(FLUSH)
-    known = ALIASES.get(row.removeprefix("torch."))
-    return name if known is None else f"{known}{head.strip().removeprefix(row)}{slash}{rest}"
-
-
 @dataclass(frozen=True)
 class Format:
     """A floating-point format: which numbers exist.
@@ -75,7 +64,10 @@ class Format:
     zero        False: the smallest magnitude is 2^emin
     subnormals  False: no value lies between 0 and 2^emin
     minus_zero  False: every zero is +0, as in the formats named "fnuz"; of no account without a sign or a zero
+    even_codes  of precision 1: True: the parity of a value is that of its exponent, counted from 1 at emin, so that
+                ties go to the even code; False: every significand is odd, so that ties go to the larger magnitude
     values      of a table (``Format.table``): all of its values, ascending; () for other formats
+    posit       of a posit (``Format.posit_of``): its bits and its exponent bits; None for other formats
 
     Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
     Example::
@@ -93,7 +85,9 @@ class Format:
     zero: bool = True
     subnormals: bool = True
     minus_zero: bool = True
+    even_codes: bool = False
     values: tuple[float, ...] = ()
+    posit: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not -1074 <= self.emin <= 1023:
@@ -113,6 +107,11 @@ class Format:
     def said(self) -> str:
         """The name, or for a long table the number of its values: for messages."""
         return self.name if len(self.name) <= 60 else f"a table of {len(self.values)} values"
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the values of a binade are the multiples of one quantum: the format is no table and no posit."""
+        return not self.values and self.posit is None
 
     @property
     def emax(self) -> int:
@@ -143,11 +142,13 @@ class Format:
 
         It is inf if the format has one, else nan, else saturate.
         """
-        return "inf" if self.inf else "nan" if self.nan else "saturate"
+        return "inf" if self.inf else "nan" if self.nan and self.is_grid else "saturate"
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """The overflow behaviours that the format can express."""
+        if not self.is_grid:
+            return ("saturate",)
         return tuple(o for o in OVERFLOWS if o == "saturate" or (o == "inf" and self.inf) or (o == "nan" and self.nan))
 
     def without_subnormals(self) -> Format:
@@ -165,6 +166,8 @@ class Format:
         """Whether every finite value of this format is a value of ``other``, minus zero included."""
         if self.values or other.values:
             return bool(self.values) and bool(np.all(other.contains(self.values)))
+        if other.posit:
+            return self.posit is not None and self.posit[0] <= other.posit[0] and self.posit[1] == other.posit[1]
         return (
             self.precision <= other.precision
             and self.quantum_exponent >= other.quantum_exponent
@@ -183,6 +186,8 @@ class Format:
         """
         if self.values:
             return np.isin(values, self.values) | np.isnan(values)
+        if self.posit:
+            return are_posits(values, *self.posit)
         x = np.abs(np.asarray(values, dtype=np.float64))
         finite = np.where(np.isfinite(x), x, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, self.emin) - self.precision + 1
@@ -197,6 +202,10 @@ class Format:
         """Yield every finite magnitude in ascending order, for small formats."""
         if self.values:
             yield from sorted({abs(v) for v in self.values})
+            return
+        if self.posit:
+            yield 0.0
+            yield from (posit_value(code, *self.posit) for code in range(1, 2 ** (self.posit[0] - 1)))
             return
         if self.zero:
             yield 0.0
@@ -217,7 +226,17 @@ class Format:
                 f"  minus zero  {'becomes plus zero' if self.zero else 'no zero at all'}\n"
                 f"  overflow    saturate: a value beyond an end becomes that end"
             )
-        ties = "to the even significand" if self.precision > 1 else "to the larger magnitude (one-bit significand)"
+        if self.posit:
+            return (
+                f"{self.name}: {self.posit[0]} bits, {self.posit[1]} of them for the exponent, largest precision "
+                f"{self.precision}, minimum 2^{self.emin}, maximum 2^{self.emax}\n"
+                f"  ties        to the even code; the middle is the code of one bit more (nearest_even)\n"
+                f"  subnormals  none: a nonzero number below 2^{self.emin} becomes 2^{self.emin} in every mode\n"
+                f"  minus zero  becomes plus zero\n"
+                f"  overflow    saturate: no finite number leaves the range; an infinity becomes NaN (NaR)"
+            )
+        one_bit = "to the even code" if self.even_codes else "to the larger magnitude (one-bit significand)"
+        ties = "to the even significand" if self.precision > 1 else one_bit
         low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
         if not self.zero:
             low = f"none: nothing below 2^{self.emin}, zero is {'NaN' if self.nan else 'the minimum'}"
@@ -271,6 +290,60 @@ class Format:
         return fmt if subnormals else fmt.without_subnormals()
 
     @staticmethod
+    def p3109(*, bits: int, precision: int, signed: bool = True, extended: bool = True) -> Format:
+        """Return a format of IEEE P3109: ``binary8p3se`` is signed and extended (with infinities), ``uf`` neither.
+
+        bits: 3 to 16. precision: 1 to bits - 1, or to bits without a sign. There is one zero and one NaN. Raises
+        ValueError outside of these, and where the range is more than binary64's. Source: IEEE P3109 interim report.
+        """
+        if not 3 <= bits <= 16 or not 1 <= precision <= bits - signed:
+            raise ValueError(
+                f"binary{bits}p{precision}: expected 3 to 16 bits, and a precision of 1 to bits - 1 with a sign, 1 to "
+                "bits without"
+            )
+        bias = 2 ** (bits - precision - signed)
+        # Without a sign the last code is the NaN; the last code before it, or of the positive ones, is infinity.
+        code = 2 ** (bits - signed) - 1 - (not signed) - extended
+        field, tail = code >> (precision - 1), code & ((1 << (precision - 1)) - 1)
+        significand = Fraction(tail, 1 << (precision - 1)) + (field > 0)
+        maximum = significand * Fraction(2) ** (max(field, 1) - bias)
+        name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
+        if not Fraction(2) ** (1 - bias) <= maximum < Fraction(2) ** 1024:
+            raise ValueError(f"{name}: its values are not those of a format within binary64")
+        return Format(
+            name,
+            precision,
+            1 - bias,
+            float(maximum),
+            signed=signed,
+            inf=extended,
+            subnormals=precision > 1,
+            minus_zero=False,
+            even_codes=precision == 1,
+        )
+
+    @staticmethod
+    def posit_of(bits: int, exponent_bits: int) -> Format:
+        """Return the posits of this size, ``posit(16,2)`` for example.
+
+        bits: 3 to 32. exponent_bits: 0 to 4. Raises ValueError outside of these. Source: Standard for Posit Arithmetic
+        (2022), which has 2 exponent bits. A nonzero number rounds to no zero and a finite one to no NaR, in any mode.
+        """
+        if not 3 <= bits <= 32 or not 0 <= exponent_bits <= 4:
+            raise ValueError(f"posit({bits},{exponent_bits}): expected 3 to 32 bits and 0 to 4 exponent bits")
+        last = (bits - 2) << exponent_bits
+        return Format(
+            f"posit({bits},{exponent_bits})",
+            precision=max(bits - 2 - exponent_bits, 1),
+            emin=-last,
+            maximum=math.ldexp(1.0, last),
+            inf=False,
+            subnormals=False,
+            minus_zero=False,
+            posit=(bits, exponent_bits),
+        )
+
+    @staticmethod
     def table(values: Iterable[float], *, name: str | None = None) -> Format:
         """Return the format whose values are listed: 2 to 256 numbers, ascending.
 
@@ -307,10 +380,10 @@ class Format:
     def parse(text: Any) -> Format:
         """Parse a format's name, or a floating-point dtype of PyTorch or NumPy.
 
-        A name is a row of FORMATS or TABLES, one of ALIASES, ``ieee(exponent_bits,precision)``, ``custom(...)`` or
-        ``table(value,value,...)``, each optionally with ``-flush``, which changes no table. Raises ValueError for an
-        unknown name, with the nearest known ones, and for a dtype of integers or complex numbers; TypeError for
-        anything else.
+        A name is a row of FORMATS or TABLES, one of ALIASES, ``ieee(exponent_bits,precision)``, ``custom(...)``,
+        ``table(value,value,...)``, ``posit(bits,exponent_bits)`` or ``binary8p3se`` (``Format.p3109``), each
+        optionally with ``-flush``. Raises ValueError for an unknown name, with the nearest known ones, and for a dtype
+        of integers or complex numbers; TypeError for anything else.
         """
         text = spelt(text)
         if not isinstance(text, str):
@@ -343,6 +416,13 @@ class Format:
         listed = re.fullmatch(r"table\(([^()]{1,8000})\)", base)
         if listed:
             return Format.table(map(number, listed[1].split(",")))
+        standard = re.fullmatch(r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", base)
+        if standard:
+            bits, precision = int(standard[1]), int(standard[2])
+            return Format.p3109(bits=bits, precision=precision, signed=standard[3] == "s", extended=standard[4] == "e")
+        posit = re.fullmatch(r"posit\(([0-9]{1,2}),\s*([0-9])\)", base)
+        if posit:
+            return Format.posit_of(int(posit[1]), int(posit[2]))
         numbers = other_numbers(base)
         if numbers:
             raise ValueError(
@@ -353,7 +433,7 @@ class Format:
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
             f"no format is named {shown(text)}{hint} Known: {', '.join((*FORMATS, *TABLES))}, "
-            "ieee(exponent_bits,precision), table(value,value,...)"
+            "ieee(exponent_bits,precision), table(value,value,...), posit(bits,exponent_bits), binary8p3se"
         )
 
 
@@ -381,51 +461,12 @@ _ROWS: Final[tuple[Format, ...]] = (
     Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
 )
 
-# The only list of the names that formats have elsewhere. PyTorch's dtypes are here without "torch."; float8_e4m3 is
-# ml_dtypes' name of the format with infinities, fp8_e4m3 the hardware's name of the one without.
-ALIASES: Final = MappingProxyType(
-    {
-        **dict.fromkeys(("float64", "fp64", "f64", "double"), "binary64"),
-        **dict.fromkeys(("float32", "fp32", "f32", "float", "single"), "binary32"),
-        **dict.fromkeys(("float16", "fp16", "f16", "half"), "binary16"),
-        **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
-        **dict.fromkeys(("float8_e5m2", "fp8_e5m2", "f8e5m2"), "e5m2"),
-        **dict.fromkeys(("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "f8e4m3fn"), "e4m3fn"),
-        **dict.fromkeys(("float8_e4m3", "f8e4m3"), "e4m3"),
-        **dict.fromkeys(("float8_e5m2fnuz", "fp8_e5m2fnuz", "f8e5m2fnuz"), "e5m2fnuz"),
-        **dict.fromkeys(("float8_e4m3fnuz", "fp8_e4m3fnuz", "f8e4m3fnuz"), "e4m3fnuz"),
-        **dict.fromkeys(("float8_e4m3b11fnuz", "float8_e4m3b11", "f8e4m3b11fnuz"), "e4m3b11fnuz"),
-        **dict.fromkeys(("float8_e8m0fnu", "fp8_e8m0"), "e8m0fnu"),
-        **dict.fromkeys(("float6_e3m2fn", "fp6_e3m2"), "e3m2fn"),
-        **dict.fromkeys(("float6_e2m3fn", "fp6_e2m3"), "e2m3fn"),
-        **dict.fromkeys(("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1"), "e2m1fn"),
-    }
-)
-# Names that mean more than one format: for messages.
-_UNSURE: Final = MappingProxyType(
-    {
-        **dict.fromkeys(("fp8", "float8"), ("e4m3fn", "e5m2")),
-        **dict.fromkeys(("fp4", "mxfp4", "float4"), ("e2m1fn",)),
-        **dict.fromkeys(("fp6", "float6"), ("e3m2fn", "e2m3fn")),
-    }
-)
-_OTHER_TYPES: Final = re.compile(
-    r"(torch\.)?((?P<complex>c(omplex|float|double|half)[0-9]*)|bool_?|q?u?int[0-9]*(_t)?|q?u?int[0-9]+x[0-9]+"
-    r"|bits[0-9x]+|long|short|byte|char|ulong)"
-)
-
-
-def other_numbers(name: str) -> str:
-    """Return what kind of numbers a dtype holds that is not floating-point, for messages; "" for any other name."""
-    found = _OTHER_TYPES.fullmatch(name)
-    return "" if not found else "complex numbers" if found["complex"] else "integers or truth values"
-
 
 def candidates(name: str) -> tuple[str, ...]:
     """Return the formats that an unknown name may mean, for messages."""
     low = name.lower().removeprefix("torch.")
     known = low if low in FORMATS else ALIASES.get(low)
-    return (known,) if known else _UNSURE.get(low, ())
+    return (known,) if known else UNSURE.get(low, ())
 
 
 def _significant_bits(x: Fraction) -> int:

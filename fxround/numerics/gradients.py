@@ -66,11 +66,11 @@ class Gradient:
 def clamps(rounding: Rounding) -> bool:
     """Whether the rounding clamps what overflows, and does nothing else to it.
 
-    A mode that jitters also moves the maximum; a format without a sign also clamps negative values, at its other end. A
-    table is not a format without its ends.
+    A mode that jitters also moves the maximum; a format without a sign also clamps negative values, at its other end.
+    Tables and posits have no values to round to beyond their ends.
     """
     row = rounding.format
-    return rounding.overflow == "saturate" and row.signed and not row.values and not rounding.mode.jitter
+    return rounding.overflow == "saturate" and row.signed and row.is_grid and not rounding.mode.jitter
 
 
 def unclamped(rounding: Rounding) -> Rounding:

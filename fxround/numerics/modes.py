@@ -146,8 +146,10 @@ class Rounding:
         if self.overflow not in self.format.overflows:
             possible = ", ".join(self.format.overflows)
             raise ValueError(f"{self.format.said} cannot overflow to {shown(self.overflow)}; it can: {possible}")
-        if self.mode.jitter and self.format.values:
-            raise ValueError(f"{self.mode} moves a value by one ulp, which a table does not have; use stochastic")
+        if self.mode.jitter and not self.format.is_grid:
+            raise ValueError(
+                f"{self.mode} moves a value by one ulp, which tables and posits do not have; use stochastic"
+            )
 
     def __str__(self) -> str:
         return f"{self.format}/{self.mode}/{self.overflow}"

@@ -19,7 +19,9 @@ from fxround.numerics.carriers import CARRIERS, Carrier
 from fxround.numerics.drawing import is_drawn
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Lost, Rounding
+from fxround.numerics.posits import round_to_posit
 from fxround.numerics.scalar import (
+    FLOAT_OF,
     WIDTH,
     Expr,
     Function,
@@ -96,12 +98,21 @@ def _bits_beyond(grid: Grid) -> Expr:
     return minimum(maximum(grid.far_shift, 32) - 32, WIDTH[grid.low.type] - 1)
 
 
+def _is_odd_code(kept: Expr, fmt: Format, carrier: Carrier) -> Expr:
+    """Whether the code of a value of a one-bit significand is odd: zero's is 0, and 2^emin's is 1."""
+    field = kept >> carrier.trailing
+    first = fmt.emin + carrier.bias
+    return ((field - first) & 1).equals(0) & ~kept.equals(0)
+
+
 def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
     """Return what a mode's rule may look at, as IR values."""
     never = const("bool", 0)
     one = const(grid.shift.type, 1)
     low = grid.low
     odd = ((grid.significand >> grid.shift) & 1).equals(1)
+    if rounding.format.even_codes:
+        odd = _is_odd_code(grid.below, rounding.format, CARRIERS[FLOAT_OF[low.type]])
     drawn, coin = never, never
     if random is not None:
         whole = (low & ((one << _bits_beyond(grid)) - 1)).equals(0)
@@ -145,6 +156,8 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
         raise ValueError(f"{rounding} draws random bits; none were given")
     if fmt.values:
         return round_to_table(x, rounding, random)
+    if fmt.posit:
+        return round_to_posit(x, fmt.posit, rounding, random)
     if is_one_addition(rounding, carrier):
         return round_by_addition(x, rounding, carrier, random, any_nan)
     if _has_wide_range(fmt, carrier):

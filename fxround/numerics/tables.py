@@ -131,7 +131,7 @@ def _by_chance(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Ex
     rises = absolute(low) < absolute(high)
     kept, other = select(rises, low, high), select(rises, high, low)
     inexact = (low < inside) & (inside < high)
-    fraction, whole = _lost_fraction(inside, kept, other)
+    fraction, whole = lost_fraction(inside, kept, other)
     never = const("bool", 0)
     seen = Lost(
         negative=~rises,
@@ -148,7 +148,7 @@ def _by_chance(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Ex
     return select(mode.away(seen), other, select(inexact, kept, low))
 
 
-def _lost_fraction(x: Expr, kept: Expr, other: Expr) -> tuple[Expr, Expr]:
+def lost_fraction(x: Expr, kept: Expr, other: Expr) -> tuple[Expr, Expr]:
     """Return floor(2^32 q) as a u32, and whether 2^32 q is an integer: q = |x - kept| / |other - kept| in binary64."""
     x, kept, other = (widen(v) if v.type == "f32" else v for v in (x, kept, other))
     quotient = absolute((x - kept) / (other - kept))

@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 from fxround.errors import PolicyError, shown
 from fxround.keys import nearest, require_keys, toml
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats import FORMATS, Format, candidates, other_numbers, own_name, spelt
+from fxround.numerics.format_names import other_numbers, own_name
+from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order

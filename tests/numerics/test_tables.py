@@ -249,7 +249,7 @@ def test_text_loses_nothing() -> None:
         ("table(0,1e302)", "finite values of magnitudes up to"),
         ("table(0,x)", "'x' is not a number"),
         ("table()", "no format is named"),
-        ("nf4/up_down", "moves a value by one ulp, which a table does not have; use stochastic"),
+        ("nf4/up_down", "moves a value by one ulp, which tables and posits do not have; use stochastic"),
         ("nf4/nearest_even/inf", "nf4 cannot overflow to 'inf'; it can: saturate"),
     ],
 )

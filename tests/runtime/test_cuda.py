@@ -60,9 +60,12 @@ ROUNDINGS = [
     *(Rounding(f, m, f.default_overflow) for f in _formats() for m in ALL_MODES),
     *(Rounding(Format.parse("binary16"), m, "saturate") for m in MODES.values()),
 ]
-TABLES_HERE = ("nf4/nearest_even", "nf4/stochastic_c:4", f"table({','.join(map(str, range(-20, 30)))})/toward_zero")
+OTHERS_HERE = (
+    *("posit(16,2)", "posit(8,1)/stochastic", "binary8p1se", "nf4/nearest_even", "nf4/stochastic_c:4"),
+    f"table({','.join(map(str, range(-20, 30)))})/toward_zero",
+)
 ROUNDING_FUNCTIONS = [f"{r} {c}" for r in ROUNDINGS for c in ("f32", "f64") if held(r.format, c)]
-ROUNDING_FUNCTIONS += [f"{text} {c}" for text in TABLES_HERE for c in ("f32", "f64")]
+ROUNDING_FUNCTIONS += [f"{text} {c}" for text in OTHERS_HERE for c in ("f32", "f64")]
 RANDOM_FUNCTIONS = ("philox", "random draw 0", "random draw 7", "seed", "start", "advance", "coins")
 OPERATOR_KERNELS = [
     *(f"{name} @ binary32" for name in OPERATORS),

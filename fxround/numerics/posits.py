@@ -1,0 +1,64 @@
+"""Rounding to a posit, in the scalar IR, by the encoding of the carrier.
+
+After its regime, a posit has the low bits of the exponent and then the fraction, as a carrier's encoding does if its
+bias is a multiple of 2^exponent_bits. Rounding therefore drops low bits of the encoding, and how many depends on the
+regime: on the exponent's high bits. Where bits of the exponent are dropped too, the middle of two posits is still the
+one with the highest dropped bit: the posit between them with one bit more, as the standard asks for.
+
+``exact.round_to_posit`` is the specification, which decodes codes and knows nothing of encodings of the carrier.
+"""
+
+from __future__ import annotations
+
+from fxround.numerics.carriers import CARRIERS, ordinal_of
+from fxround.numerics.drawing import is_drawn
+from fxround.numerics.modes import Lost, Rounding
+from fxround.numerics.scalar import Expr, bits, const, from_bits, maximum, minimum, select
+from fxround.numerics.tables import lost_fraction
+
+
+def round_to_posit(x: Expr, posit: tuple[int, int], rounding: Rounding, random: Expr | None) -> Expr:
+    """Return R(x) in x's carrier. posit: its bits and exponent bits. random: 32 random bits, if the mode draws."""
+    carrier, (size, exponent_bits), mode = CARRIERS[x.type], posit, rounding.mode
+    code, trailing = carrier.code, carrier.trailing
+    ordinal = ordinal_of(bits(x), carrier)
+    sign = bits(x) ^ ordinal
+    least, most = carrier.ordinal(2.0**rounding.format.emin), carrier.ordinal(rounding.format.maximum)
+    # A bias of one more, 2^7 or 2^10, is a multiple of 2^exponent_bits.
+    one_more = 1 << trailing
+    encoding = maximum(minimum(ordinal, most), least) + one_more
+    regime = encoding >> (trailing + exponent_bits)
+    zero = (carrier.bias + 1) >> exponent_bits
+    # The regime k takes k + 2 bits if it is not negative, else 1 - k; the sign takes one.
+    is_positive = regime >= zero
+    kept_bits = select(is_positive, (size - 3 + zero) - minimum(regime, size - 3 + zero), regime - (zero - (size - 2)))
+    dropped = const(code, trailing + exponent_bits) - kept_bits
+    unit = const(code, 1) << dropped
+    low = encoding & (unit - 1)
+    below = encoding - low
+    above = below + unit
+    # A code without bits after its regime ends with the regime's last bit: 0 if k is not negative, else 1.
+    odd = select(kept_bits.equals(0), ~is_positive, ((encoding >> dropped) & 1).equals(1))
+    inexact = low > 0
+    negative = ~sign.equals(0)
+    never = const("bool", 0)
+    drawn, coin = never, never
+    if random is not None and not mode.deterministic:
+        magnitude, kept, other = (from_bits(e - one_more) for e in (encoding, below, above))
+        fraction, whole = lost_fraction(magnitude, kept, other)
+        drawn, coin = inexact & is_drawn(fraction, whole, mode, random), (random >> 31).equals(1)
+    seen = Lost(
+        negative=negative,
+        positive=~negative,
+        odd=odd,
+        even=~odd,
+        inexact=inexact,
+        half=(low << 1).equals(unit),
+        above=(low << 1) > unit,
+        drawn=drawn,
+        coin=coin,
+        never=never,
+    )
+    rounded = select(mode.away(seen), above, below) - one_more
+    finite = select(ordinal.equals(0), 0, rounded | sign)
+    return from_bits(select(const(code, carrier.infinity) <= ordinal, carrier.nan, finite))
