@@ -3,8 +3,8 @@
 A name of fxround's (``policy``, ``source``, ``rng``, ``graph``, ...) is fxround's on the compiled module; the model's
 attribute of that name is ``compiled.source.policy``. Any other name is read, set and deleted on the model. A method
 gets as ``self`` an object of the model's class with the model's own attributes, whose calls and ``forward`` are those
-of the compiled module. Floating-point operations that the method itself computes run in PyTorch: an error if the module
-is strict, else a warning.
+of the compiled module. Floating-point operations that the method itself computes are rounded one by one, or reported
+(``unrounded_methods``).
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _stand_in(compiled: Any, model: nn.Module) -> Any:
 
 
 def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with its own floating-point operations refused or warned of."""
+    """Return the method with its own floating-point operations rounded, refused or warned of."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with watching(compiled.source, name, compiled._is_strict, compiled._told):
+        with watching(compiled, name):
             result = method(*args, **kwargs)
         if inspect.isgenerator(result):
             return _driven(result, compiled, name)
@@ -152,7 +152,7 @@ def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[.
 def _driven(generator: Any, compiled: Any, name: str) -> Generator[Any, Any, Any]:
     sent = None
     while True:
-        with watching(compiled.source, name, compiled._is_strict, compiled._told):
+        with watching(compiled, name):
             try:
                 item = generator.send(sent)
             except StopIteration as stop:

@@ -9,6 +9,7 @@ sample by one; with ``advance``, every call does.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +25,10 @@ from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.captures import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
-from fxround.compiler.executable import Entry, owner_of, resolved
+from fxround.compiler.executable import Entry, Function, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
 from fxround.compiler.leaking import Leaking
+from fxround.compiler.operations import Operations
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.repeated_bits import Repeats
 from fxround.compiler.replay import Replay
@@ -108,6 +110,12 @@ class RoundedModule(Leaking):
         made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
         made.advance = self.advance
         return made
+
+    @functools.cached_property
+    def _operations(self) -> Operations:
+        """The single operations of the model's methods."""
+        compiled = functools.partial(RoundedModule, strict=self.strict, seed=0, fuse=self.fuse)
+        return Operations(self.policy, lambda function, policy: compiled(Function(function), policy))
 
     @property
     def _is_strict(self) -> bool:

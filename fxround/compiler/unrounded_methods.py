@@ -1,7 +1,8 @@
-"""Unrounded methods: detect floating-point operations that a model's method computes outside rounded calls.
+"""Unrounded methods: find floating-point operations that a model's method computes outside rounded calls.
 
-Such a method runs under a dispatch mode that sees each operator that it runs itself. The mode is switched off while a
-compiled module computes, forward or backward.
+Such a method runs under a dispatch mode that sees each operator that it runs itself. An operation on results and
+arguments alone is rounded by the policy (``operations``). One that uses the model's state (a call of a submodule), or
+that is differentiated, is refused or warned of. The mode is switched off while a compiled module computes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from fxround.compiler.operations import Operations, functional_of, storages_of, uses
 from fxround.compiler.repeated_bits import callers
 from fxround.errors import UnsupportedOperator
 from fxround.operators.rules import RULES, OpRule, rule_of
@@ -37,14 +39,25 @@ _THREAD: Final = _Thread()
 _NOTHING: Final = contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def watching(model: nn.Module, name: str, strict: bool, told: set[tuple[str, str]]) -> Iterator[None]:
-    """Watch the operators that the block, the model's method ``name``, computes outside compiled modules.
+class Watched(Protocol):
+    """The interface that a watch needs of its compiled module."""
 
-    A floating-point operation raises UnsupportedOperator if ``strict``, else it warns once per (name, operator) in
-    ``told``.
+    source: nn.Module
+    rng: Tensor
+    _is_strict: bool
+    # The (method, operator) pairs for which a warning was given.
+    _told: set[tuple[str, str]]
+    _operations: Operations
+
+
+@contextlib.contextmanager
+def watching(compiled: Watched, name: str) -> Iterator[None]:
+    """Round the operators that the block, the model's method ``name``, computes outside compiled modules.
+
+    A floating-point operation that cannot be rounded raises UnsupportedOperator if the module is strict, else it warns
+    once per (name, operator).
     """
-    outer, _THREAD.watch = _THREAD.watch, _Watch(f"{type(model).__name__}.{name}", name, strict, told)
+    outer, _THREAD.watch = _THREAD.watch, _Watch(compiled, name)
     try:
         with _THREAD.watch:
             yield
@@ -75,16 +88,39 @@ def _without(watch: Any) -> Iterator[None]:
 class _Watch(TorchDispatchMode):
     """A dispatch mode that sees every operator that a method runs itself."""
 
-    def __init__(self, title: str, name: str, strict: bool, told: set[tuple[str, str]]) -> None:
+    def __init__(self, compiled: Watched, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._title, self._name, self._strict, self._told = title, name, strict, told
+        self._title, self._name = f"{type(compiled.source).__name__}.{name}", name
+        self._compiled, self._strict, self._told = compiled, compiled._is_strict, compiled._told
+        self._state: frozenset[int] | None = None
+        self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        functional = functional_of(func)
+        in_place = functional is not None and functional is not func
+        before = (args[0].clone(), *args[1:]) if in_place and args[0].is_floating_point() else args
         result = func(*args, **kwargs)
-        if rounds(func, args, kwargs, result):
+        if not rounds(func, args, kwargs, result):
+            return result
+        rounded = None if functional is None else self._rounded(functional, before, kwargs)
+        if rounded is None:
             self._tell(str(func))
-        return result
+            return result
+        return args[0].copy_(rounded) if in_place else rounded
+
+    def _rounded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the rounded result; None for an operation on the model's state, or one that is differentiated."""
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+            return None
+        if self._state is None:
+            self._state = storages_of(self._compiled.source)
+        if uses(leaves, self._state):
+            return None
+        self._number += 1
+        seed, sample = self._compiled.rng.tolist()
+        return self._compiled._operations.rounded(func, args, kwargs, (seed, sample), self._number - 1)
 
     def _tell(self, operator: str) -> None:
         if not self._strict and (self._name, operator) in self._told:

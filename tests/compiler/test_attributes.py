@@ -203,26 +203,90 @@ def test_stand_ins_leave_no_subclass_after(model: Plain) -> None:
     assert Plain.made == before
 
 
-@pytest.mark.filterwarnings("ignore:Plain.encode computes aten.addmm")
-def test_what_a_method_computes_itself_is_refused_if_strict_and_warned_about_if_not(model: Plain) -> None:
+def test_a_methods_use_of_submodules_is_refused_if_strict_and_warned_about_if_not(model: Plain) -> None:
     strict = fxround.compile(model, "reproducible")
     with torch.no_grad():
         with pytest.raises(
             UnsupportedOperator, match=r"Plain\.encode computes aten\.addmm.*test_attributes.*compile\(model\.encode, p"
         ):
             strict.encode(X)
-        with pytest.raises(UnsupportedOperator, match=r"aten\.exp"):
-            list(strict.noisy_steps(X))
         lenient = fxround.compile(model, "bfloat16")
-        with pytest.warns(UserWarning, match=r"Plain\.encode computes aten\.tanh") as told:
-            assert same(lenient.encode(X), model.encode(X))
-        assert {w.filename for w in told} == {__file__}
+        tanh = fxround.compile(torch.tanh, "bfloat16")
+        with pytest.warns(UserWarning, match=r"Plain\.encode computes aten\.addmm") as told:
+            assert same(lenient.encode(X), tanh(model.fc(X)))
+        assert {w.filename for w in told} == {__file__} and len(told) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             lenient.encode(X)  # told once
     parent = fxround.compile(Child().eval(), "reproducible")
     with torch.no_grad(), pytest.raises(UnsupportedOperator, match=r"Child\.as_parent computes"):
         parent.as_parent(X)
+
+
+class Choosing(nn.Module):
+    """Methods that compute with results of the model, as those that choose the next word of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x)
+        return result
+
+    def divided(self, x: Tensor, by: float) -> Tensor:
+        return self(x) / by
+
+    def divided_in_place(self, x: Tensor, by: float) -> Tensor:
+        return self(x).div_(by)
+
+    def twice_divided(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x / 3, x / 3
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        return torch.softmax(self(x), -1)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(x)
+
+
+def test_a_methods_own_operations_are_rounded_by_the_policy() -> None:
+    torch.manual_seed(0)
+    model = Choosing().eval()
+    compiled = fxround.compile(model, "bfloat16", strict=True)
+    with torch.no_grad():
+        y = compiled(X)
+        for by in (3.0, 7.0, 0.1):
+            # A quotient of 24-bit numbers is no nearer than 2^-33 to a point halfway between values of 8 bits.
+            wanted = fxround.round(y.double() / torch.tensor(by).double(), "bfloat16").float()
+            assert same(compiled.divided(X, by), wanted) and same(compiled.divided_in_place(X, by), wanted)
+        softmax = fxround.compile(lambda x: torch.softmax(x, -1), "bfloat16")
+        assert same(compiled.probabilities(X), softmax(y))
+
+
+def test_operations_of_a_method_draw_their_own_random_bits() -> None:
+    compiled = fxround.compile(Choosing().eval(), "bfloat16/stochastic", seed=1)
+    x = torch.rand(64)
+    with torch.no_grad():
+        (first, second), again = compiled.twice_divided(x), compiled.twice_divided(x)
+        assert not same(first, second) and same(first, again[0]) and same(second, again[1])
+        assert not same(compiled.reseed(1, sample=1).twice_divided(x)[0], first)
+        assert not same(compiled.reseed(2).twice_divided(x)[0], first)
+
+
+def test_operations_of_a_method_that_cannot_be_rounded_are_refused() -> None:
+    model = Choosing().eval()
+    compiled = fxround.compile(model, "reproducible")
+    square = torch.eye(4)
+    with torch.no_grad(), pytest.raises(UnsupportedOperator, match=r"Choosing\.inverse computes aten\.linalg_inv"):
+        compiled.inverse(square)
+    # The gradient of an operation outside of the graph would be PyTorch's.
+    with pytest.raises(UnsupportedOperator, match=r"Choosing\.divided computes aten\.div"):
+        compiled.divided(X, 3.0)
+    # A rule for some modules does not say whether it applies.
+    partial = fxround.Policy("partial", (fxround.Rule("fc", rounding="bfloat16"),), strict=True)
+    with torch.no_grad(), pytest.raises(UnsupportedOperator, match=r"Choosing\.divided computes aten\.div"):
+        fxround.compile(model, partial).divided(X, 3.0)
 
 
 @pytest.mark.parametrize("cls", [Plain, Child])
