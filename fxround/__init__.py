@@ -36,6 +36,7 @@ from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
@@ -46,6 +47,7 @@ __all__ = [
     "CaptureError",
     "Coverage",
     "Format",
+    "FormatDescription",
     "FxroundError",
     "InvarianceReport",
     "Leak",
@@ -60,6 +62,7 @@ __all__ = [
     "RoundedOptimizer",
     "Rounding",
     "Rule",
+    "ScaledDescription",
     "ScaledFormat",
     "ScaledRounding",
     "SelftestFailed",
@@ -71,6 +74,7 @@ __all__ = [
     "VerificationError",
     "check_invariance",
     "compile_optimizer",
+    "describe",
     "formats",
     "instruction_set",
     "load",

@@ -1,4 +1,4 @@
-"""The command line: ``fxround demo``, ``inspect``, ``variability``, ``localize``, ``invariance`` and ``doctor``.
+"""The commands of ``fxround``: demo, inspect, variability, localize, invariance, describe and doctor.
 
 Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
 argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
@@ -9,6 +9,7 @@ status 1, a command interrupted by Ctrl-C with 130. Examples::
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
+    $ fxround describe mxfp8
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_variability(commands)
     add_localize(commands, _loaded, _named)
     add_invariance(commands, _loaded)
+    describe = commands.add_parser("describe", help="print what a format or a scaled format decides, and its values")
+    describe.add_argument("format", metavar="FORMAT", help="a format, rounding or scaled format, for example mxfp8")
+    describe.add_argument("--json", action="store_true", help="print the description as JSON and nothing else")
+    describe.set_defaults(command=_describe)
     doctor = commands.add_parser(
         "doctor", help="print versions, processor and cache, and whether the installation works"
     )
@@ -200,6 +205,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
     (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
     print(text) if arguments.json else demo_page.demo(found, arguments.output)
+    return 0
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    from fxround.views.descriptions import describe
+
+    found = describe(arguments.format)
+    print(found.to_json() if arguments.json else found)
     return 0
 
 

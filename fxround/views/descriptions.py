@@ -1,0 +1,231 @@
+"""``fxround.describe``: everything that a format or a scaled format decides, as data and as a text."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from fxround.numerics.formats import Format
+from fxround.numerics.modes import Rounding
+from fxround.numerics.scaled import ScaledRounding, Scaling, any_rounding
+
+# Formats of at most 8 bits list their values.
+_LISTED: Final = 256
+_PER_LINE: Final = 8
+_HOW: Final = {
+    "floor": "largest magnitude / 2^emax of the element, to the power of two below",
+    "ceil": "largest magnitude / 2^emax of the element, to the power of two above",
+    "even": "largest magnitude, rounded to the element's precision, / 2^emax of the element, to the power of two below",
+    "up": "largest magnitude / largest element, to the scale format's value above",
+    "nearest": "largest magnitude / largest element, to the scale format's nearest value",
+}
+
+
+@dataclass(frozen=True)
+class FormatDescription:
+    """What a format decides.
+
+    name              of the format; ``rounding``: the text with the mode and the overflow, as graphs have it
+    precision         bits of the significand with the implicit one; of a posit near 1; of a table, what its values need
+    emin, emax        exponents of the smallest normal and of the largest magnitude
+    largest           the largest value; ``lowest``: the lowest one, 0 or more without a sign
+    smallest_normal   2^emin, None for a table; ``smallest``: the smallest positive value, if there is one, less than
+                      2^emin where there are subnormals
+    unit_roundoff     2^-precision, the largest relative error to nearest among normal numbers; of a posit near 1; None
+                      for a table
+    special           what exists of "inf", "nan", "-0"
+    decisions         ties, subnormals, minus zero and overflow in words, as pairs
+    values            all values from zero on if at most 256 (for a table all values); () for larger formats
+    """
+
+    name: str
+    rounding: str
+    precision: int
+    emin: int
+    emax: int
+    largest: float
+    lowest: float
+    smallest_normal: float | None
+    smallest: float | None
+    unit_roundoff: float | None
+    special: tuple[str, ...]
+    decisions: tuple[tuple[str, str], ...]
+    values: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("rounding", self.rounding),
+            ("precision", f"{self.precision} bits"),
+            ("exponents", f"emin {self.emin}, emax {self.emax}"),
+            ("largest", _number(self.largest)),
+            ("lowest", _number(self.lowest)),
+            ("smallest normal", _number(self.smallest_normal)),
+            ("smallest positive", _number(self.smallest)),
+            ("unit roundoff", _number(self.unit_roundoff)),
+            ("special values", ", ".join(self.special) or "none"),
+            *self.decisions,
+        ]
+        return "\n".join([self.name, *_lines(rows), *self._listed()])
+
+    def _listed(self) -> list[str]:
+        if not self.values:
+            return []
+        # With one bit, all values but zero are powers of two.
+        texts = [
+            f"2^{math.frexp(v)[1] - 1}"
+            if v and self.smallest_normal is not None and self.precision == 1
+            else f"{v:.9g}"
+            for v in self.values
+        ]
+        width = max(map(len, texts))
+        opposite = " and their opposites" if self.lowest < 0 <= self.values[0] else ""
+        lines = [texts[i : i + _PER_LINE] for i in range(0, len(texts), _PER_LINE)]
+        return [
+            f"  {len(texts)} values{opposite}",
+            *("    " + "  ".join(t.rjust(width) for t in line) for line in lines),
+        ]
+
+
+@dataclass(frozen=True)
+class ScaledDescription:
+    """What a scaled format decides.
+
+    element   the description of the elements; ``name`` and ``rounding`` as in ``FormatDescription``
+    block     which elements share a scale, in words
+    scale     the description of the scale's format; None for fixed point
+    how       how the scale is made of the block's largest magnitude, in words
+    whole     the format of a scale of the whole tensor; None for none
+    lowest    the least element if it is not minus the largest one; else None
+    """
+
+    name: str
+    rounding: str
+    element: FormatDescription
+    block: str
+    scale: FormatDescription | None
+    how: str
+    whole: str | None
+    lowest: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        rows = [("rounding", self.rounding), ("block", self.block)]
+        if self.scale is not None:
+            rows += [("scale", f"{self.scale.name}, up to {_number(self.scale.largest)}"), ("how", self.how)]
+        rows += [("tensor's scale", self.whole)] if self.whole else []
+        rows += [("lowest element", _number(self.lowest))] if self.lowest is not None else []
+        element = str(self.element).replace("\n", "\n  ")
+        return "\n".join([self.name, *_lines(rows), f"  element {element}"])
+
+
+def describe(rounding: Any) -> FormatDescription | ScaledDescription:
+    """Return what a format decides; ``print`` shows it.
+
+    rounding: a name of a format or a scaled format, or anything else that ``fxround.round`` takes. Raises ValueError
+    for an unknown name, TypeError for another type. Example::
+
+        print(fxround.describe("mxfp8"))
+        fxround.describe("e4m3fn").unit_roundoff        # 0.0625
+    """
+    parsed = any_rounding(rounding)
+    if isinstance(parsed, ScaledRounding):
+        return _scaled(parsed, rounding)
+    return _described(parsed)
+
+
+def _described(rounding: Rounding) -> FormatDescription:
+    fmt = rounding.format
+    special = {"inf": fmt.inf, "nan": fmt.nan, "-0": fmt.has_minus_zero}
+    lines = (line.strip() for line in fmt.describe().splitlines()[1:])
+    return FormatDescription(
+        name=fmt.said,
+        rounding=str(rounding),
+        precision=fmt.precision,
+        emin=fmt.emin,
+        emax=fmt.emax,
+        largest=fmt.values[-1] if fmt.values else fmt.maximum,
+        lowest=_lowest(fmt),
+        smallest_normal=None if fmt.values else math.ldexp(1.0, fmt.emin),
+        smallest=_smallest(fmt),
+        unit_roundoff=None if fmt.values else math.ldexp(1.0, -fmt.precision),
+        special=tuple(name for name, held in special.items() if held),
+        decisions=tuple((line[:12].strip(), line[12:].strip()) for line in lines),
+        values=_values(fmt),
+    )
+
+
+def _smallest(fmt: Format) -> float | None:
+    if fmt.values:
+        return min((v for v in fmt.values if v > 0), default=None)
+    return math.ldexp(1.0, fmt.quantum_exponent)
+
+
+def _lowest(fmt: Format) -> float:
+    if fmt.values:
+        return fmt.values[0]
+    return -fmt.maximum if fmt.signed else 0.0 if fmt.zero else math.ldexp(1.0, fmt.emin)
+
+
+def _values(fmt: Format) -> tuple[float, ...]:
+    if fmt.values:
+        return fmt.values
+    # A binade has 2^(precision - 1) values, and a posit one code for each positive value.
+    count = 2 ** (fmt.posit[0] - 1) if fmt.posit else (fmt.emax - fmt.emin + 1) << (fmt.precision - 1)
+    return tuple(fmt.magnitudes()) if count <= _LISTED else ()
+
+
+def _scaled(rounding: ScaledRounding, named: Any) -> ScaledDescription:
+    form = rounding.format
+    name = named.partition("/")[0].strip() if isinstance(named, str) else str(form)
+    scaling = form.scaling
+    return ScaledDescription(
+        name=name,
+        rounding=str(rounding),
+        element=_described(rounding.element),
+        block="no scale: fixed point" if scaling is None else _block(scaling),
+        scale=None if scaling is None else _described(scaling.rounding),
+        how="" if scaling is None else _HOW[scaling.how],
+        whole=str(scaling.whole) if scaling is not None and scaling.whole is not None else None,
+        lowest=form.lowest,
+    )
+
+
+def _block(scaling: Scaling) -> str:
+    if scaling.block == "tensor":
+        return "all elements of the tensor"
+    if scaling.block == "channel":
+        return "all elements along the given dimensions"
+    if len(scaling.block) == 1:
+        return f"{scaling.block[0]} consecutive elements"
+    return f"{scaling.block[0]} x {scaling.block[1]} elements of the last two dimensions"
+
+
+def _number(value: float | None) -> str:
+    """Return a number, and the power of two that it is, if it is one other than 1; "none" for None."""
+    if value is None:
+        return "none"
+    significand, exponent = math.frexp(value)
+    power = f" = 2^{exponent - 1}" if significand == 0.5 and exponent != 1 else ""
+    return f"{value:.9g}{power}"
+
+
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name.ljust(width)}  {text}" for name, text in rows]
