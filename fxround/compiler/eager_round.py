@@ -78,8 +78,9 @@ def round(
         x: a torch tensor (float32, float64, float16 or bfloat16) or a NumPy array (float32, float64 or float16), of any
             shape and strides.
         rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
-            a floating-point dtype, for example ``torch.bfloat16``; or a scaled format, for example ``"mxfp8"``,
-            ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``, ``"fixed(16,8)"``.
+            a floating-point dtype, for example ``torch.bfloat16``; a table, ``fxround.table([-1, 0, 1])`` or ``"nf4"``;
+            or a scaled format, for example ``"mxfp8"``, ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``,
+            ``"fixed(16,8)"``.
         seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
             sample, row-major index of the element).
         out: a tensor or array of x's type, shape and dtype that receives the result; x itself, or memory apart from

@@ -29,7 +29,7 @@ from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
 from fxround.numerics.formats import FORMATS
-from fxround.numerics.modes import Rounding
+from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.residuals import (
     Wide,
     are_binary32,
@@ -268,6 +268,11 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
     nearest value lies on a boundary of R, a value or a midpoint of its format: that is, where all bits below half a
     quantum are zero. Elsewhere the nearest value is cheaper.
     """
+    if rounding.format.posit and not rounding.mode.deterministic:
+        # A finite nonzero value becomes no NaR and no zero, also where the nearest binary64 value is infinite or zero.
+        nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
+        to_an_end = nearest.equals(0.0) | absolute(nearest).equals(math.inf)
+        return rarely(to_an_end, _before_rounding(operator, operands, _truncated(rounding)), nearest)
     if operator.sticky:
         return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
     wide = operator.wide(*operands)
@@ -279,6 +284,10 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return value
     return select(value.equals(0.0), from_bits(operator.sign(*operands) & (1 << 63)), value)
+
+
+def _truncated(rounding: Rounding) -> Rounding:
+    return replace(rounding, mode=MODES["toward_zero"])
 
 
 def _finite(operator: Operator, nearest: Expr, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:

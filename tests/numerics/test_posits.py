@@ -127,6 +127,28 @@ def test_posits_in_kernels_and_operations() -> None:
             assert r == round_exact(exact[name], exact[name] < 0, rounding)
 
 
+BEYOND = {
+    "exp": ([1000.0, -1000.0, 800.0], [1, 0, 1]),
+    "sinh": ([1000.0, -1000.0, 800.0], [1, -1, 1]),
+    "mul": ([1e300, -1e300, 1e-300], [1, -1, 0], [1e300, 1e300, 1e-300]),
+    "add": ([1.7e308, -1.7e308, 1.5], [1, -1, None], [1.7e308, -1.7e308, -1.5]),
+}
+
+
+@pytest.mark.parametrize("mode", ["nearest_even", "toward_zero", "stochastic", "stochastic_equal", "stochastic_c:4"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_no_operation_rounds_a_finite_number_to_nar_or_a_nonzero_one_to_zero(name: str, mode: str) -> None:
+    """1: the largest posit; 0: the smallest one; None: an exact zero. The values are beyond binary64's range too."""
+    first, ends, *others = BEYOND[name]
+    x = [np.array(v) for v in (first, *others)]
+    program = Program.parse(f"t0 = {name}({', '.join(f'x{i}' for i in range(len(x)))}) @ posit(16,2)/{mode}")
+    body = map_kernel(program, ("f64",) * len(x), "f64").body
+    want = [{1: 2.0**56, -1: -(2.0**56), 0: 2.0**-56, None: 0.0}[end] for end in ends]
+    for word in (0, 2**31, 2**32 - 1):
+        drawn = () if Mode.parse(mode).deterministic else (np.uint32(word),)
+        assert body.evaluate(*x, *drawn)[0].tolist() == want
+
+
 def test_a_posit_s_limits() -> None:
     x = torch.tensor([1e-30, -1e-30, 1e30, -1e30, math.inf, -math.inf, math.nan, -0.0])
     got = fxround.round(x, "posit(8,2)").tolist()
