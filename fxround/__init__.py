@@ -37,6 +37,7 @@ from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
+from fxround.views.flips import Flip, Flips
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
@@ -46,6 +47,8 @@ formats, modes, policies, table = FORMATS, MODES, PRESETS, Format.table
 __all__ = [
     "CaptureError",
     "Coverage",
+    "Flip",
+    "Flips",
     "Format",
     "FormatDescription",
     "FxroundError",

@@ -82,6 +82,13 @@ class Entry:
         given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
         return [*self._inputs(leaves), *given]
 
+    def named(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> dict[str, Any]:
+        """Return what enters the lowered graph by the names of its nodes, the tensors that it holds among them."""
+        nodes = self.lowered.graph.nodes
+        placeholders = [node.name for node in nodes if node.op == "placeholder"]
+        held = {node.name: getattr(self.lowered, str(node.target)) for node in nodes if node.op == "get_attr"}
+        return held | dict(zip(placeholders, self.entering(leaves, tangents), strict=False))
+
     def _result(self, outputs: Sequence[Any]) -> Any:
         results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
         return pytree.tree_unflatten(results, self.captured.out_spec)

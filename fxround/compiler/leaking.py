@@ -97,13 +97,8 @@ def _counts(
         for edge in wanted.pop(name, ()):
             counts[edge] = each.setdefault(edge.declared, _count(value, edge.declared))
 
-    nodes = entry.lowered.graph.nodes
-    placeholders = [node.name for node in nodes if node.op == "placeholder"]
-    for name, value in zip(placeholders, entry.entering(leaves, tangents), strict=False):
+    for name, value in entry.named(leaves, tangents).items():
         count(name, value)
-    for node in nodes:
-        if node.op == "get_attr":
-            count(node.name, getattr(entry.lowered, str(node.target)))
     for name, value in entry.steps(leaves, rng, tangents):
         count(name, value)
     return counts

@@ -27,7 +27,7 @@ from fxround.compiler.captures import Call, Capture, mode_of, reason_for, table_
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.executable import Entry, Function, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
-from fxround.compiler.leaking import Leaking
+from fxround.compiler.faulting import Faulting
 from fxround.compiler.operations import Operations
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.repeated_bits import Repeats
@@ -54,7 +54,7 @@ from fxround.views.table import Table
 PolicyLike = Any
 
 
-class RoundedModule(Leaking):
+class RoundedModule(Faulting):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
     The first call captures the model as a graph and lowers it by the policy; so does a later call whose arguments fit

@@ -28,6 +28,7 @@ from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
+from fxround.numerics.faults import flipped, numbers_of
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.residuals import (
@@ -205,11 +206,15 @@ def apply(
 ) -> Expr:
     """Return R(f(args)) as a value of the carrier ``out``.
 
-    args: f32 or f64 values. rounding: None only for a selecting operator whose operands fit ``out``. random: 32 random
-    bits (u32), required where the mode draws. any_nan: the result may be a NaN of any sign and payload, for a step of a
-    chain whose last step gives the one NaN. Raises ValueError for an unknown operator, a wrong number of operands, or a
-    rounding that ``require`` refuses.
+    name: of OPERATORS, of STEPS, or a fault (``numerics.faults``) of a value of the rounding's format, which is not
+    rounded again. args: f32 or f64 values. rounding: None only for a selecting operator whose operands fit ``out``.
+    random: 32 random bits (u32), required where the mode draws. any_nan: the result may be a NaN of any sign and
+    payload, for a step of a chain whose last step gives the one NaN. Raises ValueError for an unknown operator, a wrong
+    number of operands, or a rounding that ``require`` refuses.
     """
+    fault = numbers_of(name)
+    if fault is not None and rounding is not None and random is not None and len(args) == 1:
+        return flipped(_convert(args[0], out), rounding.format, fault, random)
     operator = OPERATORS.get(name) or STEPS.get(name)
     if operator is None:
         raise ValueError(f"no pointwise operator is named {shown(name)}; known: {', '.join(OPERATORS)}")

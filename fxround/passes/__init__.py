@@ -22,6 +22,7 @@ from fxround.passes.assign import assign
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.dropout_masks import lower_draws
+from fxround.passes.inject_faults import inject_faults
 from fxround.passes.normalize import normalize
 from fxround.passes.optimizations.choose import choose
 from fxround.passes.optimizations.fuse import fuse
@@ -48,6 +49,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     round_entries,
     round_results,
     round_selections,
+    inject_faults,
 )
 
 

@@ -24,6 +24,7 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import float_values, site
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_format
+from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.operators.rules import CONSTANTS
@@ -159,8 +160,11 @@ def _made(graph: fx.GraphModule, node: fx.Node, operands: Known) -> Known:
         kept = scatter_format(Rounding.parse(call.accumulate), call.loads()[0])
         return operands | Known(frozenset([kept]))
     if isinstance(call, Pointwise):
-        last = Program.parse(call.program).statements[-1].rounding
-        return own if last is None else _of_rounding(last)
+        last = Program.parse(call.program).statements[-1]
+        if last.rounding is None:
+            return own
+        # A value that is not hit stays what it was.
+        return _of_rounding(last.rounding) | (operands if numbers_of(last.operator) else Known())
     if call is not None:
         return _of_rounding(Rounding.parse(call.rounding)) if hasattr(call, "rounding") else own
     source = node.args[0] if node.target is operator.getitem else node

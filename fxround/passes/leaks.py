@@ -27,6 +27,7 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.inject_faults import FLIP
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.rewrite import decided
 from fxround.passes.round_inputs import operands_of, source_of
@@ -113,9 +114,9 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _rounds_only(node: fx.Node) -> bool:
-    """Whether the node is a rounding that a pass inserted, which reads what is to be rounded."""
+    """Whether the node is a rounding or a fault that a pass inserted, which is no operation of the model."""
     place = site(node)
-    return place is not None and place.operator == _ROUND
+    return place is not None and place.operator in (_ROUND, FLIP)
 
 
 def _is_exempt(origin: fx.Node) -> bool:
@@ -187,9 +188,9 @@ def _rule_for(origin: fx.Node, rounding: Rounding) -> Rule | None:
 
 
 def unrounded(node: fx.Node) -> fx.Node:
-    """Return the value of which a rounding that a pass inserted after it is the rounding; else the node itself."""
+    """Return the value after which a pass inserted the node, a rounding or a fault; else the node itself."""
     place, call = site(node), read(node)
-    after = place is not None and place.operator == _ROUND and place.kind != "operand" and isinstance(call, Pointwise)
+    after = _rounds_only(node) and place is not None and place.kind != "operand" and isinstance(call, Pointwise)
     return unrounded(call.xs[0]) if after else node  # type: ignore[union-attr]
 
 
@@ -200,7 +201,7 @@ def _declared_operands(node: fx.Node, policy: Policy) -> Iterator[tuple[fx.Node,
         return
     kind = "contraction" if "convolution_backward" in place.operator else place.kind
     for used in operands_of(node):
-        source = _operand_source(used)
+        source = operand_source(used)
         own, value = site(source), float_value(source)
         if own is None or value is None or value.dtype not in STORAGES or _is_exempt(source):
             continue
@@ -211,13 +212,13 @@ def _declared_operands(node: fx.Node, policy: Policy) -> Iterator[tuple[fx.Node,
             yield used, found.scaled or found.rounding
 
 
-def _operand_source(node: fx.Node) -> fx.Node:
+def operand_source(node: fx.Node) -> fx.Node:
     """Return the value of which an operand was made by a rounding and by moving it."""
     source = source_of(node)
     place, call = site(source), read(source)
     if place is None or place.kind != "operand" or not isinstance(call, Pointwise):
         return source
-    return _operand_source(call.xs[0])
+    return operand_source(call.xs[0])
 
 
 def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:

@@ -107,14 +107,21 @@ def round_after(
     """
     value, place = float_value(node), site(node)
     assert value is not None and place is not None
-    after = _last_placeholder(graph) if node.op == "placeholder" else node
     call = rounded(graph, node, rounding, stream, dtype or value.dtype)
-    with graph.graph.inserting_after(after):
-        new = graph.graph.create_node("call_function", call.overload, call.arguments(), name=f"{node.name}_rounded")
-    new.meta = {**node.meta, META: replace(place, operator="fxround.round", status="rounded", reason="")}
-    new.meta.pop(PORT, None)
+    after = replace(place, operator="fxround.round", status="rounded", reason="")
+    new = follow(graph, node, call, after, f"{node.name}_rounded")
     if dtype is not None:
         evaluate(graph, new)
+    return new
+
+
+def follow(graph: fx.GraphModule, node: fx.Node, call: Call[fx.Node], place: Site, name: str) -> fx.Node:
+    """Insert a call that reads a node after it, and let every use of the node as a tensor use the new one."""
+    after = _last_placeholder(graph) if node.op == "placeholder" else node
+    with graph.graph.inserting_after(after):
+        new = graph.graph.create_node("call_function", call.overload, call.arguments(), name=name)
+    new.meta = {**node.meta, META: place}
+    new.meta.pop(PORT, None)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and not _is_size(user))
     return new
 

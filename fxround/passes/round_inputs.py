@@ -25,6 +25,7 @@ from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
+from fxround.passes.inject_faults import flip_of, site_of
 from fxround.passes.rewrite import (
     RNG,
     Plan,
@@ -42,6 +43,8 @@ from fxround.policy import ENTERING
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
+# Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above.
+_FAULT_STREAMS: Final = 3 << 29
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
 
@@ -97,7 +100,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             placed = replace(place, role=own.role, assignment=wanted, number=-1)
             texts = streams.setdefault(source, [])
             if wanted.scaled is None:
-                stream = _stream(own, texts, wanted.said)
+                stream = _stream(own, texts, f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said)
                 node.replace_input_with(operand, _rounded(graph, node, operand, placed, stream))
                 continue
             for position, dims, groups in summed_dims(node, operand):
@@ -219,4 +222,11 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         moved = _rounded(graph, near, before, place, stream)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
-    return _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
+    found = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
+    for i, fault in enumerate(wanted[0].faults.faults if wanted[0].faults else ()):
+        at = replace(place, kind="operand")
+        call = flip_of(graph, found, at, fault, _FAULT_STREAMS + 4 * (stream - _OPERAND_STREAMS) + i)
+        found = insert(graph, near, call.overload, call.arguments())
+        found._rename(f"{near.name}_operand_flipped")
+        found.meta[META] = site_of(at, fault)
+    return found

@@ -94,5 +94,5 @@ def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: 
     source = gradient.args[0]
     assert isinstance(source, fx.Node)
     become(graph, gradient, rounded(graph, source, rounding, place.number, dtype))
-    own = replace(value.assignment, rounding=rounding, gradient=Gradient())
+    own = replace(value.assignment, rounding=rounding, gradient=Gradient(), faults=None)
     gradient.meta[META] = replace(place, operator="fxround.round", kind="pointwise", assignment=own, status="rounded")

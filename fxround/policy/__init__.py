@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 from fxround.errors import PolicyError, shown
 from fxround.keys import nearest, require_keys, toml
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.faults import Faults
 from fxround.numerics.format_names import other_numbers, own_name
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient
@@ -86,7 +87,9 @@ class Policy:
 
     @property
     def draws(self) -> bool:
-        """Whether some rounding draws random bits."""
+        """Whether some rounding draws random bits, or some bit flips by chance."""
+        if any(rule.faults is not None and Faults.parse(rule.faults).possible for rule in self.rules):
+            return True
         said = (str(getattr(rule, key)) for rule in self.rules for key in ("rounding", "accumulate", "operands"))
         words = (word for text in said for option in text.split() for word in re.split("[/:=]", option))
         return any(word in MODES and MODES[word].random_bits > 0 for word in words)
@@ -128,7 +131,8 @@ class Policy:
             return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled)
         rounding = resolve(text, dtype)
         _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
-        return Assignment(rounding, NATIVE, LANES, rule)
+        faults = self.rules[found[-1]].faults
+        return Assignment(rounding, NATIVE, LANES, rule, faults=Faults.parse(faults).possible if faults else None)
 
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
@@ -147,6 +151,7 @@ class Policy:
         if not rules:
             return None
         said = {key: [r for r in rules if getattr(r, key) is not None] for key in OF_RESULTS}
+        said["faults"] = [r for r in said["faults"] if r.operands is None]
         last = {key: getattr(rows[-1], key) for key, rows in said.items() if rows}
         chosen = (said["rounding"] or rules)[-1]
         if last.get("rounding") == IDENTITY:
@@ -158,7 +163,8 @@ class Policy:
         if accumulate != NATIVE:
             how = Accumulation.parse(with_dtype(with_wide(accumulate, dtype), dtype))
         gradient = Gradient.parse(with_dtype(last.get("gradient", STRAIGHT), dtype))
-        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient)
+        faults = Faults.parse(last["faults"]).possible if "faults" in last else None
+        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient, faults=faults)
 
     def require_matched(
         self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from fxround.errors import PolicyError, shown
 from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
 from fxround.numerics.modes import Rounding
@@ -28,7 +29,7 @@ ENTERING: Final = ("weight", "input", "buffer", "constant")
 ROLES: Final = (*ENTERING, "activation", "statistic", "gradient", "error", "state", "update")
 DIRECTIONS: Final = ("forward", "backward", "update")
 # The fields of a rule that set something: of results, and of operands.
-OF_RESULTS: Final = ("rounding", "accumulate", "order", "gradient")
+OF_RESULTS: Final = ("rounding", "accumulate", "order", "gradient", "faults")
 _SAID: Final = (*OF_RESULTS, "operands")
 _STRAIGHT: Final = Gradient()
 _DIRECTIONS_OF_ROLE: Final = {
@@ -51,6 +52,7 @@ class Assignment:
     rule        the text of the rule that set ``rounding``
     gradient    what the rounding does to the gradient that passes it
     scaled      the scaled rounding of an operand, whose elements have ``rounding``; None for any other
+    faults      the bits that flip by chance in the rounded value; None for none
     """
 
     rounding: Rounding | None
@@ -59,6 +61,7 @@ class Assignment:
     rule: str
     gradient: Gradient = _STRAIGHT
     scaled: ScaledRounding | None = None
+    faults: Faults | None = None
 
     @property
     def said(self) -> str:
@@ -87,6 +90,9 @@ class Rule:
     operands    the rounding of the operands before the operation, to a scaled format too ("mxfp8"), or "identity"; role
                 and direction are then the operand's: a contraction of the backward pass reads the forward values as the
                 forward pass does, but for the blocks of a scaled format, which run along the sums of each operation
+    faults      "field:probability", several separated by spaces: with this probability one bit of the rounded value's
+                significand, exponent or sign, or of "any", flips, in the encoding of the rounding's format; in a rule
+                that sets operands, in the rounded operands
 
     Raises PolicyError if a text does not parse, the rule sets nothing, or it can match nothing. Example::
 
@@ -103,6 +109,7 @@ class Rule:
     direction: str | None = None
     gradient: str | None = None
     operands: str | None = None
+    faults: str | None = None
 
     def __post_init__(self) -> None:
         for field, kind in (("match", str), ("operator", str), ("optional", bool)):
@@ -113,6 +120,8 @@ class Rule:
             object.__setattr__(self, field, _canonical(getattr(self, field), field, kept))
         if self.order is not None:
             object.__setattr__(self, "order", str(_parsed(Order.parse, self.order, "order")))
+        if self.faults is not None:
+            object.__setattr__(self, "faults", str(_parsed(Faults.parse, self.faults, "faults")))
         object.__setattr__(self, "gradient", spelt(self.gradient))
         object.__setattr__(self, "gradient", self._full_gradient())
         for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
@@ -126,6 +135,15 @@ class Rule:
             )
         if all(getattr(self, field) is None for field in _SAID):
             raise PolicyError(f"the rule {self} sets nothing: set {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
+        if (
+            self.faults is not None
+            and self.operands is not None
+            and (self.operands == IDENTITY or is_scaled(self.operands))
+        ):
+            raise PolicyError(
+                f"the rule {self} flips bits of operands: that needs operands= of a format with an encoding, such as "
+                "'e4m3fn' or 'dtype'; bits of scaled operands do not flip yet"
+            )
         if self.operands is not None and self.speaks_of_results and (self.role or self.direction):
             raise PolicyError(
                 f"the rule {self} sets operands= and another property: its role and direction would be the operand's "
@@ -161,8 +179,8 @@ class Rule:
 
     @property
     def speaks_of_results(self) -> bool:
-        """Whether the rule sets anything but ``operands``."""
-        return any(getattr(self, key) is not None for key in OF_RESULTS)
+        """Whether the rule sets anything but ``operands`` and their faults."""
+        return any(getattr(self, key) is not None for key in OF_RESULTS if key != "faults" or self.operands is None)
 
     def matches(self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward") -> bool:
         """Whether the rule matches an operation (``operator`` like ``"aten.mm.default"``) in the module ``path``.

@@ -184,6 +184,8 @@ def _decision(entry: Site) -> tuple[str, str]:
     """Return the texts of the columns rounding and accumulate."""
     if entry.status != "rounded" or entry.assignment is None:
         return (f"{entry.status}: {entry.reason}" if entry.reason else entry.status), ""
+    if entry.reason:  # a fault: its field and probability
+        return entry.reason, ""
     steps = entry.kind in ("contraction", "reduction", "scan", "scatter")
     return entry.assignment.said, str(entry.assignment.accumulate) if steps else ""
 

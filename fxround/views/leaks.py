@@ -157,7 +157,7 @@ def _leak(edge: Edge) -> Leak:
     enters = origin.op != "call_function"
     place = (reader if enters else made) or made
     assert place is not None and made is not None
-    value = _value_name(origin, made)
+    value = value_name(origin, made)
     return Leak(
         value=f"accumulator of {value}" if edge.accumulator else value,
         producer=edge.producer.name,
@@ -185,7 +185,7 @@ def _with_count(leak: Leak, count: Count | None) -> Leak:
     return replace(leak, outside=count.outside, elements=count.elements, first=first, number=count.number)
 
 
-def _value_name(node: fx.Node, place: Site) -> str:
+def value_name(node: fx.Node, place: Site) -> str:
     """Return what a value is to the model: its parameter, its argument, or the operator that makes it."""
     port = node.meta.get(PORT)
     if port is None:

@@ -1,0 +1,134 @@
+"""Flips: the bits that faults flipped in one call, and the elements of the results that changed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from fxround.compiler.executable import Entry
+from fxround.compiler.leaking import Leaking
+from fxround.compiler.signature import arguments
+from fxround.graph.dialect import Pointwise, read
+from fxround.graph.site import site
+from fxround.kernels.program import Program
+from fxround.numerics.faults import numbers_of
+from fxround.passes.inject_faults import FLIP
+from fxround.passes.leaks import operand_source, unrounded
+from fxround.policy import Policy
+from fxround.views.flips import Flip, Flips, flips_of
+from fxround.views.leaks import value_name
+
+# The integers that hold the encodings of dtypes.
+_CODES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Faulting(Leaking):
+    """The part of a compiled module that counts flipped bits."""
+
+    def with_policy(self, policy: Any, strict: bool | None = None) -> Self:
+        """Return the same model under another policy. ``RoundedModule`` defines it."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def flips(self, inputs: Any, *, tangents: Mapping[int, Tensor] | None = None) -> Flips:
+        """Run a call and return the bits that the policy's faults flip in it, and what becomes of the results.
+
+        The flips are those of a call with the same seed and sample. Nothing is written, and the sample stays.
+
+        Args:
+            inputs: arguments as ``example_inputs`` of ``compile``.
+            tangents: the gradient of each result as in ``observe_step``, for a training step; None for a forward pass.
+
+        Raises:
+            What capturing raises.
+        """
+        args, kwargs = arguments(inputs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        quiet = self.with_policy(_without_faults(self.policy))
+        with torch.set_grad_enabled(tangents is not None):
+            entry, other = self._entry(args, kwargs), quiet._entry(args, kwargs)
+        rows, output = _flips(entry, leaves, self.rng, tangents)
+        *_, (_, expected) = other.steps(leaves, self.rng, tangents)
+        pairs = zip(_tensors(output), _tensors(expected), strict=True)
+        changed = sum(_differ(a, b) for a, b in pairs)
+        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)))
+
+
+def _without_faults(policy: Policy) -> Policy:
+    """Return the policy with faults of probability 0, which flip nothing; its rules still match what they matched."""
+    rules = (rule if rule.faults is None else replace(rule, faults="any:0") for rule in policy.rules)
+    return replace(policy, rules=tuple(rules))
+
+
+def _flips(
+    entry: Entry, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None
+) -> tuple[list[Flip], Any]:
+    """Return a row for each fault of a graph, and the results."""
+    faults = {node.name: node for node in entry.lowered.graph.nodes if _is_fault(node)}
+    read_by: dict[str, list[fx.Node]] = {}
+    for node in faults.values():
+        read_by.setdefault(node.args[0][0].name, []).append(node)
+    kept: dict[str, Any] = {}
+    rows: list[Flip] = []
+
+    def seen(name: str, value: Any) -> None:
+        if name in faults:
+            rows.append(_row(faults[name], kept.pop(name), value))
+        for node in read_by.get(name, ()):
+            kept[node.name] = value
+
+    for name, value in entry.named(leaves, tangents).items():
+        seen(name, value)
+    output = None
+    for name, value in entry.steps(leaves, rng, tangents):
+        output = value
+        seen(name, value)
+    return rows, output
+
+
+def _is_fault(node: fx.Node) -> bool:
+    place = site(node)
+    return place is not None and place.operator == FLIP
+
+
+def _row(node: fx.Node, before: Tensor, after: Tensor) -> Flip:
+    call, place = read(node), site(node)
+    assert isinstance(call, Pointwise) and place is not None
+    source = operand_source(node) if place.kind == "operand" else unrounded(node)
+    made = site(source)
+    assert made is not None
+    (statement,) = Program.parse(call.program).statements
+    numbers = numbers_of(statement.operator)
+    assert numbers is not None and statement.rounding is not None
+    _, count, q = numbers
+    return Flip(
+        value=value_name(source, made),
+        node=node.name,
+        module=place.path,
+        source=place.source,
+        format=str(statement.rounding.format),
+        fault=place.reason.rpartition(" ")[2],
+        elements=after.numel(),
+        flipped=_differ(before, after),
+        expected=after.numel() * min(count * q, 1 << 32) / 2**32,
+        direction=place.direction,
+        role=place.role,
+        operator=made.operator,
+    )
+
+
+def _differ(a: Tensor, b: Tensor) -> int:
+    """Return how many elements have other encodings; two NaNs are equal."""
+    if not a.is_floating_point():
+        return int((a != b).sum())
+    code = _CODES[a.element_size()]
+    return int(((a.contiguous().view(code) != b.contiguous().view(code)) & ~(a.isnan() & b.isnan())).sum())
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -1,0 +1,56 @@
+"""The specification of soft errors: which code a value has, over integers and rational numbers, and what flips.
+
+It shares the layout of an encoding (``faults.Encoding``) with the kernels, and nothing else: the magnitudes of a format
+are numbered in ascending order, from zero.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from fxround.numerics.exact import floor_log2
+from fxround.numerics.faults import Encoding
+from fxround.numerics.formats import Format
+
+
+def code_of(value: float, fmt: Format) -> int:
+    """Return the code of a value of the format, which is no NaN, with the sign in the highest bit."""
+    encoding = Encoding(fmt)
+    sign = int(math.copysign(1.0, value) < 0) << encoding.magnitude
+    if math.isinf(value):
+        return sign | (encoding.last + 1)
+    magnitude = abs(Fraction(value))
+    binade = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin
+    number = magnitude / Fraction(2) ** (binade - fmt.precision + 1) + (binade - fmt.emin) * 2**encoding.trailing
+    if number.denominator != 1:
+        raise ValueError(f"{value} is no value of {fmt}")
+    return sign | int(number)
+
+
+def value_of(code: int, fmt: Format) -> float:
+    """Return the value of a code; every NaN is the one NaN."""
+    encoding = Encoding(fmt)
+    sign, number = divmod(code, 1 << encoding.magnitude)
+    if number > encoding.last:
+        other = math.nan if fmt.nan else fmt.maximum
+        magnitude = math.inf if fmt.inf and number == encoding.last + 1 else other
+    else:
+        binade, rest = divmod(number, 2**encoding.trailing)
+        flushed = binade == 0 and not fmt.subnormals
+        scale = Fraction(2) ** (fmt.emin - encoding.trailing + max(binade, 1) - 1)
+        magnitude = 0.0 if flushed else float((rest + 2**encoding.trailing * (binade > 0)) * scale)
+    if not fmt.minus_zero and magnitude == 0:
+        return math.nan if sign and fmt.nan else 0.0
+    return magnitude if math.isnan(magnitude) else math.copysign(magnitude, -1.0 if sign else 1.0)
+
+
+def flip(value: float, fmt: Format, numbers: tuple[int, int, int], random: int) -> float:
+    """Return a value of the format after a fault.
+
+    numbers: the lowest bit of the field, its number of bits, and q. random: 32 random bits.
+    """
+    first, count, q = numbers
+    if math.isnan(value) or q == 0 or random // q >= count:
+        return value
+    return value_of(code_of(value, fmt) ^ (1 << (first + random // q)), fmt)

@@ -1,0 +1,68 @@
+"""Faults: flip bits of the values that rules name, after everything else was done to them.
+
+``fxround.pointwise([x], "t0 = flip_0_3_1432(x0) @ e4m3fn/stochastic/nan", float32, rng, n)`` follows the last
+rounding of a value, once for each field, and every use of the value reads the result: the backward pass sees the same
+flipped bits, and gradients pass them unchanged. Each fault has a stream of its own, so that faults of different values
+and fields are independent, and no rounding draws other bits than without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from torch import fx
+
+from fxround.graph.dialect import Pointwise, read
+from fxround.graph.dtypes import STORAGES
+from fxround.graph.site import Site, float_value, site
+from fxround.numerics.faults import Fault, operator_of
+from fxround.passes.rewrite import Plan, decided, follow, locating, rng_of, sites
+
+FLIP: Final = "fxround.flip"
+# Streams of faults: above those of operands' roundings. A value has one for each field.
+_FAULT_STREAMS: Final = 1 << 30
+
+
+def flip_of(graph: fx.GraphModule, node: fx.Node, place: Site, fault: Fault, stream: int) -> Pointwise[fx.Node]:
+    """Return the call that flips bits of a node, which is rounded as its place says; raises UnsupportedRounding."""
+    wanted = decided(place)
+    assert wanted is not None
+    fmt = wanted[1].format
+    with locating(place):
+        program = f"t0 = {operator_of(fault, fmt)}(x0) @ {fmt}/stochastic/{fmt.default_overflow}"
+        call = Pointwise([node], program, node.meta["val"].dtype, rng_of(graph), stream)
+        call.kernel(call.loads())
+    return call
+
+
+def site_of(place: Site, fault: Fault) -> Site:
+    """Return the Site of a fault of the value at a place."""
+    wanted = decided(place)
+    assert wanted is not None
+    kind = "operand" if place.kind == "operand" else "pointwise"
+    return replace(place, operator=FLIP, kind=kind, status="rounded", reason=f"{wanted[1].format} flips {fault}")
+
+
+def inject_faults(graph: fx.GraphModule, plan: Plan) -> None:
+    """Insert the faults of every value that a rule with ``faults`` matches.
+
+    Raises UnsupportedRounding for a format without an encoding, or a probability that is too small.
+    """
+    for node, place in sites(graph):
+        wanted, value = decided(place), float_value(node)
+        if wanted is None or wanted[0].faults is None or value is None or value.dtype not in STORAGES:
+            continue
+        if place.kind in ("operand", "random") or _is_rounded_later(node, place):
+            continue
+        last = node
+        for i, fault in enumerate(wanted[0].faults.faults):
+            call = flip_of(graph, last, place, fault, _FAULT_STREAMS + 4 * place.number + i)
+            last = follow(graph, last, call, site_of(place, fault), f"{node.name}_flipped")
+
+
+def _is_rounded_later(node: fx.Node, place: Site) -> bool:
+    """Whether a pass inserted a rounding of the value after it."""
+    after = [site(user) for user in node.users if isinstance(call := read(user), Pointwise) and call.xs[0] is node]
+    rounds = [p for p in after if p is not None and p.operator == "fxround.round" and p.kind != "operand"]
+    return any(p.number == place.number for p in rounds)

@@ -1,0 +1,111 @@
+"""The table that ``flips()`` returns: a row for each fault of each value, with the bits that flipped in a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from fxround.graph.site import Direction
+from fxround.keys import selects
+from fxround.views.summaries import sorted_rows
+from fxround.views.table import Table, data_frame
+
+_SHOWN: Final = ("value", "module", "source", "format", "fault", "elements", "flipped", "expected")
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One fault of one value, and what it did in a call.
+
+    value      the operator that makes the value, or the role and the name of one that enters
+    node       the node that flips the bits, as in ``summary()``
+    module     the path of its module; "" is the root
+    source     the model's line, "file:number"; "" if unknown
+    format     the format of which the encoding is hit
+    fault      the field and its probability
+    elements   how many elements the value has
+    flipped    in how many of them a bit flipped
+    expected   the mean of that number: elements times the probability, which is a multiple of the field's bits / 2^32
+    direction  "forward", "backward" or "update"
+    role       of the value, as in a policy's rules
+    operator   of the operation
+    """
+
+    value: str
+    node: str
+    module: str
+    source: str
+    format: str
+    fault: str
+    elements: int
+    flipped: int
+    expected: float
+    direction: Direction
+    role: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Flips(Table):
+    """The bits that flipped in a call, as ``RoundedModule.flips`` returns them.
+
+    flips    the rows as data; ``found[i]`` is one ``Flip``
+    changed  how many elements of the results differ from those of the same call without faults
+    results  how many elements the results have
+
+    Example::
+
+        print(compiled.flips(x).sort("flipped", reverse=True))
+    """
+
+    flips: tuple[Flip, ...] = ()
+    changed: int = 0
+    results: int = 0
+
+    def __getitem__(self, index: int) -> Flip:
+        return self.flips[index]
+
+    @property
+    def flipped(self) -> int:
+        """The number of flipped bits."""
+        return sum(row.flipped for row in self.flips)
+
+    @property
+    def expected(self) -> float:
+        """The mean number of flipped bits."""
+        return math.fsum(row.expected for row in self.flips)
+
+    def sort(self, *by: str, reverse: bool = False) -> Flips:
+        """Return the rows sorted by one or more fields of ``Flip``; raises ValueError for another field."""
+        return flips_of(sorted_rows(self.flips, by, reverse), self.changed, self.results)
+
+    def filter(self, module: str = "*", operator: str | None = None, direction: str | None = None) -> Flips:
+        """Return the rows that match all arguments, as in ``Summary.filter``."""
+        kept = (
+            row
+            for row in self.flips
+            if selects(module, operator, path=row.module, name=row.operator, kind="")
+            and direction in (None, row.direction)
+        )
+        return flips_of(kept, self.changed, self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, with ``changed`` and ``results``."""
+        return super().to_dict() | {"changed": self.changed, "results": self.results}
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a column per field of ``Flip``. Raises ImportError without pandas."""
+        return data_frame([asdict(row) for row in self.flips], [f.name for f in fields(Flip)])
+
+
+def flips_of(flips: Iterable[Flip], changed: int, results: int) -> Flips:
+    """Return the table of these rows."""
+    kept = tuple(flips)
+    cells = tuple(tuple(getattr(row, name) for name in _SHOWN) for row in kept)
+    made = Flips(_SHOWN, cells, "", "", kept, changed, results)
+    total = sum(row.elements for row in kept)
+    note = f"{made.flipped:,} bits flipped in {total:,} values, {made.expected:.6g} are expected. "
+    note += f"{changed:,} of {results:,} elements of the results changed."
+    return Flips(_SHOWN, cells, "", note, kept, changed, results)

@@ -1,0 +1,221 @@
+"""Faults in a model: which values they hit, the bits by the specification, the counts, and what stays as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import unfused
+from torch import Tensor, nn
+
+import fxround
+from fxround import Policy, PolicyError, Rule
+from fxround.graph.dialect import Pointwise, read
+from fxround.kernels.program import Program
+from fxround.numerics.exact_faults import flip
+from fxround.numerics.faults import numbers_of
+from fxround.numerics.randomness import random_function
+
+NARROW = "e4m3fn/nearest_even/saturate"
+FAULTY = Policy(
+    "faulty",
+    (
+        Rule(rounding="dtype"),
+        Rule("0", operator="contraction", rounding="bfloat16", faults="significand:1e-2 sign:2e-3"),
+        Rule("2", operator="contraction", rounding=NARROW, faults="any:0.02"),
+        Rule(role="weight", faults="exponent:5e-3"),
+        Rule(operator="mm", direction="backward", faults="any:0.01"),
+    ),
+)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 8))
+
+
+X, TANGENT = torch.rand(16, 32), torch.rand(16, 8)
+
+
+def values_of(compiled: fxround.RoundedModule) -> dict[str, Any]:
+    """The values of a training step by their nodes, weights and arguments included."""
+    with torch.enable_grad():
+        values = dict(compiled.observe_step({0: TANGENT}, X))
+    entry = compiled._latest
+    assert entry is not None
+    return values | entry.named([X], {0: TANGENT})
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_every_element_is_flipped_as_the_specification_says() -> None:
+    """By the random word of (seed, sample, node, element), in the encoding of the declared format."""
+    compiled = fxround.compile(net(), FAULTY, seed=7).reseed(7, 3)
+    values, checked = values_of(compiled), 0
+    for node in compiled.lowered.graph.nodes:
+        call = read(node)
+        if not isinstance(call, Pointwise) or "flip_" not in call.program:
+            continue
+        (statement,) = Program.parse(call.program).statements
+        numbers = numbers_of(statement.operator)
+        assert numbers is not None and statement.rounding is not None
+        before, after = (values[n].detach().double().flatten().numpy() for n in (call.xs[0].name, node.name))
+        key = (np.full(before.size, n, np.uint32) for n in (7, 0, 3, call.node))
+        (words,) = random_function().evaluate(np.arange(before.size, dtype=np.uint64), *key)
+        expected = [
+            flip(float(v), statement.rounding.format, numbers, int(r)) for v, r in zip(before, words, strict=True)
+        ]
+        assert np.array_equal(np.array(expected), after, equal_nan=True)
+        assert np.array_equal(np.signbit(expected), np.signbit(after))
+        checked += 1
+    assert checked == 2 + 1 + 4 + 3  # two fields of the first product, one of the second; weights; three gradients
+
+
+def test_a_flipped_value_is_one_value_for_all_who_read_it() -> None:
+    """The gradient of x is a product with the flipped weight, and the fused graph has the same bits."""
+    torch.manual_seed(1)
+    layer, x, g = nn.Linear(6, 5, bias=False), torch.rand(4, 6, requires_grad=True), torch.rand(4, 5)
+    policy = Policy("p", (Rule(role="weight", rounding="dtype", faults="significand:0.3"),))
+    compiled = fxround.compile(layer, policy, seed=2)
+    compiled(x).backward(g)
+    values = dict(compiled.reseed(2).observe_step({0: g}, x))
+    weight = values["weight_flipped"]
+    assert not torch.equal(weight, layer.weight)
+    assert x.grad is not None and torch.equal(x.grad, g @ weight)
+    compiled = fxround.compile(net().eval(), FAULTY, seed=3, example_inputs=X)
+    assert torch.equal(compiled.evaluate(X), unfused(compiled).evaluate(X))
+
+
+def test_operands() -> None:
+    """The forward and the backward product read the same flipped operands; the layer's input itself stays."""
+    rule = Rule(operator="mm", direction="forward", operands=NARROW, faults="significand:0.1")
+    policy = Policy("p", (rule,))
+    torch.manual_seed(1)
+    layer, x, g = nn.Linear(16, 12, bias=False), torch.rand(24, 16, requires_grad=True), torch.rand(24, 12)
+    compiled = fxround.compile(layer, policy, seed=2)
+    assert Policy.from_toml(policy.to_toml()) == policy and policy.draws
+    compiled(x).backward(g)
+    found = compiled.reseed(2).flips(x.detach())
+    assert [(row.value, row.elements) for row in found.flips] == [("input 0", 24 * 16), ("weight weight", 16 * 12)]
+    assert all(abs(row.flipped - row.expected) < 6 * math.sqrt(row.expected) for row in found.flips)
+    values = dict(compiled.reseed(2).observe_step({0: g}, x))
+    weights = [v for n, v in values.items() if "_operand_flipped" in n and v.shape == layer.weight.shape]
+    assert weights and all(torch.equal(w, weights[0]) for w in weights)
+    rounded = fxround.round(layer.weight.detach(), NARROW)
+    assert sum(row.flipped for row in found.filter().flips[1:]) == int((weights[0] != rounded).sum()) > 0
+    assert x.grad is not None and torch.equal(x.grad, g @ weights[0])
+    assert not compiled.leaks(x.detach(), tangents={0: g})
+    with pytest.raises(PolicyError, match="bits of scaled operands do not flip yet"):
+        Rule(operator="mm", operands="mxfp8", faults="any:0.1")
+
+
+@pytest.mark.parametrize("base", ["stochastic", "e4m3fn"])
+def test_a_probability_of_zero_changes_no_bit(base: str) -> None:
+    plain = Policy.parse(base)
+    zero = plain.with_rules(Rule(faults="any:0 sign:0.0"), Rule(role="weight", faults="exponent:0"))
+    results = []
+    for policy in (
+        plain,
+        plain.with_rules(Rule(role="weight", rounding="dtype")) if base == "stochastic" else plain,
+        zero,
+    ):
+        model, x = net(), X.clone().requires_grad_()
+        y = fxround.compile(model, policy, seed=1)(x)
+        y.backward(TANGENT)
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        assert all(same(a, b) for a, b in zip(results[0], other, strict=True))
+    assert not Policy("p", (Rule(faults="any:0"),)).draws and Policy("p", (Rule(faults="any:1e-3"),)).draws
+
+
+def test_faults_change_no_random_bit_of_a_rounding() -> None:
+    plain = fxround.compile(net().eval(), "stochastic", seed=1)
+    faulty = plain.with_policy(plain.policy.with_rules(Rule("2", operator="mm", faults="any:0.5")))
+    before, after = dict(plain.observe(X)), dict(faulty.observe(X))
+    assert all(same(before[name], after[name]) for name in ("mm", "add", "tanh", "mm_1"))
+    assert not same(after["mm_1"], after["mm_1_flipped"])
+
+
+def test_counts_are_within_six_sigma() -> None:
+    """A false alarm has a probability below 2e-8 for all 10 counts (two tails of a normal distribution: 2e-9 each)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)).eval()
+    x = torch.rand(512, 64)
+    policy = Policy(
+        "p",
+        (
+            Rule("0", rounding="bfloat16", faults="significand:3e-3 exponent:1e-3 sign:2e-3"),
+            Rule("1", rounding=NARROW, faults="any:0.01"),
+            Rule(role="weight", rounding="bfloat16", faults="any:0.05"),
+        ),
+    )
+    compiled = fxround.compile(model, policy, example_inputs=x)
+    rows = [row for sample in range(2) for row in compiled.reseed(5, sample).flips(x).flips]
+    assert len(rows) == 12 and len({row.flipped for row in rows}) > 6
+    for row in rows:
+        p = row.expected / row.elements
+        assert math.isclose(p, float(row.fault.partition(":")[2]), rel_tol=1e-5)  # p is a multiple of n / 2^32
+        assert abs(row.flipped - row.expected) <= 6 * math.sqrt(row.elements * p * (1 - p)), row
+    assert {(row.value, row.elements) for row in rows} == {
+        ("weight 0.weight", 64 * 256),
+        ("weight 1.weight", 64 * 256),
+        ("aten.mm.default", 512 * 256),
+        ("aten.mm.default", 512 * 64),
+    }
+
+
+def test_the_same_faults_everywhere() -> None:
+    report = fxround.check_invariance(net().eval(), X, ("threads", "isa"), policy=FAULTY)
+    report.check()
+
+
+def test_the_report() -> None:
+    compiled = fxround.compile(net().eval(), FAULTY, example_inputs=X)
+    found = compiled.flips(X)
+    weights = ["weight 0.bias", "weight 0.weight", "weight 2.bias", "weight 2.weight"]
+    assert sorted(row.value for row in found.flips) == [*["aten.mm.default"] * 3, *weights]
+    assert [row.fault for row in found.filter("0", operator="mm").flips] == ["significand:0.01", "sign:0.002"]
+    assert found.flipped == sum(row.flipped for row in found.flips) > 0
+    quiet = compiled.with_policy(Policy("quiet", tuple(r for r in FAULTY.rules if r.role is None))).evaluate(X)
+    assert found.results == quiet.numel() and 0 < found.changed <= found.results
+    assert f"{found.flipped:,} bits flipped in" in str(found) and found.sort("flipped", reverse=True)[0].flipped > 0
+    assert list(found.to_pandas().columns)[:3] == ["value", "node", "module"]
+    step = compiled.flips(X, tangents={0: TANGENT})
+    assert {row.direction for row in step.flips} == {"forward", "backward"}
+    without = compiled.with_policy("bfloat16").flips(X)
+    assert (without.flips, without.changed) == ((), 0)
+    assert "bfloat16 flips significand:0.01" in str(compiled.summary())
+
+
+def test_flipped_values_are_in_their_format() -> None:
+    compiled = fxround.compile(net(), Policy.parse(NARROW).with_rules(Rule(faults="any:0.05")))
+    assert not compiled.leaks(X, tangents={0: TANGENT})
+
+
+def test_a_rule_with_faults_is_a_text() -> None:
+    assert Policy.from_toml(FAULTY.to_toml()) == Policy.from_dict(FAULTY.to_dict()) == FAULTY
+    assert Rule(faults="sign:1e-3").faults == "sign:0.001"
+    assert "faults=any:0.02" in str(FAULTY.rules[2])
+    with pytest.raises(PolicyError, match="faults = 'mantissa:1': no field is named 'mantissa'"):
+        Rule(faults="mantissa:1")
+    with pytest.raises(PolicyError, match="that needs operands= of a format with an encoding"):
+        Rule(role="weight", operands="identity", faults="sign:1")
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (Rule(rounding="e8m0fnu", faults="any:0.1"), "has no zero"),
+        (Rule(rounding="nf4", faults="any:0.1"), "nf4 is a table or a posit, which has no fields"),
+        (Rule(rounding="ue5m3", faults="sign:0.1"), "ue5m3 has no bits of the sign"),
+        (Rule(faults="any:1e-12"), r"a field of 32 bits can flip with probability 7\.45e-09"),
+    ],
+)
+def test_formats_without_these_bits_are_refused(rule: Rule, message: str) -> None:
+    with pytest.raises(fxround.UnsupportedRounding, match=message):
+        fxround.compile(net().eval(), Policy("p", (rule,)), example_inputs=X)
