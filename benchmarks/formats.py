@@ -1,4 +1,4 @@
-"""Scaled formats: speed of ``fxround.round``, and torchao beside it if it is installed.
+"""Scaled formats, tables and posits: speed of ``fxround.round``, and torchao beside it if it is installed.
 
     python -m benchmarks.formats
 
@@ -31,6 +31,11 @@ FORMS = (
     "int4:128",
     "bfp(8,32)",
     "fixed(16,8)",
+    "scaled(nf4;64,binary32,nearest)",
+    "nf4",
+    "nf4/stochastic",
+    "posit16",
+    "posit16/stochastic",
 )
 COLUMNS = 1000
 # How fxround and torchao name the ways to make a scale, and the elements.

@@ -28,7 +28,7 @@ def drawn_values(count: int, kind: Any, seed: int) -> list[float]:
 
 
 FORMS = {
-    "nf4": TABLES["nf4"],
+    **TABLES,
     "signs": Format.table([-1, 1]),
     "no zero": Format.table([-2, 1, 3]),
     "positive": Format.table([0.25, 8, 9]),

@@ -134,6 +134,25 @@ def test_the_step_of_up_down_reaches_the_neighbour_of_every_significand() -> Non
         assert np.array_equal(got, np.nextafter(sign * values, np.float32(end)))
 
 
+OTHER_SETS = (
+    "posit(16,2)/stochastic",
+    "nf4/nearest_odd",
+    "binary8p1se",
+    "e4m3fnuz/stochastic_c:1",
+    "bfloat16/stochastic_b:1",
+)
+
+
+@pytest.mark.parametrize("accumulate", [*OTHER_SETS, f"table({','.join(map(str, range(-60, 80)))})/stochastic"])
+def test_accumulators_in_tables_posits_and_few_random_bits_on_every_instruction_set(accumulate: str) -> None:
+    kernel = kernel_of(accumulate)
+    a, b = values((1, 5, 23), 1), values((1, 23, 19), 2)
+    want = reference.contract(kernel, a.numpy(), b.numpy(), KEY)
+    for isa in instruction_sets():
+        with instruction_set(isa):
+            same(run_product(kernel, a, b, 0, DRAW), want)
+
+
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("accumulate", ["binary32/toward_negative", "bfloat16", "binary32/up_down", RNE])
 def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: str, isa: str) -> None:
