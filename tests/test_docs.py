@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import get_args
 
 import pytest
+from models import hugging_face
 
 import fxround
 from benchmarks import walk
@@ -40,7 +41,11 @@ def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.M
     module = ModuleType(document.stem)
     monkeypatch.setitem(sys.modules, document.stem, module)
     namespace = vars(module)
-    for block in blocks(document.read_text(encoding="utf-8"), "python"):
+    code = blocks(document.read_text(encoding="utf-8"), "python")
+    if any("transformers" in block for block in code):
+        pytest.importorskip("transformers")
+        hugging_face()
+    for block in code:
         exec(compile(block, document.name, "exec"), namespace)
 
 
