@@ -181,8 +181,8 @@ class Format:
     def contains(self, values: Any) -> Any:
         """Return for each number of an array whether it is a value of the format: a bool array of the same shape.
 
-        values: numbers that binary64 holds. A NaN counts as a value of every format, because every rounding keeps it.
-        No rounding is used: a finite value is a multiple of the quantum at its magnitude.
+        values: numbers that binary64 holds. -0 counts as 0, and a NaN as a value of every format, because every
+        rounding keeps it. No rounding is used: a finite value is a multiple of the quantum at its magnitude.
         """
         if self.values:
             return np.isin(values, self.values) | np.isnan(values)
@@ -195,9 +195,8 @@ class Format:
             multiple = np.ldexp(np.rint(np.ldexp(finite, -exponent)), exponent) == finite
         tiny = (finite > 0) if self.subnormals and self.zero else finite >= math.ldexp(1.0, self.emin)
         held = multiple & (finite <= self.maximum) & (tiny | ((finite == 0) & self.zero))
-        positive = ~np.signbit(np.asarray(values, dtype=np.float64))
-        signed = np.where(x == 0, self.has_minus_zero, self.signed)
-        return np.where(np.isnan(x), True, np.where(np.isinf(x), self.inf, held) & (signed | positive))
+        positive = (x == 0) | ~np.signbit(np.asarray(values, dtype=np.float64))
+        return np.where(np.isnan(x), True, np.where(np.isinf(x), self.inf, held) & (self.signed | positive))
 
     def magnitudes(self) -> Iterator[float]:
         """Yield every finite magnitude in ascending order, for small formats."""

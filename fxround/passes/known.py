@@ -159,6 +159,8 @@ def _made(graph: fx.GraphModule, node: fx.Node, operands: Known) -> Known:
     if isinstance(call, ScatterCall):
         kept = scatter_format(Rounding.parse(call.accumulate), call.loads()[0])
         return operands | Known(frozenset([kept]))
+    if place is not None and place.kind == "random" and place.status == "exact":
+        return Known(numbers=frozenset((0.0, 1.0)))  # a mask: a probability, rounded stochastically to an integer
     if isinstance(call, Pointwise):
         last = Program.parse(call.program).statements[-1]
         if last.rounding is None:

@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "transformer": lambda: (transformer(), (torch.randn(2, 3, 8),)),
     "lstm": lambda: (LSTM(), (torch.randint(0, 5, (2, 2)),)),
 }
-POLICIES = (*PRESETS, "e4m3fn", "e5m2/stochastic/saturate", "mxfp8", "nvfp4", "int8:channel", "fixed(12,8)")
+POLICIES = (*PRESETS, "e4m3fn", "e5m2/stochastic/saturate", "mxfp8", "nvfp4", "int8:channel", "fixed(12,8)", "nf4")
 
 
 @cache
