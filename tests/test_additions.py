@@ -327,8 +327,8 @@ assert SEEN and min(SEEN) > 2
     "a preset": Addition(
         (
             Insertion(
-                "policy/__init__.py",
-                '_in_format("short", Rounding.parse("ieee(5,7)")),\n',
+                "policy/presets.py",
+                'in_format("short", Rounding.parse("ieee(5,7)")),\n',
                 after="_PRESETS: Final = (\n",
             ),
         ),

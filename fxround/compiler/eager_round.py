@@ -18,10 +18,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
 from fxround.errors import shown
-from fxround.graph.dialect import block_sizes
-from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.dialect import Call
+from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
@@ -32,10 +31,8 @@ FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
 
 
-def rounding_program(rounding: Rounding | ScaledRounding, dtype: torch.dtype = torch.float32) -> Program:
-    """Return the program that rounds its first operand, a tensor of this dtype; a scaled one has more operands."""
-    if isinstance(rounding, ScaledRounding):
-        return element_program(rounding, Format.parse(FORMAT_OF[dtype]))
+def rounding_program(rounding: Rounding) -> Program:
+    """Return the program that rounds its operand."""
     return Program((Statement("t0", "identity", ("x0",), rounding),))
 
 
@@ -128,6 +125,8 @@ def _rounded(
             f"gradient = {shown(gradient)}: a gradient is rounded to no scaled format; expected another one"
         )
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
+    if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
+        raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
     if how.zero_clamped and isinstance(parsed, ScaledRounding):
         raise ValueError(f"gradient = {str(how)!r}: not defined for a scaled format, got {parsed}")
     if how.zero_clamped and not clamps(parsed):  # type: ignore[arg-type]
@@ -188,8 +187,11 @@ def _round_tensor(
 ) -> Tensor:
     x = x.resolve_neg()
     storage_of(x, "x")
-    program, draw = rounding_program(rounding, x.dtype), Draw(seed, sample, stream)
-    operands = (x, *_scales(x, rounding, dims)) if isinstance(rounding, ScaledRounding) else (x,)
+    draw = Draw(seed, sample, stream)
+    if isinstance(rounding, ScaledRounding):
+        program, operands = _scaled(x, rounding, dims)
+    else:
+        program, operands = rounding_program(rounding), (x,)
     if out is None:
         return run_map(program, operands, x.dtype, draw)
     shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
@@ -204,17 +206,31 @@ def _round_tensor(
     return out
 
 
-def _scales(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the scale of each element; nothing for fixed point."""
-    scaling, flat = rounding.format.scaling, x.reshape(1) if x.dim() == 0 else x
-    if scaling is None:
-        return ()
-    sizes = block_sizes(scaling.block, dims, flat.dim())
-    found = [torch.ops.fxround.block_maximum(flat, s) for s in (sizes, [0] * flat.dim())[: 1 + bool(scaling.whole)]]
-    carrier = torch.float64 if x.dtype == torch.float64 else torch.float32
-    scales = run_map(scale_program(rounding, Format.parse(FORMAT_OF[carrier])), found, carrier, Draw())
-    expanded = torch.ops.fxround.block_expand(scales, flat, sizes)
-    return (expanded.reshape(()) if x.dim() == 0 else expanded,)
+def _scaled(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Program, tuple[Tensor, ...]]:
+    """Return the program of the elements of a scaled rounding, and its operands."""
+    last = _Last()
+    scaled(x.reshape(1) if x.dim() == 0 else x, max(1, x.dim()), x.dtype, rounding, dims, last)
+    return last.found[0], tuple(operand.reshape(()) if x.dim() == 0 else operand for operand in last.found[1])
+
+
+class _Last:
+    """A Writer (``graph.scaling``) that computes all but the elements, which it remembers."""
+
+    found: tuple[Program, tuple[Tensor, ...]]
+
+    def call(self, call: Call[Tensor]) -> Tensor:
+        """Return the result of an operator on blocks."""
+        result: Tensor = call.overload(*call.arguments())
+        return result
+
+    def program(self, program: Program, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the result of a program."""
+        return run_map(program, operands, dtype, Draw())
+
+    def elements(self, program: Program, operands: Sequence[Tensor]) -> Tensor:
+        """Remember the program of the elements, and return the first operand."""
+        self.found = (program, tuple(operands))
+        return operands[0]
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:

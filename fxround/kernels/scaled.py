@@ -14,36 +14,105 @@ The specification is ``numerics.exact_scaled``.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from fxround.kernels.program import Program, Statement
-from fxround.numerics.formats import Format
+from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding, Scaling
+from fxround.numerics.scaled import ScaledFormat, ScaledRounding, Scaling, integers
+
+
+def carrier_of(stored: Format) -> Format:
+    """Return the format of the scales of a tensor that is stored in this one: binary64 for it, else binary32."""
+    return FORMATS["binary64" if stored == FORMATS["binary64"] else "binary32"]
 
 
 @lru_cache(maxsize=1024)
-def scale_program(rounding: ScaledRounding, carrier: Format) -> Program:
+def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Program:
     """Return the program of the scales: x0 is a block's largest finite magnitude, x1 that of the tensor, if needed.
 
-    carrier: the format of the scales' tensor, binary64 for a tensor of binary64 and binary32 for any other.
+    For ``affine``, x0 is the largest value and x1 minus the least one, neither below zero. carrier: the format of the
+    scales' tensor. fit: the position among ``Scaling.fit``.
 
     Raises ValueError for fixed point, which has no scale.
     """
     scaling = rounding.format.scaling
     if scaling is None:
         raise ValueError(f"{rounding.format} has no scale")
+    written, element = _Statements(), rounding.format.element
+    if scaling.how == "affine":
+        # An infinite sum becomes the largest number: binary64 has no kernel that saturates.
+        range_ = written.add("clamp", written.add("add", "x0", "x1", _nearest(carrier)), 0.0, carrier.maximum, None)
+        _positive(written, written.add("div", range_, element.maximum, scaling.rounding), scaling.format)
+    elif scaling.how == "inverse":
+        # A block of zeros has the multiplier 1.
+        one = written.add("clamp", "x0", math.ldexp(1.0, carrier.quantum_exponent), math.inf, None)
+        multiplier = written.add("div", scaling.divisor(element), one, scaling.rounding)
+        multiplier = _positive(written, multiplier, scaling.format)
+        written.add("where_eq", "x0", 0.0, 1.0, multiplier, None)
+    else:
+        _scale(written, scaling, scaling.fit[fit] if scaling.fit else scaling.divisor(element), element, carrier)
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def zero_program(rounding: ScaledRounding, carrier: Format) -> Program:
+    """Return the program of zero points: x0 is minus the least value of a block, x1 its scale."""
+    element = rounding.format.element
     written = _Statements()
-    _scale(written, scaling, rounding.format.element, carrier)
+    written.add("div", "x0", "x1", Rounding(element, MODES["nearest_even"], "saturate"))
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def error_program(rounding: ScaledRounding, carrier: Format) -> Program:
+    """Return the program of squared errors relative to a block's largest magnitude: x0 an element, x1 a scale, x2 the
+    magnitude. The error is that of the rounding to nearest; infinities and NaNs have none.
+    """
+    written, nearest = _Statements(), _nearest(carrier)
+    quotient = written.add("div", "x0", "x1", replace(rounding.element, mode=MODES["nearest_even"]))
+    lost = written.add("sub", "x0", written.add("mul", quotient, "x1", nearest), nearest)
+    most = written.add("clamp", "x2", math.ldexp(1.0, carrier.quantum_exponent), math.inf, None)
+    ratio = written.add("div", lost, most, nearest)
+    squared = written.add("mul", ratio, ratio, nearest)
+    written.add("where_le", written.add("abs", "x0", None), carrier.maximum, squared, 0.0, None)
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=64)
+def choice_program(count: int) -> Program:
+    """Return the program of the best of ``count`` scales: x0, x1, ... the errors, and then the scales."""
+    written = _Statements()
+    error, scale = "x0", f"x{count}"
+    for i in range(1, count):
+        better = written.add("where_lt", f"x{i}", error, f"x{count + i}", scale, None)
+        if i < count - 1:
+            error = written.add("where_lt", f"x{i}", error, f"x{i}", error, None)
+        scale = better
     return Program(tuple(written.statements))
 
 
 @lru_cache(maxsize=1024)
 def element_program(rounding: ScaledRounding, stored: Format) -> Program:
-    """Return the program of the elements of a tensor that is stored in this format: x0 an element, x1 its scale."""
-    written = _Statements()
-    if rounding.format.scaling is None:
-        _fixed(written, rounding, stored)
+    """Return the program of the elements of a tensor that is stored in this format: x0 an element, x1 its scale.
+
+    For ``inverse``, x1 is the multiplier; for ``affine``, x2 is the zero point.
+    """
+    written, carrier = _Statements(), carrier_of(stored)
+    scaling = rounding.format.scaling
+    if scaling is None:
+        _unscaled(written, rounding, stored)
+    elif scaling.how == "inverse":
+        element = written.add("mul", "x0", "x1", rounding.element)
+        own = written.add("reciprocal", "x1", _nearest(carrier))
+        written.add("mul", element, own, _nearest(stored))
+    elif scaling.how == "affine":
+        # Every sum of integers is exact. The wider integers keep what the zero point brings back into the range.
+        exact, most = _nearest(carrier), rounding.format.element.maximum
+        quotient = written.add("div", "x0", "x1", replace(rounding.element, format=_wider(rounding.format.element)))
+        kept = written.add("clamp", written.add("add", quotient, "x2", exact), 0.0, most, None)
+        written.add("mul", written.add("sub", kept, "x2", exact), "x1", _nearest(stored))
     else:
         written.add("mul", written.add("div", "x0", "x1", rounding.element), "x1", _nearest(stored))
     return Program(tuple(written.statements))
@@ -63,9 +132,9 @@ class _Statements:
         return target
 
 
-def _scale(written: _Statements, scaling: Scaling, element: Format, carrier: Format) -> str:
+def _scale(written: _Statements, scaling: Scaling, divisor: float, element: Format, carrier: Format) -> str:
     """Write the scale's statements, of which the last one is the scale; return its target."""
-    most, divisor = "x0", scaling.divisor(element)
+    most = "x0"
     if scaling.how == "even" and scaling.whole is None:
         # The quotient is rounded, not the magnitude, which may round to a power of two beyond the carrier.
         largest = math.ldexp(2.0 - math.ldexp(1.0, 1 - element.precision), carrier.emax)
@@ -79,7 +148,9 @@ def _scale(written: _Statements, scaling: Scaling, element: Format, carrier: For
         return _positive(written, written.add("div", most, divisor, scaling.rounding), scaling.format)
     # A scale saturates: an infinite one would make NaNs of finite elements.
     wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
-    outer = _positive(written, written.add("div", "x1", divisor * scaling.format.maximum, wide), scaling.whole)
+    # The scale of the tensor is relative to the element format's largest value whatever the block is fitted to.
+    largest = scaling.divisor(element) * scaling.format.maximum
+    outer = _positive(written, written.add("div", "x1", largest, wide), scaling.whole)
     inner = written.add("div", written.add("div", most, outer, wide), divisor, scaling.rounding)
     scale = written.add("mul", _positive(written, inner, scaling.format), outer, wide)
     return _positive(written, scale, scaling.whole)
@@ -92,15 +163,38 @@ def _positive(written: _Statements, scale: str, fmt: Format) -> str:
     return written.add("clamp", scale, math.ldexp(1.0, fmt.quantum_exponent), math.inf, None)
 
 
-def _fixed(written: _Statements, rounding: ScaledRounding, stored: Format) -> None:
-    """Fixed point needs no scale; two's complement has one value less above zero than below."""
-    found = written.add("identity", "x0", rounding.element)
-    least = rounding.format.lowest
-    if least is not None:
-        most = -least - math.ldexp(1.0, rounding.format.element.quantum_exponent)
-        found = written.add("clamp", found, least, most, None)
-    if not rounding.format.element.within(stored):
+def _unscaled(written: _Statements, rounding: ScaledRounding, stored: Format) -> None:
+    """Write the statements of elements that share no scale: fixed point, or a scale that is given."""
+    form, carrier = rounding.format, carrier_of(stored)
+    used = rounding.multiples(carrier) if rounding.overflow == "wrap" else rounding.element
+    found = written.add("identity", "x0", used) if form.unit is None else written.add("div", "x0", form.unit, used)
+    if rounding.overflow == "wrap":
+        found = _wrapped(written, found, form, stored if form.unit is None else carrier, carrier)
+    elif form.span is not None:
+        found = written.add("clamp", found, *form.span, None)
+    if form.unit is not None:
+        written.add("mul", found, form.unit, _nearest(stored))
+    elif rounding.overflow != "wrap" and not form.element.within(stored):
         written.add("identity", found, _nearest(stored))
+
+
+def _wrapped(written: _Statements, value: str, form: ScaledFormat, result: Format, carrier: Format) -> str:
+    """Write value modulo the number of elements, within their span; infinities become NaN.
+
+    Each step is exact but the last, which rounds to the format of the result.
+    """
+    assert form.span is not None
+    (least, most), exact = form.span, _nearest(carrier)
+    count = most - least + math.ldexp(1.0, form.element.quantum_exponent)
+    rest = written.add("remainder", value, count, exact)
+    folded = written.add("where_le", rest, most, rest, written.add("sub", rest, count, exact), None)
+    # -0 becomes +0.
+    return written.add("add", folded, 0.0, _nearest(result))
+
+
+def _wider(element: Format) -> Format:
+    """Return the integers of one bit more."""
+    return integers(element.precision + 2)
 
 
 def _nearest(fmt: Format) -> Rounding:

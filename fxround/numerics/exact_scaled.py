@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from fxround.numerics.exact import round_exact, round_float
-from fxround.numerics.formats import Format
+from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding, Scaling
+from fxround.numerics.scaled import ScaledRounding, Scaling, fixed_point
 
 
-def largest(values: Sequence[float]) -> Fraction:
-    """Return the largest finite magnitude, 0 if there is none."""
-    return max((Fraction(abs(v)) for v in values if math.isfinite(v)), default=Fraction(0))
+def largest(values: Sequence[float], percentile: float | None = None) -> Fraction:
+    """Return the largest finite magnitude, or the least that ``percentile`` percent do not exceed; 0 for none."""
+    finite = sorted(Fraction(abs(v)) for v in values if math.isfinite(v))
+    if not finite:
+        return Fraction(0)
+    rank = len(finite) if percentile is None else math.ceil(Fraction(percentile) * len(finite) / 100)
+    return finite[rank - 1]
 
 
 def round_block(
@@ -36,27 +41,100 @@ def round_block(
     """
     bits = list(randoms) or [0] * len(values)
     scaling, element = rounding.format.scaling, rounding.element
-    own = Rounding(stored, MODES["nearest_even"], stored.default_overflow)
     if scaling is None:
-        found = [round_float(v, element, r) for v, r in zip(values, bits, strict=True)]
-        return [round_float(_at_least(v, rounding), own) for v in found]
-    most = largest(values)
-    scale = scale_of(most, most if whole is None else whole, scaling, element.format)
-    return [_element(v, scale, element, own, r) for v, r in zip(values, bits, strict=True)]
+        return [_unscaled(v, rounding, stored, r) for v, r in zip(values, bits, strict=True)]
+    carrier = FORMATS["binary64" if stored == FORMATS["binary64"] else "binary32"]
+    if scaling.how == "affine":
+        return _affine(values, rounding, stored, carrier, bits)
+    most = largest(values, scaling.percentile)
+    if scaling.how == "inverse":
+        multiplier = _positive(Fraction(scaling.divisor(element.format)) / most, scaling.rounding) if most else 1
+        own = Fraction(_nearest(1 / Fraction(multiplier), carrier))
+        scale = 1 / Fraction(multiplier)
+        return [_element(v, scale, own, element, stored, r) for v, r in zip(values, bits, strict=True)]
+    scale = best_scale(values, most, most if whole is None else whole, rounding, carrier)
+    return [_element(v, scale, scale, element, stored, r) for v, r in zip(values, bits, strict=True)]
 
 
-def scale_of(most: Fraction, whole: Fraction, scaling: Scaling, element: Format) -> Fraction:
-    """Return the scale of a block with this largest magnitude, in a tensor with the largest magnitude ``whole``."""
+def best_scale(
+    values: Sequence[float], most: Fraction, whole: Fraction, rounding: ScaledRounding, carrier: Format
+) -> Fraction:
+    """Return the scale of a block; where it is fitted, the first of those with the least error."""
+    scaling, element = rounding.format.scaling, rounding.format.element
+    assert scaling is not None
+    if not scaling.fit:
+        return scale_of(most, whole, scaling, element)
+    scales = [scale_of(most, whole, scaling, element, target) for target in scaling.fit]
+    errors = [_error(values, scale, most, rounding, carrier) for scale in scales]
+    return scales[errors.index(min(errors))]
+
+
+def _error(
+    values: Sequence[float], scale: Fraction, most: Fraction, rounding: ScaledRounding, carrier: Format
+) -> float:
+    """Return the sum of squared errors relative to ``most``: each step rounded to the carrier, the exact sum once."""
+    nearest = replace(rounding.element, mode=MODES["nearest_even"])
+    unit = most or Fraction(2) ** carrier.quantum_exponent
+    total = Fraction(0)
+    for value in (Fraction(v) for v in values if math.isfinite(v)):
+        kept = round_exact(value / scale, value < 0, nearest)
+        if not math.isfinite(kept):
+            return math.inf
+        back = _nearest(Fraction(kept) * scale, carrier)
+        lost = _nearest(value - Fraction(back), carrier) if math.isfinite(back) else math.inf
+        ratio = _nearest(Fraction(lost) / unit, carrier) if math.isfinite(lost) else math.inf
+        squared = _nearest(Fraction(ratio) ** 2, carrier) if math.isfinite(ratio) else math.inf
+        if not math.isfinite(squared):
+            return math.inf
+        total += Fraction(squared)
+    return _nearest(total, carrier)
+
+
+def _affine(
+    values: Sequence[float], rounding: ScaledRounding, stored: Format, carrier: Format, bits: Sequence[int]
+) -> list[float]:
+    """Return the elements of a block of integers with a zero point, 0 to M: (R(x / s) + z, within 0 and M, - z) s."""
+    scaling, element = rounding.format.scaling, rounding.element
+    assert scaling is not None
+    most = int(element.format.maximum)
+    above, below = (largest([max(0.0, sign * v) for v in values if math.isfinite(v)]) for sign in (1, -1))
+    span = round_exact(above + below, False, Rounding(carrier, MODES["nearest_even"], "saturate"))
+    scale = _positive(Fraction(span) / most, scaling.rounding)
+    nearest = Rounding(element.format, MODES["nearest_even"], "saturate")
+    zero = int(round_exact(below / scale, False, nearest))
+    wide = replace(element, format=fixed_point(element.format.precision + 2, 0))
+    found = []
+    for value, random in zip(values, bits, strict=True):
+        if math.isfinite(value):
+            kept = round_exact(Fraction(value) / scale, math.copysign(1.0, value) < 0, wide, random)
+        else:
+            kept = round_float(value, wide, random)
+        if math.isnan(kept):
+            found.append(kept)
+        else:
+            integer = min(max(int(kept) + zero, 0), most) - zero
+            found.append(round_exact(integer * scale, integer < 0, _own(stored)))
+    return found
+
+
+def scale_of(
+    most: Fraction, whole: Fraction, scaling: Scaling, element: Format, target: float | None = None
+) -> Fraction:
+    """Return the scale of a block with this largest magnitude, in a tensor with the largest magnitude ``whole``.
+
+    target: the element value to which ``most`` is mapped; None for the scaling's own.
+    """
     divisor = Fraction(scaling.divisor(element))
+    mapped = divisor if target is None else Fraction(target)
     if scaling.how == "even":
         unbounded = Format.custom(precision=element.precision, emin=-1022, maximum=2.0**1023)
         most = Fraction(round_exact(most, False, Rounding(unbounded, MODES["nearest_away"], "inf")))
     if scaling.whole is None:
-        return _positive(most / divisor, scaling.rounding)
+        return _positive(most / mapped, scaling.rounding)
     wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
     outer = _positive(whole / (divisor * Fraction(scaling.format.maximum)), wide)
     inner = Fraction(round_exact(most / outer, False, wide))
-    return _positive(_positive(inner / divisor, scaling.rounding) * outer, wide)
+    return _positive(_positive(inner / mapped, scaling.rounding) * outer, wide)
 
 
 def _positive(value: Fraction, rounding: Rounding) -> Fraction:
@@ -65,19 +143,52 @@ def _positive(value: Fraction, rounding: Rounding) -> Fraction:
     return found or Fraction(2) ** rounding.format.quantum_exponent
 
 
-def _element(value: float, scale: Fraction, element: Rounding, own: Rounding, random: int) -> float:
+def _nearest(value: Fraction, fmt: Format) -> float:
+    return round_exact(value, value < 0, _own(fmt))
+
+
+def _own(stored: Format) -> Rounding:
+    """The rounding of a result to the format of its tensor."""
+    return Rounding(stored, MODES["nearest_even"], stored.default_overflow)
+
+
+def _element(value: float, scale: Fraction, back: Fraction, element: Rounding, stored: Format, random: int) -> float:
+    """Return R(value / scale) times ``back``."""
     if not math.isfinite(value):
         quotient = round_float(value, element, random)
     else:
         quotient = round_exact(Fraction(value) / scale, math.copysign(1.0, value) < 0, element, random)
     if not math.isfinite(quotient):
         return quotient
-    return round_exact(Fraction(quotient) * scale, math.copysign(1.0, quotient) < 0, own)
+    return round_exact(Fraction(quotient) * back, math.copysign(1.0, quotient) < 0, _own(stored))
 
 
-def _at_least(value: float, rounding: ScaledRounding) -> float:
-    """Return the value within the bounds of two's complement, which has one value more below zero than above."""
-    least = rounding.format.lowest
-    if least is None or math.isnan(value):
-        return value
-    return min(max(value, least), -least - math.ldexp(1.0, rounding.format.element.quantum_exponent))
+def _unscaled(value: float, rounding: ScaledRounding, stored: Format, random: int) -> float:
+    """Return an element of fixed point, or one with a scale that is given."""
+    unit = Fraction(1 if rounding.format.unit is None else rounding.format.unit)
+    if rounding.overflow == "wrap":
+        return _wrapped(value, unit, rounding, stored, random)
+    if math.isfinite(value):
+        kept = round_exact(Fraction(value) / unit, math.copysign(1.0, value) < 0, rounding.element, random)
+    else:
+        kept = round_float(value, rounding.element, random)
+    if rounding.format.span is not None and not math.isnan(kept):
+        kept = min(max(kept, rounding.format.span[0]), rounding.format.span[1])
+    if not math.isfinite(kept):
+        return kept
+    return round_exact(Fraction(kept) * unit, math.copysign(1.0, kept) < 0, _own(stored))
+
+
+def _wrapped(value: float, unit: Fraction, rounding: ScaledRounding, stored: Format, random: int) -> float:
+    """Return the element that equals R(value / unit) modulo the number of elements; NaN for an infinity."""
+    assert rounding.format.span is not None
+    if not math.isfinite(value):
+        return math.nan
+    carrier = FORMATS["binary64" if stored == FORMATS["binary64"] else "binary32"]
+    multiple = round_exact(Fraction(value) / unit, value < 0, rounding.multiples(carrier), random)
+    if not math.isfinite(multiple):
+        return math.nan
+    least, most = map(Fraction, rounding.format.span)
+    count = most - least + Fraction(2) ** rounding.format.element.quantum_exponent
+    kept = (Fraction(multiple) - least) % count + least
+    return round_exact(kept * unit, kept < 0, _own(stored))

@@ -12,21 +12,30 @@ binary32 scale for the tensor).
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from fxround.errors import shown
+from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS, Format, Overflow
 from fxround.numerics.modes import MODES, Mode, Rounding
+from fxround.numerics.randomness import random_function
 
 # How a scale is made of the largest magnitude m. With the element format's largest value M and the largest power of two
 # 2^e in it: floor, ceil: m / 2^e, to the power of two below or above. even: floor of m rounded to the element's
-# precision, ties away. up: m / M, to the scale format's value above. nearest: m / M, to nearest.
-How = Literal["floor", "ceil", "even", "up", "nearest"]
-_HOWS: Final = ("floor", "ceil", "even", "up", "nearest")
+# precision, ties away. up: m / M, to the scale format's value above. nearest: m / M, to nearest. inverse: the
+# multiplier M / m is rounded in place of the scale, and elements are multiplied by it. affine: the range from the least
+# to the largest value, with a zero point.
+How = Literal["floor", "ceil", "even", "up", "nearest", "inverse", "affine"]
+_HOWS: Final = ("floor", "ceil", "even", "up", "nearest", "inverse", "affine")
+# A choice between more scales takes more passes over the tensor than it is worth.
+_MOST_FITS: Final = 8
 # Elements that share a scale: consecutive ones along a dimension, a tile of the last two dimensions, all along the
 # given dimensions, or all of the tensor.
 Block = tuple[int, ...] | Literal["channel", "tensor"]
@@ -41,14 +50,29 @@ class Scaling:
     format      the format of the scale
     how         how it is made of the largest magnitude (``How``)
     whole       the format of a scale of the whole tensor, by which the block's scales are divided first; None for none
+    percentile  m is the least magnitude that so many percent of the finite ones do not exceed; None: the largest
+    fit         element values to which m is mapped in turn, in place of M: of these scales, each block takes the one
+                with the least sum of squared errors, the first of equal ones
     """
 
     block: Block
     format: Format
     how: How
     whole: Format | None = None
+    percentile: float | None = None
+    fit: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.percentile is not None and not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile={self.percentile}: expected more than 0 and at most 100")
+        if self.fit and not (2 <= len(self.fit) <= _MOST_FITS and all(_is_short(v) and v > 0 for v in self.fit)):
+            raise ValueError(f"fit={list(self.fit)}: expected 2 to {_MOST_FITS} positive binary32 numbers")
+        if self.fit and self.how not in ("up", "nearest"):
+            raise ValueError(f"fit chooses between scales that are made by up or nearest, got {self.how}")
+        if self.how in ("inverse", "affine") and (self.whole is not None or self.percentile is not None):
+            raise ValueError(f"{self.how} takes the largest magnitude, and no scale of the tensor and no percentile")
+        if self.how == "inverse" and not (self.format == FORMATS["binary32"] or self.format.precision == 1):
+            raise ValueError(f"inverse makes multipliers in binary32 or powers of two, got {self.format}")
         if self.how not in _HOWS:
             raise ValueError(f"a scale is made by {', '.join(_HOWS)}, got {shown(self.how)}")
         if not isinstance(self.block, str) and (len(self.block) not in (1, 2) or min(self.block) < 1):
@@ -62,6 +86,8 @@ class Scaling:
     def rounding(self) -> Rounding:
         """The rounding of a quotient to a scale."""
         modes = {"floor": "toward_zero", "even": "toward_zero", "ceil": "toward_positive", "up": "toward_positive"}
+        if self.how == "inverse" and self.format.precision == 1:
+            modes["inverse"] = "toward_zero"
         return Rounding(self.format, MODES[modes.get(self.how, "nearest_even")], "saturate")
 
     def divisor(self, element: Format) -> float:
@@ -71,21 +97,35 @@ class Scaling:
     def __str__(self) -> str:
         block = self.block if isinstance(self.block, str) else "x".join(map(str, self.block))
         whole = f",{self.whole}" if self.whole is not None else ""
-        return f"{block},{self.format},{self.how}{whole}"
+        percentile = f",percentile={self.percentile!r}" if self.percentile is not None else ""
+        fit = f",fit={':'.join(map(repr, self.fit))}" if self.fit else ""
+        return f"{block},{self.format},{self.how}{whole}{percentile}{fit}"
 
 
 @dataclass(frozen=True)
 class ScaledFormat:
-    """An element format, the least value if it is not minus the largest, and a scaling (None: fixed point).
+    """An element format and a scaling, with the bounds of elements where these are not the format's own.
 
-    ``ScaledFormat.parse(str(f)) == f``. ``name`` is how it is spelled, which does not count for equality.
+    scaling   None for elements without a scale of their blocks: fixed point, and elements with a given scale
+    span      the least and the largest element, for two's complement, unsigned elements and zero points; None for the
+              element format's own
+    unit      the scale that is given, the same for all elements; None for 1
+
+    ``ScaledFormat.parse(str(f)) == f``.
     """
 
     element: Format
     scaling: Scaling | None
-    lowest: float | None = None
+    span: tuple[float, float] | None = None
+    unit: float | None = None
 
     def __post_init__(self) -> None:
+        if self.span is not None and not (self.scaling is None and self.span[0] <= 0 <= self.span[1]):
+            raise ValueError(f"{self}: bounds belong to elements without a scale of their blocks, and contain zero")
+        if self.unit is not None and not (self.scaling is None and self.unit > 0 and _is_short(self.unit)):
+            raise ValueError(f"{self}: a given scale is a positive number of binary32")
+        if self.scaling is not None and self.scaling.how == "affine" and not _is_integer(self.element):
+            raise ValueError(f"{self}: affine goes with integers, as in uint8")
         if self.scaling is None or self.scaling.whole is None:
             return
         most = self.scaling.divisor(self.element) * self.scaling.format.maximum
@@ -96,13 +136,17 @@ class ScaledFormat:
             )
 
     def __str__(self) -> str:
-        lowest = "" if self.lowest is None else f";{self.lowest.hex()}"
-        return f"scaled({self.element};{self.scaling or 'fixed'}{lowest})"
+        unit = "" if self.unit is None else f",scale={self.unit!r}"
+        span = "" if self.span is None else f";{self.span[0]!r}:{self.span[1]!r}"
+        return f"scaled({self.element};{self.scaling or 'fixed' + unit}{span})"
 
     @staticmethod
     def parse(text: str) -> ScaledFormat:
-        """Parse a name of SCALED, with another block after a colon; int2 to int16, bfp(bits,block), fixed(...), or the
-        full text ``scaled(element;block,scale,how[,whole][;lowest])``.
+        """Parse a name of SCALED, int2 to int16, uint2 to uint16, bfp(bits,block), fixed(bits,fraction),
+        ufixed(bits,fraction), or a full text.
+
+        A name may have another block and options after a colon, ``int8:channel,percentile=99.9``. The full texts are
+        ``scaled(element;block,scale,how[,whole][,option])`` and ``scaled(element;fixed[,scale=number][;least:most])``.
 
         Raises ValueError for anything else, with the nearest names.
         """
@@ -111,16 +155,48 @@ class ScaledFormat:
             near = get_close_matches(text[:40], SCALED, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(
-                f"no scaled format is named {shown(text)}{hint} Known: {', '.join(SCALED)}, int2 to int16, "
-                "bfp(bits,block), fixed(bits,fraction), each but fixed with :block, :channel or :tensor"
+                f"no scaled format is named {shown(text)}{hint} Known: {', '.join(SCALED)}, int2 to int16, uint2 to "
+                "uint16, bfp(bits,block), each with :block, :channel or :tensor; fixed(bits,fraction), "
+                "ufixed(bits,fraction)"
             )
         return found
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """A random Hadamard transform of ``size`` consecutive elements: x S H / sqrt(size).
+
+    H is Sylvester's matrix, and S changes the signs that are drawn from the seed. Its columns are orthogonal, so that
+    the product of two operands that were transformed along the sum is that of the operands.
+    """
+
+    size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size not in (4, 16, 64, 256):
+            raise ValueError(
+                f"hadamard({self.size}): expected 4, 16, 64 or 256 elements, whose square root is a power of two"
+            )
+
+    def __str__(self) -> str:
+        return f"hadamard({self.size}{f',{self.seed}' if self.seed else ''})"
+
+    def matrix(self) -> list[list[float]]:
+        """Return S H / sqrt(size); row i has the sign of bit 0 of the random word of element i."""
+        words = random_function().evaluate(np.arange(self.size, dtype=np.uint64), self.seed, 0, 0, 0)[0]
+        unit = self.size**-0.5
+        return [
+            [unit * (-1) ** (int(words[i]) + (i & j).bit_count()) for j in range(self.size)] for i in range(self.size)
+        ]
 
 
 @dataclass(frozen=True)
 class ScaledRounding:
     """A rounding to a scaled format: the mode and the overflow are those of its elements.
 
+    The overflow ``wrap`` keeps the bits of two's complement that the format has; it goes with fixed point. hadamard: a
+    transform of the operand before it is rounded; both operands of a product need the same.
     ``ScaledRounding.parse(str(r)) == r``. Example::
 
         fxround.round(x, "mxfp8/stochastic", dim=-1, seed=1)
@@ -128,34 +204,46 @@ class ScaledRounding:
 
     format: ScaledFormat
     mode: Mode
-    overflow: Overflow
+    overflow: Overflow | Literal["wrap"]
+    hadamard: Hadamard | None = None
 
     def __post_init__(self) -> None:
-        Rounding(self.format.element, self.mode, self.overflow)  # raises for an overflow that elements cannot have
+        if self.overflow == "wrap" and self.format.span is None:
+            raise ValueError(f"{self}: wrap goes with fixed point, as in fixed(8,4)/nearest_even/wrap")
+        self.element  # noqa: B018 - raises for an overflow that elements cannot have
 
     @property
     def element(self) -> Rounding:
-        """The rounding of a quotient to an element."""
-        return Rounding(self.format.element, self.mode, self.overflow)
+        """The rounding of a quotient to an element; for ``wrap``, of one that does not overflow."""
+        fmt = self.format.element
+        return Rounding(fmt, self.mode, fmt.default_overflow if self.overflow == "wrap" else self.overflow)
+
+    def multiples(self, carrier: Format) -> Rounding:
+        """The rounding to multiples of the element's quantum, of any size: larger numbers of the carrier are such."""
+        precision = carrier.precision
+        emin = self.format.element.quantum_exponent + precision - 1
+        return Rounding(Format.custom(precision=precision, emin=emin, maximum=carrier.maximum), self.mode, "inf")
 
     def __str__(self) -> str:
-        return f"{self.format}/{self.mode}/{self.overflow}"
+        return f"{f'{self.hadamard}+' if self.hadamard else ''}{self.format}/{self.mode}/{self.overflow}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ScaledRounding.parse, (str(self),))
 
     @staticmethod
     def parse(text: str) -> ScaledRounding:
-        """Parse ``scaled_format[/mode[/overflow]]``: to nearest even and saturating unless the text says otherwise.
+        """Parse ``[hadamard(n)+]scaled_format[/mode[/overflow]]``: to nearest even and saturating unless the text says
+        otherwise.
 
         Raises ValueError, which names the part that is wrong.
         """
-        parts = [p.strip() for p in text.split("/")]
+        transform, rest = _transform(text)
+        parts = [p.strip() for p in rest.split("/")]
         if len(parts) > 3:
             raise ValueError(f"{shown(text)} has {len(parts)} parts; expected format[/mode[/overflow]]")
         mode = Mode.parse(parts[1]) if len(parts) > 1 else MODES["nearest_even"]
         overflow: Any = parts[2] if len(parts) > 2 else "saturate"
-        return ScaledRounding(ScaledFormat.parse(parts[0]), mode, overflow)
+        return ScaledRounding(ScaledFormat.parse(parts[0]), mode, overflow, transform)
 
 
 def any_rounding(text: Any) -> Rounding | ScaledRounding:
@@ -175,7 +263,16 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
 
 def is_scaled(text: Any) -> bool:
     """Whether a text names a scaled format, or a rounding to one."""
-    return isinstance(text, str) and _parsed(text.partition("/")[0].strip()) is not None
+    if not isinstance(text, str):
+        return False
+    transform, rest = _transform(text)
+    return transform is not None or _parsed(rest.partition("/")[0].strip()) is not None
+
+
+def _transform(text: str) -> tuple[Hadamard | None, str]:
+    """Return the transform of a text, and the text after it."""
+    found = re.match(r"\s*hadamard\(([0-9]{1,4})(?:,\s*([0-9]{1,9}))?\)\+", text)
+    return (Hadamard(int(found[1]), int(found[2] or 0)), text[found.end() :]) if found else (None, text)
 
 
 def integers(bits: int) -> Format:
@@ -226,51 +323,138 @@ def _parsed(text: str) -> ScaledFormat | None:
     full = re.fullmatch(r"scaled\((.{1,8200})\)", text)
     if full:
         return _full(full[1], text)
-    base, colon, block = text.partition(":")
+    base, colon, rest = text.partition(":")
     found = _named(base)
     if found is None or not colon:
         return found
+    words = rest.split(",")
+    block = words.pop(0) if "=" not in words[0] else None
+    options = _options(words, text)
+    if "scale" in options:
+        return _given(found, base, options, text)
     if found.scaling is None:
         raise ValueError(f"{shown(text)}: fixed point has no scale, and so no block")
-    scaling = found.scaling
-    return ScaledFormat(found.element, Scaling(_block(block, text), scaling.format, scaling.how, scaling.whole))
+    scaling = found.scaling if block is None else replace(found.scaling, block=_block(block, text))
+    return replace(found, scaling=replace(scaling, **_known(options, ("percentile", "fit"), text)))
 
 
 def _named(base: str) -> ScaledFormat | None:
     if base in SCALED:
         return SCALED[base]
-    whole = re.fullmatch(r"int([0-9]{1,2})", base)
+    whole = re.fullmatch(r"(u?)int([0-9]{1,2})", base)
     if whole:
-        if not 2 <= int(whole[1]) <= 16:
+        bits, how = int(whole[2]), "affine" if whole[1] else "nearest"
+        if not 2 <= bits <= 16:
             raise ValueError(f"{shown(base)}: integers have 2 to 16 bits")
-        return ScaledFormat(integers(int(whole[1])), Scaling("tensor", FORMATS["binary32"], "nearest"))
+        # An unsigned integer has no sign's bit.
+        element = integers(bits + 1 if whole[1] else bits)
+        return ScaledFormat(element, Scaling("tensor", FORMATS["binary32"], how))  # type: ignore[arg-type]
     floating = re.fullmatch(r"bfp\(([0-9]{1,2}),\s*([0-9]{1,6})\)", base)
     if floating:
         bits = int(floating[1])
         return ScaledFormat(fixed_point(bits, bits - 2), Scaling((int(floating[2]),), _POWERS, "floor"))
-    fixed = re.fullmatch(r"fixed\(([0-9]{1,2}),\s*(-?[0-9]{1,4})\)", base)
+    fixed = re.fullmatch(r"(u?)fixed\(([0-9]{1,2}),\s*(-?[0-9]{1,4})\)", base)
     if fixed:
-        bits, fraction = int(fixed[1]), int(fixed[2])
-        held = fixed_point(bits, fraction)
-        lowest = -(2.0 ** (bits - 1 - fraction))
-        # One more value below: the format has it on both sides, and the program removes the one above.
-        wide = Format.custom(precision=bits, emin=bits - 1 - fraction, maximum=-lowest, inf=False, nan=False)
-        return ScaledFormat(wide, None, lowest if held.maximum < wide.maximum else None)
+        bits, fraction, unsigned = int(fixed[2]), int(fixed[3]), bool(fixed[1])
+        fixed_point(bits, fraction)  # raises for numbers out of range
+        return _spanning(0 if unsigned else -(1 << (bits - 1)), (1 << bits) - 1, -fraction)
     return None
+
+
+def _spanning(least: int, more: int, exponent: int) -> ScaledFormat:
+    """Return the multiples of 2^exponent from ``least`` to ``least + more`` of them, without a scale."""
+    most = least + more
+    unit = 2.0**exponent
+    # The format has the same values on both sides of zero; the span removes those that are too many.
+    magnitude = max(-least, most)
+    precision = magnitude.bit_length() - (magnitude & (magnitude - 1) == 0)
+    precision = max(2, min(53, precision))
+    wide = Format.custom(
+        precision=precision, emin=precision - 1 + exponent, maximum=magnitude * unit, inf=False, nan=False
+    )
+    return ScaledFormat(wide, None, (least * unit, most * unit))
+
+
+def _given(found: ScaledFormat, base: str, options: dict[str, Any], text: str) -> ScaledFormat:
+    """Return a format with a scale that is given, and perhaps a zero point."""
+    known = _known(options, ("scale", "zero"), text)
+    if found.scaling is None or not re.fullmatch(r"u?int[0-9]+", base):
+        raise ValueError(f"{shown(text)}: a scale is given to integers; write scaled(element;fixed,scale=number)")
+    if "zero" not in known and not base.startswith("u"):
+        return ScaledFormat(found.element, None, unit=known["scale"])
+    bits, zero = int(base.rpartition("t")[2]), known.get("zero", 0.0)
+    least = 0 if base.startswith("u") else -(1 << (bits - 1))
+    if not (float(zero).is_integer() and least <= zero <= least + (1 << bits) - 1):
+        raise ValueError(f"{shown(text)}: a zero point is one of the integers, got {zero}")
+    return replace(_spanning(least - int(zero), (1 << bits) - 1, 0), unit=known["scale"])
 
 
 def _full(inside: str, text: str) -> ScaledFormat:
     element, _, rest = inside.partition(";")
-    how, _, lowest = rest.partition(";")
-    least = float.fromhex(lowest) if lowest else None
-    if how == "fixed":
-        return ScaledFormat(Format.parse(element), None, least)
-    parts = re.split(r",(?![^()]*\))", how)
-    if len(parts) not in (3, 4):
-        raise ValueError(f"{shown(text)}: expected scaled(element;block,scale,how[,whole][;lowest])")
-    block, scale, made, *whole = parts
+    how, _, bounds = rest.partition(";")
+    words = re.split(r",(?![^()]*\))", how)
+    options = _options([word for word in words if "=" in word], text)
+    words = [word for word in words if "=" not in word]
+    if words == ["fixed"]:
+        span = tuple(_number(v, text) for v in bounds.split(":")) if bounds else None
+        if span is not None and len(span) != 2:
+            raise ValueError(f"{shown(text)}: expected the bounds least:most, got {shown(bounds)}")
+        return ScaledFormat(Format.parse(element), None, span, _known(options, ("scale",), text).get("scale"))
+    if len(words) not in (3, 4) or bounds:
+        raise ValueError(f"{shown(text)}: expected scaled(element;block,scale,how[,whole][,option])")
+    block, scale, made, *whole = words
     wide = Format.parse(whole[0]) if whole else None
-    return ScaledFormat(Format.parse(element), Scaling(_block(block, text), Format.parse(scale), made, wide), least)  # type: ignore[arg-type]
+    extra = _known(options, ("percentile", "fit"), text)
+    scaling = Scaling(_block(block, text), Format.parse(scale), made, wide, **extra)  # type: ignore[arg-type]
+    return ScaledFormat(Format.parse(element), scaling)
+
+
+def _options(words: list[str], text: str) -> dict[str, Any]:
+    """Return ``key=number`` and ``fit=number:number`` as a dict; scales and fits to the nearest of binary32."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key in found:
+            raise ValueError(f"{shown(text)}: expected options as in percentile=99.9, each once, got {shown(word)}")
+        numbers = tuple(_number(v, text) for v in value.split(":"))
+        # Programs have scales in binary32.
+        numbers = numbers if key in ("percentile", "zero") else tuple(map(_short, numbers))
+        found[key] = numbers if key == "fit" else numbers[0]
+    return found
+
+
+def _known(options: dict[str, Any], names: tuple[str, ...], text: str) -> dict[str, Any]:
+    """Return the options. Raises ValueError for one of another name."""
+    others = set(options) - set(names)
+    if others:
+        raise ValueError(f"{shown(text)}: no option {', '.join(sorted(others))} here; known: {', '.join(names)}")
+    return options
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{shown(whole)}: expected a finite number, got {shown(text)}")
+    return found
+
+
+def _short(value: float) -> float:
+    """Return the nearest number of binary32, infinite beyond its range."""
+    binary32 = FORMATS["binary32"]
+    return round_float(value, Rounding(binary32, MODES["nearest_even"], "inf"))
+
+
+def _is_short(value: float) -> bool:
+    """Whether a number is one of binary32."""
+    return math.isfinite(value) and _short(value) == value
+
+
+def _is_integer(element: Format) -> bool:
+    """Whether a format's values are all integers up to 2^n - 1."""
+    return element.quantum_exponent == 0 and element.maximum == 2.0**element.precision - 1
 
 
 def _block(text: str, whole: str) -> Block:

@@ -10,19 +10,19 @@ the value (``passes.known``) lies in that format. Any other edge is a leak, with
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, read
+from fxround.graph.dialect import BlockExpand, Call, HadamardTransform, Pointwise, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.graph.scaling import rounded_in_blocks
 from fxround.graph.site import float_value, site
 from fxround.kernels.program import Program
-from fxround.kernels.scaled import element_program, scale_program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
@@ -206,8 +206,8 @@ def _declared_operands(node: fx.Node, policy: Policy) -> Iterator[tuple[fx.Node,
         if own is None or value is None or value.dtype not in STORAGES or _is_exempt(source):
             continue
         asked = {"path": place.path, "operator": place.operator, "kind": kind}
-        asked |= {"role": own.role, "direction": own.direction, "dtype": FORMAT_OF[value.dtype]}
-        found = policy.assign_operand(**asked)
+        asked |= {"role": own.role, "direction": own.direction, "result": place.role}
+        found = policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
         if found is not None and found.rounding is not None:
             yield used, found.scaled or found.rounding
 
@@ -216,27 +216,81 @@ def operand_source(node: fx.Node) -> fx.Node:
     """Return the value of which an operand was made by a rounding and by moving it."""
     source = source_of(node)
     place, call = site(source), read(source)
-    if place is None or place.kind != "operand" or not isinstance(call, Pointwise):
+    if place is None or place.kind != "operand":
         return source
-    return operand_source(call.xs[0])
+    if isinstance(call, HadamardTransform):
+        return operand_source(call.x)
+    return operand_source(call.xs[0]) if isinstance(call, Pointwise) else source
 
 
 def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
-    """Whether an operand was made by the scaled rounding's programs, with scales of the same operand."""
-    call = read(source_of(node))
+    """Whether an operand was made by the operations of the scaled rounding, all of them on the same operand."""
+    made = source_of(node)
+    call = read(made)
     if not isinstance(call, Pointwise):
         return False
-    x: Any = call.xs[0]
-    is_element = call.program == str(element_program(rounding, Format.parse(FORMAT_OF[x.meta["val"].dtype])))
-    if not is_element or rounding.format.scaling is None:
-        return is_element
-    spread = read(call.xs[1])
-    scales = read(spread.scales) if isinstance(spread, BlockExpand) and spread.x is x else None
-    if not isinstance(scales, Pointwise):
+    x: fx.Node = call.xs[0]
+    turned, wanted = read(x), rounding.hadamard
+    if wanted is not None and not (
+        isinstance(turned, HadamardTransform) and (turned.size, turned.seed) == (wanted.size, wanted.seed)
+    ):
         return False
-    made = scales.program == str(scale_program(rounding, Format.parse(FORMAT_OF[scales.dtype])))
-    maxima = [read(maximum) for maximum in scales.xs]
-    return made and all(isinstance(maximum, BlockMaximum) and maximum.x is x for maximum in maxima)
+    value = x.meta["val"]
+    blocks = [call.sizes for user in x.users if isinstance(call := read(user), BlockExpand) and call.x is x]
+    # The blocks that the pass chose are tried: the dimensions of the sum are known to the pass alone.
+    return any(_is_made(made, x, value.dtype, rounding, sizes) for sizes in [*blocks, None])
+
+
+def _is_made(
+    made: fx.Node, x: fx.Node, dtype: torch.dtype, rounding: ScaledRounding, sizes: Sequence[int] | None
+) -> bool:
+    try:
+        return _alike(rounded_in_blocks(x, dtype, rounding, sizes, _Existing()), made)
+    except LookupError:
+        return False
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes are made by the same operations of the same values, but for their numbers: one value may be
+    rounded for each of its readers.
+    """
+    if a is b:
+        return True
+    if a.op != "call_function" or a.target is not b.target or len(a.all_input_nodes) != len(b.all_input_nodes):
+        return False
+    one, other = read(a), read(b)
+    if isinstance(one, Pointwise) and isinstance(other, Pointwise):
+        own = one.program == other.program and one.dtype == other.dtype
+    else:
+        own = str(fx.map_arg(a.args, lambda n: None)) == str(fx.map_arg(b.args, lambda n: None))
+    return own and all(map(_alike, a.all_input_nodes, b.all_input_nodes))
+
+
+class _Existing:
+    """A Writer (``graph.scaling``) that finds the operations in the graph; LookupError for one that is not there."""
+
+    def call(self, call: Call[fx.Node]) -> fx.Node:
+        """Return the node of an operator on blocks."""
+        operand: fx.Node = next(a for a in call.arguments() if isinstance(a, fx.Node))
+        found = [user for user in operand.users if user.target is call.overload and read(user) == call]
+        return found[0] if found else _missing(str(call.overload))
+
+    def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+        """Return the node of a program on these operands."""
+        for user in operands[0].users:
+            call = read(user)
+            same = isinstance(call, Pointwise) and call.program == str(program) and len(call.xs) == len(operands)
+            if same and all(map(_alike, call.xs, operands)):  # type: ignore[union-attr]
+                return user
+        return _missing(str(program))
+
+    def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
+        """Return the node of the elements."""
+        return self.program(program, operands, operands[0].meta["val"].dtype)
+
+
+def _missing(what: str) -> fx.Node:
+    raise LookupError(what)
 
 
 def _accumulators(node: fx.Node) -> Iterator[Edge]:

@@ -11,17 +11,18 @@ its gradients sum over different dimensions, and see different blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fxround.graph.dialect import BlockExpand, BlockMaximum, Call, Pointwise, block_sizes
+from fxround.graph.dialect import Call, HadamardTransform, Pointwise
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
-from fxround.kernels.scaled import element_program, scale_program
+from fxround.kernels.program import Program
 from fxround.numerics.formats import Format
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
@@ -91,7 +92,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 continue
             kind = "contraction" if node.target is _BACKWARD else place.kind
             asked = {"path": place.path, "operator": place.operator, "kind": kind}
-            asked |= {"role": own.role, "direction": own.direction}
+            asked |= {"role": own.role, "direction": own.direction, "result": place.role}
             matched.update(plan.policy.matching_operand(**asked))
             wanted = plan.policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
             if wanted is None:
@@ -127,54 +128,71 @@ def _in_groups(
     stream: int,
 ) -> fx.Node:
     """Return ``_scaled`` with blocks that begin anew in each of the groups of the first of ``dims``."""
+    # Images and weights of a convolution have tiles of both kinds of channels, or of images and channels.
+    other = 1 - dims[0]
     if groups == 1:
-        return _scaled(graph, near, operand, place, dims, stream)
+        return _scaled(graph, near, operand, place, dims, other, stream)
     reshape, first = torch.ops.aten.reshape.default, dims[0]
+    other += other > first
     size = [size_of(graph, near, operand, d) for d in range(operand.meta["val"].dim())]
     each = operand.meta["val"].shape[first] // groups
     split = insert(graph, near, reshape, (operand, [*size[:first], groups, each, *size[first + 1 :]]))
-    rounded = _scaled(graph, near, split, place, tuple(d + 1 for d in dims), stream)
+    rounded = _scaled(graph, near, split, place, tuple(d + 1 for d in dims), other, stream)
     return insert(graph, near, reshape, (rounded, size))
 
 
 def _scaled(
-    graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...], stream: int
+    graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...], other: int, stream: int
 ) -> fx.Node:
-    """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone."""
+    """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone.
+
+    other: the dimension of a convolution's tile beside the first of ``dims``.
+    """
     assert place.assignment is not None and place.assignment.scaled is not None
     rounding, value = place.assignment.scaled, operand.meta["val"]
-    operands = [operand]
-    if rounding.format.scaling is not None:
-        operands.append(_scales(graph, near, operand, place, dims))
-    program = str(element_program(rounding, Format.parse(FORMAT_OF[value.dtype])))
-    return _inserted(graph, near, Pointwise(operands, program, value.dtype, rng_of(graph), stream), place)
-
-
-def _scales(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...]) -> fx.Node:
-    """Return the scale of each element of the operand."""
-    assert place.assignment is not None and place.assignment.scaled is not None
-    rounding, value = place.assignment.scaled, operand.meta["val"]
-    scaling = rounding.format.scaling
-    assert scaling is not None
+    block = rounding.format.scaling.block if rounding.format.scaling is not None else "tensor"
+    is_tile = not isinstance(block, str) and len(block) == 2 and len(dims) > 1
+    along = dims if block == "channel" else (other, dims[0]) if is_tile else dims[:1]
+    if rounding.hadamard is not None:
+        turned = HadamardTransform(operand, dims[0] % value.dim(), rounding.hadamard.size, rounding.hadamard.seed)
+        operand = _inserted(graph, near, turned, place)
+        operand._rename(f"{near.name}_hadamard")
     with locating(place):
-        sizes = block_sizes(scaling.block, dims if scaling.block == "channel" else dims[:1], value.dim())
-
-    def inserted(call: Call[fx.Node]) -> fx.Node:
-        return insert(graph, near, call.overload, call.arguments())
-
-    found = [inserted(BlockMaximum(operand, s)) for s in (sizes, [0] * value.dim())[: 1 + bool(scaling.whole)]]
-    carrier = torch.float64 if value.dtype == torch.float64 else torch.float32
-    program = str(scale_program(rounding, Format.parse(FORMAT_OF[carrier])))
-    scales = _inserted(graph, near, Pointwise(found, program, carrier, rng_of(graph), 0), place)
-    scales._rename(f"{near.name}_scale")
-    return inserted(BlockExpand(scales, operand, sizes))
+        return scaled(operand, value.dim(), value.dtype, rounding, along, _Nodes(graph, near, place, stream))
 
 
-def _inserted(graph: fx.GraphModule, near: fx.Node, call: Pointwise[fx.Node], place: Site) -> fx.Node:
+@dataclass(frozen=True)
+class _Nodes:
+    """A Writer (``graph.scaling``) that inserts nodes before ``near``."""
+
+    graph: fx.GraphModule
+    near: fx.Node
+    place: Site
+    stream: int
+
+    def call(self, call: Call[fx.Node]) -> fx.Node:
+        """Return a node that calls an operator on blocks."""
+        return insert(self.graph, self.near, call.overload, call.arguments())
+
+    def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+        """Return a node that runs a program, which draws nothing."""
+        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), 0)
+        new = _inserted(self.graph, self.near, made, self.place)
+        new._rename(f"{self.near.name}_scale")
+        return new
+
+    def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
+        """Return the node of the elements, which draws from the stream."""
+        dtype = operands[0].meta["val"].dtype
+        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), self.stream)
+        return _inserted(self.graph, self.near, made, self.place)
+
+
+def _inserted(graph: fx.GraphModule, near: fx.Node, call: Call[fx.Node], place: Site) -> fx.Node:
     """Insert the rounding of an operand before ``near``."""
     with locating(place):
         call.kernel(call.loads())
-    new = insert(graph, near, call.overload, call.arguments())
+        new = insert(graph, near, call.overload, call.arguments())
     new._rename(f"{near.name}_operand")
     new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
     return new

@@ -93,6 +93,8 @@ class Rule:
     faults      "field:probability", several separated by spaces: with this probability one bit of the rounded value's
                 significand, exponent or sign, or of "any", flips, in the encoding of the rounding's format; in a rule
                 that sets operands, in the rounded operands
+    result      for ``operands``: the role of the operation's result, for example "gradient" for the products that yield
+                gradients of weights; None: any
 
     Raises PolicyError if a text does not parse, the rule sets nothing, or it can match nothing. Example::
 
@@ -110,6 +112,7 @@ class Rule:
     gradient: str | None = None
     operands: str | None = None
     faults: str | None = None
+    result: str | None = None
 
     def __post_init__(self) -> None:
         for field, kind in (("match", str), ("operator", str), ("optional", bool)):
@@ -124,7 +127,11 @@ class Rule:
             object.__setattr__(self, "faults", str(_parsed(Faults.parse, self.faults, "faults")))
         object.__setattr__(self, "gradient", spelt(self.gradient))
         object.__setattr__(self, "gradient", self._full_gradient())
-        for what, said, known in (("role", self.role, ROLES), ("direction", self.direction, DIRECTIONS)):
+        for what, said, known in (
+            ("role", self.role, ROLES),
+            ("role", self.result, ROLES),
+            ("direction", self.direction, DIRECTIONS),
+        ):
             if said is not None and said not in known:
                 near = f"{nearest(str(said), known)} Known: {', '.join(known)}"
                 raise PolicyError(f"no {what} is named {shown(said)}{near}")
@@ -144,14 +151,16 @@ class Rule:
                 f"the rule {self} flips bits of operands: that needs operands= of a format with an encoding, such as "
                 "'e4m3fn' or 'dtype'; bits of scaled operands do not flip yet"
             )
-        if self.operands is not None and self.speaks_of_results and (self.role or self.direction):
+        if self.result is not None and self.operands is None:
+            raise PolicyError(f"the rule {self} has result={self.result!r}, which selects operands: set operands=")
+        if self.operands is not None and self.speaks_of_results and (self.role or self.direction or self.result):
             raise PolicyError(
                 f"the rule {self} sets operands= and another property: its role and direction would be the operand's "
                 "for operands= and the result's for the other. Write two rules"
             )
 
     def __str__(self) -> str:
-        selectors = ("operator", "role", "direction")
+        selectors = ("operator", "role", "direction", "result")
         where = [f"{key}={getattr(self, key)}" for key in selectors if getattr(self, key)]
         said = [f"{key}={getattr(self, key)}" for key in _SAID if getattr(self, key) is not None]
         return " ".join([self.match or '""', *where, "->", *said])
@@ -194,11 +203,15 @@ class Rule:
             return False
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
-    def matches_operand(self, *, path: str, operator: str, kind: str, role: str, direction: str) -> bool:
+    def matches_operand(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, result: str = ""
+    ) -> bool:
         """Whether the rule matches an operand, of this role and direction, of an operation in the module ``path``.
 
-        operator and kind are those of the operation.
+        operator and kind are those of the operation, and result is the role of its result.
         """
+        if self.result not in (None, result):
+            return False
         if self.operands is None or self.direction not in (None, direction) or self.role not in (None, role):
             return False
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
@@ -227,7 +240,7 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
         return text if text is None else kept
     if not isinstance(text, str | Rounding | ScaledRounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
-    if is_scaled(str(text)):
+    if _parsed(is_scaled, str(text), field):
         if field != "operands":
             raise PolicyError(
                 f"{field} = {shown(str(text))}: a scaled format is a format of operands; write operands= (a scale is "

@@ -19,7 +19,7 @@ from fxround.errors import FxroundError
 from fxround.graph import dialect
 from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
 from fxround.runtime.cpu import convolution, matmul, reduction_ops
-from fxround.runtime.cpu.blocks import block_expand, block_maximum
+from fxround.runtime.cpu.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu.contraction import Pending
 from fxround.runtime.cpu.long_programs import run_parts
 from fxround.runtime.cpu.pointwise import NO_KEY, Draw, loads_of, run_kernel
@@ -77,6 +77,9 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     **{cls: _finished(begin) for cls, begin in _BEGUN.items()},
     dialect.BlockExpand: block_expand,
     dialect.BlockMaximum: block_maximum,
+    dialect.BlockPercentile: block_percentile,
+    dialect.BlockSum: block_sum,
+    dialect.HadamardTransform: hadamard,
     **reduction_ops.KERNELS,
 }
 # The function of each operator, for callers that need no dispatcher.

@@ -123,13 +123,13 @@ class Restricted(Policy):
         return super().assign(path=path, operator=operator, kind=kind, role=role, dtype=dtype, direction=direction)
 
     def assign_operand(
-        self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str, result: str = ""
     ) -> Assignment | None:
         """Return the base's rounding of an operand of an operation inside the site; None outside."""
         if not self._is_inside(path, operator):
             return None
         return super().assign_operand(
-            path=path, operator=operator, kind=kind, role=role, direction=direction, dtype=dtype
+            path=path, operator=operator, kind=kind, role=role, direction=direction, dtype=dtype, result=result
         )
 
     def _is_inside(self, path: str, operator: str) -> bool:

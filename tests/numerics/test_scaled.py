@@ -38,7 +38,25 @@ FORMS = [
     "fixed(8,4)",
     "fixed(20,0)",
     "fixed(4,-2)",
+    "ufixed(8,4)",
+    "uint8",
+    "uint4:8",
+    "uint16:channel",
+    "uint2:2x3",
+    "int8:scale=0.1",
+    "int8:scale=0.37,zero=-3",
+    "uint4:scale=0.5,zero=9",
+    "scaled(e4m3fn;fixed,scale=0.0123046875)",
+    "int8:channel,percentile=90",
+    "int4:8,percentile=50.5",
+    "int4:16,fit=7:8:9.5",
+    "nvfp4:16,fit=6:4",
+    "mxfp8:5,percentile=70",
+    "scaled(e4m3fn;tensor,binary32,inverse)",
+    "scaled(e5m2;8,e8m0fnu,inverse)",
+    "scaled(e4m3fn;2x8,binary32,inverse)",
 ]
+WRAPPED = ["fixed(8,4)", "fixed(4,-2)", "ufixed(8,2)", "fixed(2,0)", "fixed(24,10)", "uint4:scale=0.5,zero=9"]
 MODES = ["nearest_even", "nearest_away", "toward_zero", "toward_positive", "to_odd", "stochastic", "stochastic:5"]
 
 
@@ -203,7 +221,13 @@ def test_microscaling_examples_by_hand(name: str) -> None:
 
 
 def test_names_are_parsed_and_printed() -> None:
-    for text in [*FORMS, "mxfp8:16/stochastic:8", "int8:16x16", "nvfp4:tensor/toward_zero"]:
+    for text in [
+        *FORMS,
+        *(f"{text}/nearest_even/wrap" for text in WRAPPED),
+        "mxfp8:16/stochastic:8",
+        "int8:16x16",
+        "nvfp4:tensor/toward_zero",
+    ]:
         rounding = ScaledRounding.parse(text)
         assert ScaledRounding.parse(str(rounding)) == rounding == pickle.loads(pickle.dumps(rounding)), text
         assert is_scaled(text) and is_scaled(str(rounding))
@@ -220,6 +244,19 @@ def test_names_are_parsed_and_printed() -> None:
         "scaled(e4m3fn;32,e4m3fn,floor)": "powers of two",
         "scaled(e4m3fn;32,e8m0fnu,up,binary32)": "leave binary32 out",
         "mxfp8:2147483647": "at most 9 digits",
+        "int8:percentile=0": "more than 0",
+        "int8:percentile=x": "finite number",
+        "int8:fit=7": "2 to 8",
+        "int8:top=7": "no option top",
+        "mxfp8:fit=7:8": "made by up or nearest",
+        "uint8:percentile=90": "no percentile",
+        "int8:scale=0": "positive number",
+        "int8:scale=1,zero=200": "one of the integers",
+        "mxfp8:scale=1": "given to integers",
+        "mxfp8/nearest_even/wrap": "wrap goes with fixed point",
+        "uint17": "2 to 16 bits",
+        "scaled(e4m3fn;8,e4m3fn,inverse)": "binary32 or powers of two",
+        "scaled(e4m3fn;8,binary32,affine)": "affine goes with integers",
     }.items():
         with pytest.raises(ValueError, match=said):
             ScaledRounding.parse(wrong)
@@ -242,7 +279,7 @@ def test_wrong_arguments() -> None:
             fxround.round(x, "mxfp8", **kwargs)
     with pytest.raises(ValueError, match="did you mean mxfp8"):
         fxround.round(x, "mxpf8")
-    with pytest.raises(ValueError, match="precision 40, more than the 24 bits"):
+    with pytest.raises(ValueError, match="precision 39, more than the 24 bits"):
         fxround.round(x, "fixed(40,20)")
 
 
@@ -255,6 +292,49 @@ def test_fixed_point_is_two_s_complement(bits: int, fraction: int) -> None:
     got = fxround.round(beyond, f"fixed({bits},{fraction})").tolist()
     assert got == [values[0], values[-1], values[-1], values[0]]
     assert fixed_point(bits, fraction).maximum == values[-1]
+
+
+@pytest.mark.parametrize("text", WRAPPED)
+def test_fixed_point_wraps_as_two_s_complement(text: str) -> None:
+    for mode in ("nearest_even", "toward_negative", "stochastic"):
+        for dtype in DTYPES:
+            if "scale" in text and dtype == torch.float64:
+                with pytest.raises(ValueError, match="two bits more than binary64 has"):
+                    fxround.round(torch.ones(3, dtype=dtype), f"{text}/{mode}/wrap")
+            else:
+                require_same(operand((3, 41), dtype, seed=4), f"{text}/{mode}/wrap", seed=2)
+    values = torch.arange(-700, 700) / 2.0
+    codes = torch.round(values * 16).to(torch.int64) & 255
+    assert same(fxround.round(values, "fixed(8,4)/nearest_even/wrap"), codes.to(torch.int8) / 16)
+
+
+def test_a_scale_that_is_given_is_that_of_fake_quantize() -> None:
+    """At powers of two, where PyTorch's product with the inverse of the scale is the quotient."""
+    x = torch.randn(1000) * 20
+    for zero, least, name in ((3, 0, "uint8"), (0, -128, "int8"), (-7, -128, "int8")):
+        theirs = torch.fake_quantize_per_tensor_affine(x, 0.125, zero, least, least + 255)
+        assert torch.equal(fxround.round(x, f"{name}:scale=0.125,zero={zero}"), theirs)
+
+
+def test_integers_with_a_zero_point_cover_the_range_of_a_block() -> None:
+    x = torch.tensor([[-1.0, 0.0, 3.0, 0.5], [0.0, 10.0, 20.0, 255.0], [-4.0, -3.0, -2.0, -1.0]])
+    got = fxround.round(x, "uint8:channel")
+    assert same(got[1], x[1])
+    # 255 steps from the least value to the largest, and a zero that is exact.
+    assert got[0, 1] == 0 and (got[0] / (4 / 255) - (got[0] / (4 / 255)).round()).abs().max() < 1e-4
+    assert ((got - x).abs() <= torch.tensor([[4 / 255], [1.0], [4 / 255]])).all()
+
+
+def test_a_block_takes_the_scale_with_the_least_error() -> None:
+    """Four over six (NVFP4): a block whose largest elements are 6 and 5 is better at 4, which maps 5 to 10 / 3."""
+    x = torch.zeros(2, 16)
+    x[0, :2], x[1, :2] = torch.tensor([6.0, 4.0]), torch.tensor([6.0, 4.5])
+    six, four, best = (
+        fxround.round(x, f"scaled(e2m1fn;16,binary32,nearest{fit})") for fit in ("", ",fit=4:4.0001", ",fit=6:4")
+    )
+    errors = torch.stack([(y - x).square().sum(1) for y in (six, four)])
+    assert errors.argmin(0).tolist() == [0, 1]
+    assert torch.equal(best[0], six[0]) and (best[1] - x[1]).square().sum() < errors[0, 1]
 
 
 def test_every_small_element_format_over_all_binary16_inputs() -> None:

@@ -167,7 +167,13 @@ def stepped(module: fxround.RoundedModule, args: tuple[Any, ...]) -> dict[str, A
     return values | dict(zip(names, entry.entering(list(args), tangents), strict=False))
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "fixed(12,8)", "fp8"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("mxfp8", "nvfp4", "fixed(12,8)", "fp8", "fp8_blocks", "uint8:channel", "nvfp4:8,fit=6:4"),
+        "int8:8,percentile=90",
+    ],
+)
 def test_every_operand_that_is_not_rounded_is_a_leak(text: str) -> None:
     policy = Policy.parse(text)
     graph = lowered("cnn", True, policy)

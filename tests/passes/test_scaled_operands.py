@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxround
 from fxround.errors import PolicyError, UnsupportedRounding
-from fxround.policy import Policy, Rule
+from fxround.numerics.exact import round_exact
+from fxround.numerics.modes import Rounding
+from fxround.numerics.scaled import Hadamard
+from fxround.policy import Policy, Rule, block_scaling, current_scaling, nvfp4
 
-FORMS = ["mxfp8", "nvfp4", "int8:channel", "mxfp4:8x16", "bfp(6,16)", "fixed(12,8)"]
+FORMS = [
+    *("mxfp8", "nvfp4", "int8:channel", "mxfp4:8x16", "bfp(6,16)", "fixed(12,8)"),
+    *("uint8:channel", "int8:8,percentile=90", "nvfp4:16,fit=6:4", "scaled(e4m3fn;tensor,binary32,inverse)"),
+    *("int8:scale=0.03125", "fixed(8,4)/nearest_even/wrap"),
+]
 
 
 def operands_of(
-    model: nn.Module, text: str, x: Tensor, tangent: Tensor
+    model: nn.Module, text: str | Policy, x: Tensor, tangent: Tensor
 ) -> tuple[fxround.RoundedModule, dict[str, tuple[Tensor, Tensor]]]:
     """For each operator, the operands that it read in a training step."""
     compiled = fxround.compile(model, text, example_inputs=x)
@@ -143,5 +152,93 @@ def test_what_cannot_be_is_said() -> None:
         Rule(accumulate="int8")
     with pytest.raises(PolicyError, match="2 to 16 bits"):
         Policy.parse("int40")
-    with pytest.raises(UnsupportedRounding, match=r"aten.mm.default in the root module: .*precision 40"):
+    with pytest.raises(UnsupportedRounding, match=r"aten.mm.default in the root module: .*precision 39"):
         fxround.compile(nn.Linear(3, 4), "fixed(40,8)", example_inputs=torch.zeros(2, 3))
+
+
+def transformed(value: Tensor, dim: int, transform: Hadamard) -> Tensor:
+    """Each sum over rational numbers, rounded at every step to binary32."""
+    x = value.movedim(dim, -1)
+    rows, matrix = x.reshape(-1, transform.size).tolist(), transform.matrix()
+    found = []
+    for row in rows:
+        for j in range(transform.size):
+            total = np.float32(0.0)
+            for k, element in enumerate(row):
+                exact = Fraction(element) * Fraction(matrix[k][j]) + Fraction(float(total))
+                total = np.float32(round_exact(exact, exact < 0, Rounding.parse("binary32")))
+            found.append(float(total))
+    return torch.tensor(found).reshape(x.shape).movedim(-1, dim)
+
+
+def test_a_hadamard_transform_is_orthogonal_and_rounded_at_every_step() -> None:
+    for size in (4, 16, 64):
+        matrix = torch.tensor(Hadamard(size, 7).matrix(), dtype=torch.float64)
+        assert torch.equal(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
+    assert Hadamard(16, 1).matrix() != Hadamard(16, 2).matrix()
+    x = torch.randn(3, 32, 2)
+    for dim, transform in ((1, Hadamard(16, 3)), (1, Hadamard(4)), (-2, Hadamard(4))):
+        got = torch.ops.fxround.hadamard(x, dim, transform.size, transform.seed)
+        assert torch.equal(got, transformed(x, dim, transform))
+    # Elements after the last complete group stay.
+    longer = torch.randn(2, 38)
+    got = torch.ops.fxround.hadamard(longer, 1, 16, 0)
+    assert torch.equal(got[:, 32:], longer[:, 32:])
+    assert torch.equal(got[:, :32], transformed(longer[:, :32], 1, Hadamard(16)))
+    assert torch.equal(torch.ops.fxround.hadamard(x, 0, 16, 0), x)
+    assert torch.ops.fxround.hadamard(torch.ones(0, 16), 1, 16, 0).shape == (0, 16)
+    with pytest.raises(IndexError, match="out of range"):
+        torch.ops.fxround.hadamard(x, 3, 16, 0)
+    with pytest.raises(ValueError, match="4, 16, 64 or 256"):
+        torch.ops.fxround.hadamard(x, 0, 8, 0)
+
+
+def test_the_recipe_of_nvfp4() -> None:
+    torch.manual_seed(0)
+    layer, x, g = nn.Linear(48, 32, bias=False), torch.randn(64, 48, requires_grad=True), torch.randn(64, 32)
+    _, found = operands_of(layer, nvfp4(stochastic_errors=False), x, g)
+    w, plain, turn = layer.weight.detach(), x.detach(), Hadamard(16)
+
+    def q(value: Tensor, text: str, dim: int) -> Tensor:
+        return fxround.round(value, text, dim=dim)
+
+    def t(value: Tensor) -> Tensor:
+        return q(transformed(value, 0, turn), "nvfp4", 0)
+
+    wanted = {
+        "forward": (q(plain, "nvfp4", -1), q(w.t(), "nvfp4:16x16", -1)),
+        "input": (q(g, "nvfp4", -1), q(w, "nvfp4:16x16", -1)),
+        "weight": (t(g).t(), t(plain)),
+    }
+    for a, b in wanted.values():
+        assert any(same(a, c) and same(b, d) for c, d in found.values())
+    # The transforms cancel: the product's error is that of the formats.
+    exact = g.double().t() @ plain.double()
+    a, b = wanted["weight"]
+    assert ((a.double() @ b.double() - exact).norm() / exact.norm()) < 0.2
+
+
+def test_recipes_name_their_choices() -> None:
+    assert Policy.parse("fp8") == current_scaling() and Policy.parse("fp8_blocks") == block_scaling()
+    assert Policy.parse("nvfp4_training") == nvfp4()
+    plain = nvfp4(stochastic_errors=False, square_weights=False, hadamard=None)
+    assert not plain.draws and "hadamard" not in str(plain) and "16x16" not in str(plain) and nvfp4().draws
+    assert "e8m0fnu" in str(current_scaling(power_of_two=True)) and "binary32" in str(block_scaling(power_of_two=False))
+    with pytest.raises(PolicyError, match="4, 16, 64 or 256"):
+        nvfp4(hadamard=8)
+    for policy in (current_scaling(), block_scaling(), nvfp4()):
+        assert Policy.from_toml(policy.to_toml()) == policy
+    with pytest.raises(PolicyError, match="set operands="):
+        Rule(result="gradient", rounding="bfloat16")
+    with pytest.raises(PolicyError, match="no role is named 'gradients'"):
+        Rule(result="gradients", operands="bfloat16")
+    with pytest.raises(ValueError, match="round takes"):
+        fxround.round(torch.ones(16), "hadamard(16)+nvfp4")
+
+
+def test_a_convolution_s_tiles_are_of_channels() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(8, 12, 3, bias=False), torch.randn(2, 8, 5, 6, requires_grad=True)
+    _, found = operands_of(layer, "mxfp4:4x8", x, torch.randn(2, 12, 3, 4))
+    w = fxround.round(layer.weight.detach().permute(2, 3, 0, 1), "mxfp4:4x8").permute(2, 3, 0, 1)
+    assert any(same(w, t) for read in found.values() for t in read)

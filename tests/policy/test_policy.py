@@ -171,7 +171,8 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.parse("no/such/file.toml"), r"no/such/file\.toml.*cannot be read"),
         (lambda: Rule(rounding="bfloat16", role="wieght"), "did you mean 'weight'"),
         (lambda: Policy.parse(torch.int64), "policy 'torch.int64': .*is a dtype of integers"),
-        (lambda: Policy.parse("uint8"), "is a dtype of integers"),
+        (lambda: Policy.parse("uint64"), "integers have 2 to 16 bits"),
+        (lambda: Rule(operands="int40"), "operands = 'int40': .*integers have 2 to 16 bits"),
         (lambda: Policy.parse("Half"), "did you mean 'binary16'"),
         (lambda: Rule(rounding=torch.int8), "rounding = 'torch.int8': .*is a dtype of integers"),  # type: ignore[arg-type]
         (lambda: Rule(rounding=3), "rounding is a text"),  # type: ignore[arg-type]

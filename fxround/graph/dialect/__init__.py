@@ -9,7 +9,14 @@ results are row-major whatever the operands' strides. ``runtime.torch_ops`` atta
     read(node).accumulate  # 'binary32/stochastic/inf'
 """
 
-from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum, block_sizes
+from fxround.graph.dialect.blocks import (
+    BlockExpand,
+    BlockMaximum,
+    BlockPercentile,
+    BlockSum,
+    HadamardTransform,
+    block_sizes,
+)
 from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, Call, T, read, require_state
 from fxround.graph.dialect.contractions import (
     ContractionCall,
@@ -31,6 +38,8 @@ __all__ = [
     "POINTWISE",
     "BlockExpand",
     "BlockMaximum",
+    "BlockPercentile",
+    "BlockSum",
     "Call",
     "ContractionCall",
     "Convolution",
@@ -39,6 +48,7 @@ __all__ = [
     "Cumprod",
     "Cumsum",
     "Fused",
+    "HadamardTransform",
     "IndexPut",
     "Matmul",
     "Pointwise",

@@ -33,6 +33,7 @@ _TYPES: Final[dict[Any, str]] = {
     Sequence[int]: "int[]",
     Sizes: "SymInt[]",
     int: "int",
+    float: "float",
     bool: "bool",
     str: "str",
     torch.dtype: "ScalarType",

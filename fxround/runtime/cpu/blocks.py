@@ -1,31 +1,38 @@
-"""The largest finite magnitude of each block, and scales as wide as the elements, on the CPU.
+"""Figures of each block, and scales as wide as the elements, on the CPU.
 
-Nothing here rounds: PyTorch's own kernels copy and take maxima, which are exact in any order, of magnitudes from which
-a kernel has removed NaNs and infinities.
+PyTorch's own kernels copy, sort and take maxima, which are exact in any order, of magnitudes from which a kernel has
+removed NaNs and infinities. Only a sum rounds, once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum
+from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum, BlockPercentile, BlockSum, HadamardTransform
+from fxround.graph.dialect.contractions import Matmul
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import parsed
+from fxround.kernels.shapes import Exact
+from fxround.numerics.scaled import Hadamard
 from fxround.runtime.cpu import buffers
-from fxround.runtime.cpu.pointwise import NO_KEY, run_kernel, storage_of
+from fxround.runtime.cpu.exact_sum import run_exact
+from fxround.runtime.cpu.matmul import begin_matmul
+from fxround.runtime.cpu.pointwise import NO_KEY, Draw, run_kernel, storage_of
 
 
 def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     """The largest finite magnitude of each block; 0 for a block without one."""
-    storage = storage_of(call.x, "block_maximum's operand")
     blocks, x = call.blocks(), call.x.detach()
     result = buffers.empty(blocks, x.dtype)
     if not x.numel():
         return result.zero_()
-    # A NaN compares false.
-    most = float(torch.finfo(x.dtype).max).hex()
-    finite = f"t0 = abs(x0) @ exact; t1 = where_le(t0, {most}, t0, 0x0p+0) @ exact"
-    (magnitudes,) = run_kernel(parsed.pointwise(finite, (storage,), storage), [x], NO_KEY)
+    magnitudes = _magnitudes(x, 0.0)
     for d, (count, n) in enumerate(zip(blocks, call.sizes, strict=True)):
         if n == 0:
             magnitudes = magnitudes.amax(d, keepdim=True)
@@ -35,10 +42,78 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     return result.copy_(magnitudes)
 
 
-def _padded(x: Tensor, d: int, length: int) -> Tensor:
-    """x with zeros after its end in dimension d."""
+def block_percentile(call: BlockPercentile[Tensor]) -> Tensor:
+    """The least finite magnitude of a block that so many percent of its do not exceed; 0 if there is none."""
+    blocks, x = call.blocks(), call.x.detach()
+    result = buffers.empty(blocks, x.dtype)
+    if not x.numel():
+        return result.zero_()
+    # What is not finite, or after the end, comes last.
+    ordered = _blocked(_magnitudes(x, math.inf), call.sizes, blocks, math.inf).sort(-1).values
+    counts = ordered.isfinite().sum(-1)
+    percent = Fraction(call.percentile)
+    ranks = {int(n): max(0, math.ceil(percent * int(n) / 100) - 1) for n in counts.unique()}
+    places = counts.clone().apply_(ranks.__getitem__)
+    found = ordered.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+    return result.copy_(torch.where(counts > 0, found, 0.0))
+
+
+def block_sum(call: BlockSum[Tensor]) -> Tensor:
+    """The exact sum of each block, rounded once to nearest."""
+    blocks, x = call.blocks(), call.x.detach()
+    own = f"{FORMAT_OF[x.dtype]}/nearest_even/inf"
+    kernel = parsed.total("exact", own, own, storage_of(x, "block_sum's operand"))
+    assert isinstance(kernel, Exact)
+    elements = _blocked(x, call.sizes, blocks, 0.0)
+    return run_exact(kernel, elements, Draw(), (len(blocks),))
+
+
+def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
+    """Each ``size`` consecutive elements along ``dim`` times a matrix, by the kernel of products."""
+    storage_of(call.x, "hadamard's operand")
+    call.require()
+    x = call.x.detach().movedim(call.dim, -1)
+    whole = x.shape[-1] - x.shape[-1] % call.size
+    matrix = _matrix(call.size, call.seed).to(x.dtype)
+    steps = "binary64/nearest_even/inf" if x.dtype == torch.float64 else "binary32/nearest_even/inf"
+    own, rng = f"{FORMAT_OF[x.dtype]}/nearest_even/inf", torch.zeros(2, dtype=torch.int64)
+    rows = x[..., :whole].reshape(-1, call.size)
+    product = begin_matmul(Matmul(rows, matrix, steps, own, rng, 0)).finish()
+    result = buffers.empty(call.x.shape, x.dtype)
+    last = result.movedim(call.dim, -1)
+    last[..., :whole] = product.view(*x.shape[:-1], whole)
+    last[..., whole:] = x[..., whole:]
+    return result
+
+
+@lru_cache(maxsize=64)
+def _matrix(size: int, seed: int) -> Tensor:
+    return torch.tensor(Hadamard(size, seed).matrix())
+
+
+def _magnitudes(x: Tensor, other: float) -> Tensor:
+    """The magnitudes of finite elements, and ``other`` in place of infinities and NaNs."""
+    storage = storage_of(x, "an operand in blocks")
+    # A NaN compares false.
+    most = float(torch.finfo(x.dtype).max).hex()
+    finite = f"t0 = abs(x0) @ exact; t1 = where_le(t0, {most}, t0, {other.hex()}) @ exact"
+    (magnitudes,) = run_kernel(parsed.pointwise(finite, (storage,), storage), [x], NO_KEY)
+    return magnitudes
+
+
+def _blocked(x: Tensor, sizes: Sequence[int], blocks: Sequence[int], fill: float) -> Tensor:
+    """The elements of each block along a last dimension that is added; ``fill`` after the end of x."""
+    dims = len(blocks)
+    for d, (count, n) in reversed(list(enumerate(zip(blocks, sizes, strict=True)))):
+        n = min(n, x.shape[d]) or x.shape[d]
+        x = _padded(x, d, count * n, fill).unflatten(d, (count, n))
+    return x.permute([*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]).flatten(dims)
+
+
+def _padded(x: Tensor, d: int, length: int, fill: float = 0.0) -> Tensor:
+    """x with ``fill`` after its end in dimension d."""
     more = length - x.shape[d]
-    return torch.cat([x, x.new_zeros([*x.shape[:d], more, *x.shape[d + 1 :]])], d) if more else x
+    return torch.cat([x, x.new_full([*x.shape[:d], more, *x.shape[d + 1 :]], fill)], d) if more else x
 
 
 def block_expand(call: BlockExpand[Tensor]) -> Tensor:

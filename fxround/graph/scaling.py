@@ -1,0 +1,126 @@
+"""The operations of a rounding to a scaled format, written once for graphs and for tensors.
+
+A writer says what an operation is: in a graph, a new node; for a tensor, its result. The operations are the figures of
+blocks, programs of ``kernels.scaled`` on them, and the program of the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol
+
+import torch
+
+from fxround.graph.dialect.blocks import (
+    BlockExpand,
+    BlockMaximum,
+    BlockPercentile,
+    BlockSum,
+    block_sizes,
+)
+from fxround.graph.dialect.call import Call, T
+from fxround.graph.dtypes import FORMAT_OF
+from fxround.kernels.program import Program
+from fxround.kernels.scaled import (
+    choice_program,
+    element_program,
+    error_program,
+    scale_program,
+    zero_program,
+)
+from fxround.numerics.formats import Format
+from fxround.numerics.scaled import ScaledRounding
+
+
+class Writer(Protocol[T]):
+    """Writes operations on operands of one kind."""
+
+    def call(self, call: Call[T]) -> T:
+        """Return the result of an operator on blocks."""
+
+    def program(self, program: Program, operands: Sequence[T], dtype: torch.dtype) -> T:
+        """Return the result of a program, which is stored in this dtype, and is no element of the result."""
+
+    def elements(self, program: Program, operands: Sequence[T]) -> T:
+        """Return the result of the program of the elements, whose modes may draw."""
+
+
+def scaled(x: T, ndim: int, dtype: torch.dtype, rounding: ScaledRounding, dims: Sequence[int], writer: Writer[T]) -> T:
+    """Return x rounded to a scaled format.
+
+    ndim, dtype: the number of x's dimensions, at least 1 unless the format has no scale, and its dtype. dims: the
+    dimension along which blocks run; several for "channel".
+
+    Raises ValueError for a block that the dimensions cannot have, IndexError for a dimension out of range.
+    """
+    scaling = rounding.format.scaling
+    sizes = None if scaling is None else block_sizes(scaling.block, dims, ndim)
+    return rounded_in_blocks(x, dtype, rounding, sizes, writer)
+
+
+def rounded_in_blocks(
+    x: T, dtype: torch.dtype, rounding: ScaledRounding, sizes: Sequence[int] | None, writer: Writer[T]
+) -> T:
+    """Return x rounded to a scaled format in blocks of these sizes; None for a format without scales of blocks."""
+    program, scaling = element_program(rounding, Format.parse(FORMAT_OF[dtype])), rounding.format.scaling
+    if scaling is None:
+        return writer.elements(program, [x])
+    if sizes is None:
+        raise LookupError(f"{rounding.format} has scales of blocks, and the sizes of blocks are missing")
+    scales = _Scales(x, dtype, rounding, sizes, writer)
+    found = scales.affine() if scaling.how == "affine" else [scales.best() if scaling.fit else scales.scale()]
+    return writer.elements(program, [x, *(writer.call(BlockExpand(f, x, sizes)) for f in found)])
+
+
+class _Scales(Generic[T]):
+    """The scales of one tensor's blocks."""
+
+    def __init__(
+        self, x: T, dtype: torch.dtype, rounding: ScaledRounding, sizes: Sequence[int], writer: Writer[T]
+    ) -> None:
+        self.x, self.dtype, self.rounding, self.sizes, self.writer = x, dtype, rounding, sizes, writer
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.carrier = Format.parse(FORMAT_OF[self.wide])
+        assert rounding.format.scaling is not None
+        self.scaling = rounding.format.scaling
+        if self.scaling.how == "affine":
+            return
+        self.largest = writer.call(
+            BlockMaximum(x, sizes)
+            if self.scaling.percentile is None
+            else BlockPercentile(x, sizes, self.scaling.percentile)
+        )
+        self.read = [self.largest]
+        if self.scaling.whole is not None:
+            self.read.append(writer.call(BlockMaximum(x, [0] * len(sizes))))
+
+    def scale(self, fit: int = 0) -> T:
+        """Return the scale of each block; ``fit``: the position among ``Scaling.fit``."""
+        return self.writer.program(scale_program(self.rounding, self.carrier, fit), self.read, self.wide)
+
+    def best(self) -> T:
+        """Return the scale of each block that has the least error."""
+        write, count = self.writer, len(self.scaling.fit)
+        scales = [self.scale(i) for i in range(count)]
+        most = write.call(BlockExpand(self.largest, self.x, self.sizes))
+        measured = error_program(self.rounding, self.carrier)
+        errors = []
+        for scale in scales:
+            wide = write.call(BlockExpand(scale, self.x, self.sizes))
+            lost = write.program(measured, [self.x, wide, most], self.wide)
+            errors.append(write.call(BlockSum(lost, self.sizes)))
+        return write.program(choice_program(count), [*errors, *scales], self.wide)
+
+    def affine(self) -> list[T]:
+        """Return the scale and the zero point of each block."""
+        write = self.writer
+        sides = [Program.parse(f"t0 = {sign}(x0) @ exact; t1 = relu(t0) @ exact") for sign in ("identity", "neg")]
+        above, below = (
+            write.call(BlockMaximum(write.program(side, [self.x], self.dtype), self.sizes)) for side in sides
+        )
+        scale = write.program(scale_program(self.rounding, self.carrier), [above, below], self.wide)
+        zero = write.program(zero_program(self.rounding, self.carrier), [below, scale], self.wide)
+        return [scale, zero]
+
+
+__all__ = ["Writer", "rounded_in_blocks", "scaled"]

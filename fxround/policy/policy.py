@@ -1,0 +1,317 @@
+"""Policies: which rounding each operation of a model gets.
+
+A policy is an ordered list of rules. A rule selects operations by module path, operator and role, and sets roundings:
+of the result, of every step of an accumulator, of the operands, of gradients; and the order of a reduction. For each of
+these, the last matching rule that sets it wins; an operation without a matching rule is left unchanged. A policy is
+checked when it is made, and stores text only, so that dict and TOML lose nothing. A rule that matches no operation of a
+model is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fxround.errors import PolicyError, shown
+from fxround.keys import nearest, require_keys, toml
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.faults import Faults
+from fxround.numerics.format_names import other_numbers, own_name
+from fxround.numerics.formats import FORMATS, Format, candidates, spelt
+from fxround.numerics.gradients import STRAIGHT, Gradient
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.orders import LANES, Order
+from fxround.numerics.scaled import SCALED, ScaledRounding, is_scaled
+from fxround.policy.rule import (
+    DIRECTIONS,
+    DTYPE,
+    ENTERING,
+    IDENTITY,
+    NATIVE,
+    OF_RESULTS,
+    WIDE,
+    Assignment,
+    Rule,
+    resolve,
+    with_dtype,
+    with_wide,
+)
+
+# The formulas of composite operators (fxround.operators.formulas).
+OWN: Final = "fxround"
+DEFINITIONS: Final = (OWN, "repdl")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An ordered list of rules that says how every operation of a model is rounded.
+
+    name         for reports and messages
+    rules        of which the last matching one wins, field by field
+    strict       whether a floating-point operation that cannot be rounded is an error
+    definitions  the formulas of composite operators, "fxround" or "repdl"
+
+    Policies are immutable and hashable. Raises PolicyError for other definitions or rules. Example::
+
+        policy = Policy("narrow", (Rule(rounding="e4m3fn/nearest_even/saturate", accumulate="bfloat16"),))
+        Policy.from_toml(policy.to_toml()) == policy
+    """
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    strict: bool = False
+    definitions: str = OWN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        if self.definitions not in DEFINITIONS:
+            near = f"{nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
+            raise PolicyError(f"policy {self.name!r}: no definitions are named {shown(self.definitions)}{near}")
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise PolicyError(f"policy {self.name!r}: a rule is a Rule, got {type(rule).__name__} {shown(rule)}")
+
+    def __str__(self) -> str:
+        return "\n".join([f"policy {self.name}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)])
+
+    @property
+    def treats_gradients(self) -> bool:
+        """Whether some rounding changes the gradient that passes it."""
+        return any(rule.gradient not in (None, STRAIGHT) for rule in self.rules)
+
+    @property
+    def draws(self) -> bool:
+        """Whether some rounding draws random bits, or some bit flips by chance."""
+        if any(rule.faults is not None and Faults.parse(rule.faults).possible for rule in self.rules):
+            return True
+        said = (str(getattr(rule, key)) for rule in self.rules for key in ("rounding", "accumulate", "operands"))
+        words = (word for text in said for option in text.split() for word in re.split("[/:=]", option))
+        return any(word in MODES and MODES[word].random_bits > 0 for word in words)
+
+    def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
+        """Return this policy with more rules after its own, so that they win.
+
+        name: of the new policy; None appends "+" to this one's.
+        """
+        return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
+
+    def matching(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
+    ) -> tuple[int, ...]:
+        """Return the positions of the rules that match an operation's result; arguments as in ``assign``."""
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        return tuple(i for i, rule in enumerate(self.rules) if rule.speaks_of_results and rule.matches(**place))
+
+    def matching_operand(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, result: str = ""
+    ) -> tuple[int, ...]:
+        """Return the positions of the rules that match an operand; arguments as in ``assign_operand``."""
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        place["result"] = result
+        return tuple(i for i, rule in enumerate(self.rules) if rule.matches_operand(**place))
+
+    def assign_operand(
+        self, *, path: str, operator: str, kind: str, role: str, direction: str, dtype: str, result: str = ""
+    ) -> Assignment | None:
+        """Return the rounding of one operand, of the format ``dtype``, before the operation; None leaves it unchanged.
+
+        path, operator and kind are the operation's, role and direction the operand's; result is the role of the
+        operation's result. Raises PolicyError if ``dtype``
+        lacks values of the rounding's format.
+        """
+        found = self.matching_operand(
+            path=path, operator=operator, kind=kind, role=role, direction=direction, result=result
+        )
+        text = self.rules[found[-1]].operands if found else None
+        if text is None or text == IDENTITY:
+            return None
+        rule = str(self.rules[found[-1]])
+        if is_scaled(text):
+            scaled = ScaledRounding.parse(text)
+            return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled)
+        rounding = resolve(text, dtype)
+        _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
+        faults = self.rules[found[-1]].faults
+        return Assignment(rounding, NATIVE, LANES, rule, faults=Faults.parse(faults).possible if faults else None)
+
+    def assign(
+        self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"
+    ) -> Assignment | None:
+        """Return the roundings of one operation, or None if no rule matches it.
+
+        path: of its module, "" for the root. operator: for example ``"aten.mm.default"``. kind: of the operator, for
+        example ``"contraction"``. role, direction: of the result, as in ``Rule``. dtype: the format of the result
+        ("binary32").
+
+        The defaults of fields that no rule sets are ``dtype/nearest_even``, ``wide/nearest_even`` and ``lanes:16``.
+        Raises PolicyError if ``dtype`` lacks values of the rounding's format.
+        """
+        place = {"path": path, "operator": operator, "kind": kind, "role": role, "direction": direction}
+        rules = [self.rules[i] for i in self.matching(**place)]
+        if not rules:
+            return None
+        said = {key: [r for r in rules if getattr(r, key) is not None] for key in OF_RESULTS}
+        said["faults"] = [r for r in said["faults"] if r.operands is None]
+        last = {key: getattr(rows[-1], key) for key, rows in said.items() if rows}
+        chosen = (said["rounding"] or rules)[-1]
+        if last.get("rounding") == IDENTITY:
+            return Assignment(None, None, LANES, str(chosen))
+        rounding = resolve(last.get("rounding", DTYPE), dtype)
+        accumulate = last.get("accumulate", WIDE)
+        _require_within(rounding, dtype, str(chosen), operator, path)
+        how: Accumulation | Literal["native"] = NATIVE
+        if accumulate != NATIVE:
+            how = Accumulation.parse(with_dtype(with_wide(accumulate, dtype), dtype))
+        gradient = Gradient.parse(with_dtype(last.get("gradient", STRAIGHT), dtype))
+        faults = Faults.parse(last["faults"]).possible if "faults" in last else None
+        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient, faults=faults)
+
+    def require_matched(
+        self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS
+    ) -> None:
+        """Raise PolicyError if a rule that is not optional has its position outside ``matched``.
+
+        paths: the module paths of the model, for suggestions. directions: the passes of the graph; a rule that applies
+        to none of them may match nothing.
+        """
+        known = sorted(set(paths))
+        for position, rule in enumerate(self.rules):
+            if position not in matched and not rule.optional and not rule.directions.isdisjoint(directions):
+                raise PolicyError(
+                    f"policy {self.name!r}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
+                    f"{nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."
+                    f" The model's modules: {', '.join(p or '(root)' for p in known[:20])}"
+                )
+
+    @staticmethod
+    def preset(name: str) -> Policy:
+        """Return a preset by name, or the policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate",
+        "fp16").
+
+        A format's policy rounds every result, weight and input to it and accumulates in binary32. A scaled format's
+        ("mxfp8", "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype.
+        Raises PolicyError listing the known names.
+        """
+        name = own_name(name)
+        if name in NAMED:
+            return NAMED[name]
+        try:
+            if is_scaled(name):
+                return of_operands(name, Rule(operands=name))
+            return in_format(name, Rounding.parse(name))
+        except ValueError as error:
+            if any(mark in name for mark in "/(:") or other_numbers(name):
+                raise PolicyError(f"policy {shown(name)}: {error}") from error
+            known = list(dict.fromkeys([*NAMED, *FORMATS, *SCALED]))
+            other = candidates(name)
+            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, known)
+            raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
+
+    @staticmethod
+    def parse(source: Any) -> Policy:
+        """Return a policy from a preset's name, a rounding, a path to a .toml file, a dict, or a policy.
+
+        A rounding is a text, a Rounding, a Format, or a floating-point dtype of PyTorch or NumPy. Raises TypeError for
+        anything else, PolicyError for an invalid policy.
+        """
+        source = spelt(source)
+        if isinstance(source, Policy):
+            return source
+        if isinstance(source, Mapping):
+            return Policy.from_dict(source)
+        if isinstance(source, Rounding | ScaledRounding):
+            return Policy.preset(str(source))
+        if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".toml")):
+            return _read(Path(source))
+        if isinstance(source, str):
+            return Policy.preset(source)
+        raise TypeError(
+            f"a policy is a name, a path, a dict, a dtype, a Rounding or a Policy; got {type(source).__name__}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; ``Policy.from_dict(p.to_dict()) == p``. Default fields of rules are left out."""
+        rules = [{f.name: getattr(r, f.name) for f in fields(r) if getattr(r, f.name) != f.default} for r in self.rules]
+        other = {} if self.definitions == OWN else {"definitions": self.definitions}
+        return {"name": self.name, "strict": self.strict, **other, "rules": rules}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Policy:
+        """Return the policy that ``to_dict`` wrote. Raises PolicyError naming a wrong key and the allowed ones."""
+        require_keys("a policy", data, {"name": str, "strict": bool, "rules": list, "definitions": str})
+        rows = []
+        for row in data.get("rules", []):
+            if not isinstance(row, Mapping):
+                raise PolicyError(f"a rule is a table of keys, got {type(row).__name__} {shown(row)}")
+            row = {key: spelt(value) for key, value in row.items()}
+            rows.append(row)
+            require_keys("a rule", row, {f.name: bool if f.name == "optional" else str for f in fields(Rule)})
+        rules = tuple(Rule(**row) for row in rows)
+        return Policy(data.get("name", "unnamed"), rules, data.get("strict", False), data.get("definitions", OWN))
+
+    def to_toml(self) -> str:
+        """Return the policy as a TOML document; ``Policy.from_toml(p.to_toml()) == p``."""
+        data = self.to_dict()
+        rules = data.pop("rules")
+        tables = [data, *rules]
+        texts = ["".join(f"{key} = {toml(value)}\n" for key, value in table.items()) for table in tables]
+        return "\n[[rules]]\n".join(texts)
+
+    @staticmethod
+    def from_toml(text: str) -> Policy:
+        """Return the policy of a TOML document. Raises PolicyError."""
+        try:
+            return Policy.from_dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise PolicyError(f"this is not a TOML document: {error}") from error
+        except RecursionError:
+            raise PolicyError("this is not a policy: its tables are nested too deeply") from None
+
+
+def in_format(name: str, rounding: Rounding) -> Policy:
+    """Round results, weights and inputs to a format, and accumulate in binary32."""
+    entering = tuple(
+        Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error", "gradient")
+    )
+    return Policy(name, (Rule(rounding=str(rounding), accumulate="binary32", optional=True), *entering))
+
+
+def of_operands(name: str, *rules: Rule) -> Policy:
+    """Return a policy with rules for the operands of contractions, which are stock kernels.
+
+    Every result keeps the operation's own format: norms, softmax, residuals, contractions.
+    """
+    kept = (Rule(rounding=DTYPE, accumulate=WIDE), Rule(operator="contraction", accumulate=NATIVE))
+    own = (replace(rule, operator="contraction") for rule in rules)
+    return Policy(name, tuple(replace(rule, optional=True) for rule in (*kept, *own)))
+
+
+def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: str) -> None:
+    """Raise PolicyError if a tensor of the format ``dtype`` lacks values of the rounding."""
+    if not rounding.format.within(Format.parse(dtype)):
+        raise PolicyError(
+            f"rule {rule!r} rounds {what} at {path or 'the root module'} to {rounding.format}, but the result is "
+            f"stored in {dtype}, which cannot represent all of its values: choose a narrower format or a wider dtype"
+        )
+
+
+def _read(path: Path) -> Policy:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        # The path has a zero byte, or the file is not UTF-8.
+        raise PolicyError(f"the policy file {shown(str(path))} cannot be read: {error}") from error
+    try:
+        return Policy.from_toml(text)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+
+
+# The presets by name, which ``presets`` puts here.
+NAMED: Final[dict[str, Policy]] = {}

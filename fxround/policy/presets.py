@@ -1,0 +1,89 @@
+"""The named policies, and recipes of training in 8 and 4 bits.
+
+The recipes are functions, which name their choices as arguments. They round the operands of matrix products to scaled
+formats. Norms, softmax, residuals and results keep the model's dtype, and master weights and optimizer states are the
+model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scaled.md says where bits differ.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from fxround.numerics.modes import Rounding
+from fxround.policy.policy import NAMED, OWN, Policy, in_format, of_operands
+from fxround.policy.rule import DTYPE, IDENTITY, WIDE, Rule
+
+
+def _everywhere(
+    name: str, mode: str, *, order: str = "lanes:16", strict: bool = False, definitions: str = OWN
+) -> Policy:
+    """Round every operation in its own format, and every step of an accumulator, in binary32 for 16-bit dtypes."""
+    rule = Rule(rounding=f"{DTYPE}/{mode}", accumulate=f"{WIDE}/{mode}", order=order, optional=True)
+    return Policy(name, (rule,), strict, definitions)
+
+
+_E4M3, _E5M2 = "e4m3fn", "e5m2"
+
+
+def current_scaling(*, forward: str = _E4M3, backward: str = _E5M2, power_of_two: bool = False) -> Policy:
+    """Return FP8 with one scale for each tensor, from its own largest magnitude.
+
+    forward, backward: the formats of forward values and of errors. power_of_two: whether multipliers are powers of two.
+    """
+    scale = "e8m0fnu" if power_of_two else "binary32"
+    return of_operands(
+        "fp8",
+        Rule(operands=f"scaled({forward};tensor,{scale},inverse)"),
+        Rule(direction="backward", operands=f"scaled({backward};tensor,{scale},inverse)"),
+    )
+
+
+def block_scaling(*, element: str = _E4M3, power_of_two: bool = True) -> Policy:
+    """Return FP8 with one scale for 128 values along the sum of a product, and for 128 x 128 values of a weight.
+
+    element: the format of all operands. power_of_two: whether multipliers are powers of two.
+    """
+    scale = "e8m0fnu" if power_of_two else "binary32"
+    return of_operands(
+        "fp8_blocks",
+        Rule(operands=f"scaled({element};128,{scale},inverse)"),
+        Rule(role="weight", operands=f"scaled({element};128x128,{scale},inverse)"),
+    )
+
+
+def nvfp4(*, stochastic_errors: bool = True, square_weights: bool = True, hadamard: int | None = 16) -> Policy:
+    """Return NVFP4 for all products.
+
+    stochastic_errors: whether errors are rounded stochastically. square_weights: whether weights share scales in tiles
+    of 16 x 16, so that forward and backward pass read the same values; else in blocks of 16 along the sum. hadamard:
+    the size of the random Hadamard transform of the operands of weights' gradients (4, 16 or 64), None for none.
+
+    Raises PolicyError for another size.
+    """
+    error = "nvfp4/stochastic" if stochastic_errors else "nvfp4"
+    rules = [Rule(operands="nvfp4"), Rule(direction="backward", operands=error)]
+    if square_weights:
+        rules.append(Rule(role="weight", operands="nvfp4:16x16"))
+    if hadamard is not None:
+        turned = f"hadamard({hadamard})+"
+        rules.append(Rule(result="gradient", operands=f"{turned}nvfp4"))
+        rules.append(Rule(result="gradient", direction="backward", operands=f"{turned}{error}"))
+    return of_operands("nvfp4_training", *rules)
+
+
+_PRESETS: Final = (
+    Policy(IDENTITY),
+    _everywhere("stochastic", "stochastic"),
+    _everywhere("up_down", "up_down"),
+    _everywhere("cestac", "stochastic_equal"),
+    _everywhere("reproducible", "nearest_even", strict=True),
+    _everywhere("repdl", "nearest_even", order="sequential", strict=True, definitions="repdl"),
+    in_format("bfloat16", Rounding.parse("bfloat16")),
+    in_format("binary16", Rounding.parse("binary16")),
+    current_scaling(),
+    block_scaling(),
+    nvfp4(),
+)
+NAMED.update({policy.name: policy for policy in _PRESETS})
+PRESETS: Final = MappingProxyType(NAMED)
