@@ -20,6 +20,8 @@ _HOW: Final = {
     "even": "largest magnitude, rounded to the element's precision, / 2^emax of the element, to the power of two below",
     "up": "largest magnitude / largest element, to the scale format's value above",
     "nearest": "largest magnitude / largest element, to the scale format's nearest value",
+    "inverse": "largest element / largest magnitude is rounded, and elements are multiplied by it",
+    "affine": "range of the block and zero / largest element, with a zero point",
 }
 
 
@@ -105,7 +107,8 @@ class ScaledDescription:
     scale     the description of the scale's format; None for fixed point
     how       how the scale is made of the block's largest magnitude, in words
     whole     the format of a scale of the whole tensor; None for none
-    lowest    the least element if it is not minus the largest one; else None
+    span      the least and the largest element if they are not the format's own; else None
+    unit      the scale that is given; else None
     """
 
     name: str
@@ -115,7 +118,8 @@ class ScaledDescription:
     scale: FormatDescription | None
     how: str
     whole: str | None
-    lowest: float | None
+    span: tuple[float, float] | None
+    unit: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -130,7 +134,8 @@ class ScaledDescription:
         if self.scale is not None:
             rows += [("scale", f"{self.scale.name}, up to {_number(self.scale.largest)}"), ("how", self.how)]
         rows += [("tensor's scale", self.whole)] if self.whole else []
-        rows += [("lowest element", _number(self.lowest))] if self.lowest is not None else []
+        rows += [("given scale", _number(self.unit))] if self.unit is not None else []
+        rows += [("elements", " to ".join(map(_number, self.span)))] if self.span is not None else []
         element = str(self.element).replace("\n", "\n  ")
         return "\n".join([self.name, *_lines(rows), f"  element {element}"])
 
@@ -201,10 +206,21 @@ def _scaled(rounding: ScaledRounding, named: Any) -> ScaledDescription:
         element=_described(rounding.element),
         block="no scale: fixed point" if scaling is None else _block(scaling),
         scale=None if scaling is None else _described(scaling.rounding),
-        how="" if scaling is None else _HOW[scaling.how],
+        how="" if scaling is None else _how(scaling),
         whole=str(scaling.whole) if scaling is not None and scaling.whole is not None else None,
-        lowest=form.lowest,
+        span=form.span,
+        unit=form.unit,
     )
+
+
+def _how(scaling: Scaling) -> str:
+    said = _HOW[scaling.how]
+    if scaling.percentile is not None:
+        said = said.replace("largest magnitude", f"magnitude that {scaling.percentile:g} % do not exceed")
+    if scaling.fit:
+        targets = " or ".join(f"{v:g}" for v in scaling.fit)
+        said = said.replace("largest element", f"{targets}, by the least error")
+    return said
 
 
 def _block(scaling: Scaling) -> str:

@@ -77,7 +77,8 @@ def test_values_are_listed_up_to_8_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [*SCALED, "int8:channel", "int4:128", "bfp(8,16)", "fixed(8,4)", "nvfp4:16x16", "int8"]
+    "text",
+    [*SCALED, "int8:channel", "int4:128", "bfp(8,16)", "fixed(8,4)", "nvfp4:16x16", "int8", "uint8", "int8:scale=0.5"],
 )
 def test_scaled_formats(text: str) -> None:
     found = fxround.describe(text)
@@ -100,6 +101,15 @@ def test_a_scaled_format_in_words() -> None:
         "  tensor's scale  binary32",
         "  element e2m1fn",
     ]
+
+
+def test_what_scales_are_made_of_in_words() -> None:
+    assert "magnitude that 90 % do not exceed / largest element" in str(fxround.describe("int8:8,percentile=90"))
+    assert "largest magnitude / 6 or 4, by the least error" in str(fxround.describe("nvfp4:16,fit=6:4"))
+    fixed, given = fxround.describe("fixed(8,4)"), fxround.describe("int8:scale=0.5")
+    assert isinstance(fixed, ScaledDescription) and isinstance(given, ScaledDescription)
+    assert fixed.span == (-8.0, 7.9375) and "-8 to 7.9375" in str(fixed)
+    assert given.unit == 0.5 and "given scale" in str(given)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
