@@ -8,7 +8,8 @@ gradient passes straight through, is zeroed where the rounding clamped, or is ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from functools import partial
+from typing import Any, Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +19,23 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
 from fxround.errors import shown
-from fxround.graph.dialect import Call
+from fxround.graph.dialect import BlockMaximum, Call, block_sizes
 from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program, Statement
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
+from fxround.runtime.cpu import buffers
 from fxround.runtime.cpu.pointwise import Draw, run_map, storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
+
+
+# The elements of a piece of a large tensor: temporary tensors that are larger are fresh memory, which costs more than
+# the arithmetic.
+_PIECE: Final = 1 << 20
 
 
 def rounding_program(rounding: Rounding) -> Program:
@@ -187,28 +194,75 @@ def _round_tensor(
 ) -> Tensor:
     x = x.resolve_neg()
     storage_of(x, "x")
-    draw = Draw(seed, sample, stream)
-    if isinstance(rounding, ScaledRounding):
-        program, operands = _scaled(x, rounding, dims)
-    else:
-        program, operands = rounding_program(rounding), (x,)
+    compute = partial(_computed, rounding=rounding, draw=Draw(seed, sample, stream), dims=dims)
     if out is None:
-        return run_map(program, operands, x.dtype, draw)
+        return compute(x)
     shared = _meet(x, out) and not (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())
     if shared and all(map(is_non_overlapping_and_dense_or_false, (x, out))):
         raise ValueError("out shares some of x's memory, so that x would change while it is read; pass x.clone()")
     with torch.no_grad():
         if shared or not out.is_contiguous() or out.is_neg():
-            return out.copy_(run_map(program, operands, x.dtype, draw))
-    run_map(program, operands, x.dtype, draw, out)
+            return out.copy_(compute(x))
+    compute(x, out=out)
     # The new version makes autograd raise if out was saved for a backward.
     torch.autograd.graph.increment_version(out)
     return out
 
 
-def _scaled(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[Program, tuple[Tensor, ...]]:
-    """Return the program of the elements of a scaled rounding, and its operands."""
-    last = _Last()
+def _computed(
+    x: Tensor, rounding: Rounding | ScaledRounding, draw: Draw, dims: tuple[int, ...], out: Tensor | None = None
+) -> Tensor:
+    """Return x rounded, in ``out`` if it is passed, which is row-major."""
+    if isinstance(rounding, Rounding):
+        return run_map(rounding_program(rounding), (x,), x.dtype, draw, out)
+    d, size = _pieces(x, rounding, dims)
+    if size >= (x.shape[d] if x.dim() else 1):
+        program, operands = _scaled(x, rounding, dims)
+        return run_map(program, operands, x.dtype, draw, out)
+    result = buffers.empty(x.shape, x.dtype) if out is None else out
+    parts, most = x.split(size, d), None
+    if _reads_all(rounding):
+        maxima = [torch.ops.fxround.block_maximum(part, [0] * x.dim()) for part in parts]
+        most = torch.stack(maxima).amax(0)
+    for part, into in zip(parts, result.split(size, d), strict=True):
+        program, operands = _scaled(part, rounding, dims, most)
+        run_map(program, operands, x.dtype, draw, into)
+    return result
+
+
+def _reads_all(rounding: ScaledRounding) -> bool:
+    """Whether scales are made of the largest magnitude of the tensor."""
+    scaling = rounding.format.scaling
+    return scaling is not None and (scaling.whole is not None or scaling.block == "tensor")
+
+
+def _pieces(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[int, int]:
+    """Return a dimension along which x can be rounded piece by piece, and the size of a piece, or of all of it.
+
+    Scales are as large as x; those of a piece stay in the cache. No block may cross pieces, a piece of the result has
+    to be row-major, and the modes that draw number the elements of all of x.
+    """
+    scaling = rounding.format.scaling
+    d = next((i for i, n in enumerate(x.shape) if n > 1), 0)
+    size = x.shape[d] if x.dim() else 1
+    if scaling is None or x.numel() <= _PIECE or rounding.mode.random_bits or rounding.mode.jitter:
+        return d, size
+    block = 1 if scaling.block == "tensor" else block_sizes(scaling.block, dims, x.dim())[d]
+    # Only a largest magnitude of the tensor is that of the pieces' largest magnitudes.
+    other = scaling.block == "tensor" and (scaling.how == "affine" or scaling.percentile is not None or scaling.fit)
+    if block == 0 or other:
+        return d, size
+    return d, max(1, _PIECE * size // x.numel() // block) * block
+
+
+def _scaled(
+    x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...], most: Tensor | None = None
+) -> tuple[Program, tuple[Tensor, ...]]:
+    """Return the program of the elements of a scaled rounding, and its operands.
+
+    most: the largest finite magnitude of the tensor of which x is a piece; None: x is no piece.
+    """
+    last = _Last(most)
     scaled(x.reshape(1) if x.dim() == 0 else x, max(1, x.dim()), x.dtype, rounding, dims, last)
     return last.found[0], tuple(operand.reshape(()) if x.dim() == 0 else operand for operand in last.found[1])
 
@@ -218,8 +272,13 @@ class _Last:
 
     found: tuple[Program, tuple[Tensor, ...]]
 
+    def __init__(self, most: Tensor | None) -> None:
+        self.most = most
+
     def call(self, call: Call[Tensor]) -> Tensor:
         """Return the result of an operator on blocks."""
+        if self.most is not None and isinstance(call, BlockMaximum) and not any(call.sizes):
+            return self.most
         result: Tensor = call.overload(*call.arguments())
         return result
 

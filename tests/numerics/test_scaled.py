@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxround
+from fxround.compiler import eager_round
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.scaled import element_program
@@ -160,6 +161,18 @@ def test_blocks_run_along_any_dimension_and_the_last_may_be_shorter(text: str, s
 @settings(max_examples=60, deadline=None)
 def test_random_operands(seed: int, text: str, mode: str, length: int) -> None:
     require_same(operand((2, length), torch.float32, seed), f"{text}/{mode}", seed=seed)
+
+
+@pytest.mark.parametrize("text", [t for t in FORMS if "2x" not in t])
+def test_pieces_of_a_large_tensor_change_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape, dim in (((9, 41), -1), ((1, 90, 7), 1), ((200,), 0), ((9, 41), 0)):
+        x = operand(shape, torch.float32, seed=6)
+        wanted = fxround.round(x, text, dim=dim)
+        with monkeypatch.context() as patched:
+            patched.setattr(eager_round, "_PIECE", 50)
+            assert same(fxround.round(x, text, dim=dim), wanted)
+            out = torch.empty_like(x)
+            assert same(fxround.round(x, text, dim=dim, out=out), wanted)
 
 
 def test_strides_change_nothing() -> None:
