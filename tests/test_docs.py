@@ -97,7 +97,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    navigation = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    navigation = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(navigation) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
