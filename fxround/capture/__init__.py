@@ -6,7 +6,7 @@ into functional ATen operators and splits composite ones by the formulas that it
 every operator a ``Site``, which says where it comes from. Batches, lengths of texts and sizes that have changed stay
 symbolic; ``Sizes`` keeps what the trace assumed about sizes, and is checked before another call uses the graph.
 Features that hide arithmetic (fused attention, oneDNN, the encoder fast path, skipped LSTMs) are off while tracing, and
-what a graph cannot represent (complex or quantized numbers, ``.item()``) is refused by name.
+what a graph cannot represent (quantized numbers, complex arguments, ``.item()``) is refused by name.
 The rooms capture/ and graph/ hold PyTorch's private interfaces, but for a table of its formulas.
 """
 
@@ -391,5 +391,5 @@ def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
                 "Keep it a tensor (x.sum() in place of x.sum().item())."
             )
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)):
+            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)) not in ("", "complex"):
                 raise CaptureError(f"{located(node)} yields {kind} numbers ({value.dtype}); {EXPECTED}.")

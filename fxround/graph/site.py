@@ -89,6 +89,12 @@ def float_values(node: fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
+def is_complex(node: fx.Node) -> bool:
+    """Whether the node yields complex numbers."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in leaves)
+
+
 def site(node: fx.Node) -> Site | None:
     """Return the node's Site; None before classification and for nodes that yield no tensor."""
     found: Site | None = node.meta.get(META)

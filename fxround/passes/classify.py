@@ -32,6 +32,7 @@ from fxround.graph.site import (
     Status,
     float_value,
     float_values,
+    is_complex,
     located,
     operator_name,
     operator_of,
@@ -43,6 +44,7 @@ from fxround.passes.rewrite import Plan
 _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
 _ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
+_COMPLEX: Final = "fxround has no kernels for complex numbers"
 _INDEX: Final = "an index in the making, of no data: it only chooses elements"
 # Operators that make integers, and those that make multiples of one half from such multiples.
 _INTEGER_PARTS: Final = frozenset({"floor", "ceil", "round", "trunc"})
@@ -222,6 +224,13 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
         return Site("", "", node.op, "constant", "constant", "", str(node.target), status="movement")
     place, rule = located(_consumer(node)), rule_of(node)
     kind = rule.kind if rule else "unknown"
+    if is_complex(node):
+        return replace(place, operator=operator_of(node), kind="opaque", role="activation", status="integer")
+    if any(map(is_complex, node.all_input_nodes)) and node.target is not torch.ops.aten.view_as_real.default:
+        # The parts stand for the operation that made the numbers.
+        is_part = node.target is torch.ops.aten.view_as_real_copy.default
+        maker = node.all_input_nodes[0] if is_part else node
+        return replace(place, operator=operator_of(maker), kind="opaque", role="activation", reason=_COMPLEX)
     status, reason = _status(node, kind, rule.reason if rule else f"fxround has no rule for {place.operator}")
     named = replace(place, operator=operator_of(node), kind=kind, role=_role(node, kind, roles))
     return replace(named, status=status, reason=reason)

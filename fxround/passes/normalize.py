@@ -1,9 +1,10 @@
-"""Normalize: make the graph independent of memory layout and of implicit conversions.
+"""Normalize: make the graph independent of memory layout and of implicit conversions, and complex numbers real.
 
 fxround's operators return row-major tensors, so a ``view`` that was legal for the original strides may not be legal for
 theirs: it becomes a ``reshape``. ``as_strided`` reads memory: its operand is copied to the strides that it was traced
-with. Operands of arithmetic are cast to the result's dtype by a node of the graph. Each rewriting keeps the bits of
-every value under PyTorch's own kernels.
+with. Operands of arithmetic are cast to the result's dtype by a node of the graph. PyTorch's kernels compute complex
+numbers; after each operation that makes some, their parts become a real tensor, which a later pass rounds. Each
+rewriting keeps the bits of every value under PyTorch's own kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ import torch
 from torch import fx
 
 from fxround.errors import CaptureError
-from fxround.graph.site import float_value, located
+from fxround.graph.site import float_value, is_complex, located
 from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import Plan, insert
 
 aten = torch.ops.aten
 
+# Operators on complex numbers that compute none.
+_COMPLEX_MOVEMENT: Final = frozenset(
+    {
+        *(aten._conj.default, aten.resolve_conj.default, aten._neg_view.default, aten.resolve_neg.default),
+        *(aten.complex.default, aten.view_as_complex.default, aten.view_as_complex_copy.default),
+    }
+)
 _LAYOUT_BOUND: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 # The position of the scattered values among the arguments.
 _SCATTERS: Final = {"aten.scatter_add.default": 3, "aten.index_put.default": 2, "aten._unsafe_index_put.default": 2}
@@ -34,8 +42,27 @@ def normalize(graph: fx.GraphModule, plan: Plan) -> None:
             node.target = aten.reshape.default
         elif node.target is aten.as_strided.default:
             _restore_strides(graph, node)
-        elif float_value(node) is not None:
+        elif _computes_complex(node):
+            _expose_parts(graph, node)
+        elif float_value(node) is not None and not any(map(is_complex, node.all_input_nodes)):
             _cast_operands(graph, node)
+
+
+def _computes_complex(node: fx.Node) -> bool:
+    """Whether the node is an operation on complex numbers or that makes some, and moves no number."""
+    rule = rule_of(node)
+    moves = node.target in _COMPLEX_MOVEMENT or (rule is not None and rule.kind == "movement")
+    return isinstance(node.meta["val"], torch.Tensor) and is_complex(node) and not moves
+
+
+def _expose_parts(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Let every use of complex numbers read them after a round trip by their parts."""
+    parts = insert(graph, node, aten.view_as_real_copy.default, (node,))
+    whole = insert(graph, node, aten.view_as_complex_copy.default, (parts,))
+    node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not parts)
+    # They were inserted before the node that they read.
+    node.append(whole)
+    node.append(parts)
 
 
 def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
