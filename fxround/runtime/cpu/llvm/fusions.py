@@ -29,13 +29,18 @@ _FACTOR_BITS: Final = 52
 
 def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
     """The fusions that the processor has for vectors of this many 64-bit lanes; None if it has none."""
-    if machine.vector_bytes != 64 or lanes % _LANES:
+    wide = machine.vector_bytes == 64 and lanes % _LANES == 0
+    # AVX-512 has a product of 64 bits.
+    halved = machine.vector_bytes == 32 and lanes > 1
+    if not wide and not halved:
         return None
 
     def fuse(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
-        if node.op == "add" and machine.wide_products:
+        if node.op == "add" and wide and machine.wide_products:
             return _shifted_sum(node, b, env, lanes) or _congruential(node, b, env, lanes)
-        return _choice(node, b, env) if node.op == "select" and lanes == _LANES else None
+        if node.op == "add" and halved:
+            return _short_congruential(node, b, env, lanes)
+        return _choice(node, b, env) if node.op == "select" and wide and lanes == _LANES else None
 
     return fuse
 
@@ -54,19 +59,39 @@ def _shifted_sum(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) 
     return _wide_product("h", b, env[x], env[word], 1 << left, lanes)
 
 
-def _congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
-    """(x * A mod 2^52) + C, the next state of a stream; A must have at most 52 bits."""
+def _step(node: Expr) -> tuple[Expr, int, int] | None:
+    """(x, A, C) of (x * A mod 2^52) + C, the next state of a stream; None for any other node."""
     product, constant = node.args
     if node.type != "u64" or product.op != "and" or constant.op != "const":
         return None
     whole, mask = product.args
     if mask.attr != (1 << _FACTOR_BITS) - 1 or whole.op != "mul" or whole.args[1].op != "const":
         return None
-    factor = int(whole.args[1].attr or 0)
-    if factor >> _FACTOR_BITS:
+    return whole.args[0], int(whole.args[1].attr or 0), int(constant.attr or 0)
+
+
+def _congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """(x * A mod 2^52) + C, the next state of a stream; A must have at most 52 bits."""
+    step = _step(node)
+    if step is None or step[1] >> _FACTOR_BITS:
         return None
-    addend = literal("u64", int(constant.attr or 0), lanes)
-    return _wide_product("l", b, addend, env[whole.args[0]], factor, lanes)
+    return _wide_product("l", b, literal("u64", step[2], lanes), env[step[0]], step[1], lanes)
+
+
+def _short_congruential(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """x * A + C, of which only the 52 lowest bits count, for a factor A below 2^32: two products of 32 bits.
+
+    The product of the high half, which ``vpmulld`` leaves in its place, is added to that of the low half, ``vpmuludq``.
+    """
+    step = _step(node)
+    if step is None or step[1] >> WIDTH["u32"]:
+        return None
+    x, factor, constant = env[step[0]], step[1], literal("u64", step[2], lanes)
+    word = ir.IntType(WIDTH["u32"])
+    halves = ir.VectorType(word, 2 * lanes)
+    upper = b.mul(b.bitcast(x, halves), ir.Constant(halves, [word(0), word(factor)] * lanes))
+    low = b.mul(b.and_(x, literal("u64", (1 << WIDTH["u32"]) - 1, lanes)), literal("u64", factor, lanes))
+    return b.add(b.add(low, constant), b.bitcast(upper, llvm_type("u64", lanes)))
 
 
 def _is_shift(node: Expr, places: int) -> bool:
