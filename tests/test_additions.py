@@ -61,6 +61,20 @@ assert torch.equal(fxround.round(x, "e5m6"), fxround.round(x, "ieee(5,7)"))
 assert fxround.round(torch.tensor([1 + 2.0**-6, 1 + 2.0**-7, 65536.0]), "e5m6").tolist() == [1.015625, 1.0, math.inf]
 """,
     ),
+    "a table of values": Addition(
+        (
+            Insertion(
+                "numerics/formats.py",
+                '        "ternary": Format.table([-1, 0, 1], name="ternary"),\n',
+                after='        "nf4": Format.table(_NF4, name="nf4"),\n',
+            ),
+        ),
+        """
+x = torch.tensor([-7.0, -0.6, -0.4, 0.2, 0.8])
+assert fxround.round(x, "ternary").tolist() == [-1, -1, 0, 0, 1]
+assert fxround.compile(Calls(lambda x: x * 1.0), "ternary")(x).tolist() == [-1, -1, 0, 0, 1]
+""",
+    ),
     "a scaled format": Addition(
         (
             Insertion(

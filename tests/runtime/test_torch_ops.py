@@ -52,6 +52,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "scatter_add": (turned, 1, rows, normal(4, 3).t()[:2, :3], SR, rng(), 5),
         "index_put": (turned, [None, rows], normal(4, 2, 3), SR, rng(), 5),
         "block_maximum": (turned, [0, 2]),
+        "block_percentile": (turned, [0, 2], 50.0),
+        "block_sum": (turned, [0, 2]),
+        "hadamard": (normal(4, 3, 9), 2, 4, 1),
         "block_expand": (normal(2, 1).t(), turned, [0, 3]),
     }
 
