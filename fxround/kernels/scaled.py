@@ -42,9 +42,10 @@ def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Pr
         raise ValueError(f"{rounding.format} has no scale")
     written, element = _Statements(), rounding.format.element
     if scaling.how == "affine":
-        # An infinite sum becomes the largest number: binary64 has no kernel that saturates.
-        range_ = written.add("clamp", written.add("add", "x0", "x1", _nearest(carrier)), 0.0, carrier.maximum, None)
-        _positive(written, written.add("div", range_, element.maximum, scaling.rounding), scaling.format)
+        # Half of the range, which cannot overflow.
+        halves = [written.add("mul", side, 0.5, _nearest(carrier)) for side in ("x0", "x1")]
+        half = written.add("add", *halves, _nearest(carrier))
+        _positive(written, written.add("div", half, element.maximum / 2, scaling.rounding), scaling.format)
     elif scaling.how == "inverse":
         # A block of zeros has the multiplier 1.
         one = written.add("clamp", "x0", math.ldexp(1.0, carrier.quantum_exponent), math.inf, None)

@@ -98,8 +98,8 @@ def _affine(
     assert scaling is not None
     most = int(element.format.maximum)
     above, below = (largest([max(0.0, sign * v) for v in values if math.isfinite(v)]) for sign in (1, -1))
-    span = round_exact(above + below, False, Rounding(carrier, MODES["nearest_even"], "saturate"))
-    scale = _positive(Fraction(span) / most, scaling.rounding)
+    half = _nearest(sum(Fraction(_nearest(side / 2, carrier)) for side in (above, below)) + Fraction(0), carrier)
+    scale = _positive(Fraction(half) * 2 / most, scaling.rounding)
     nearest = Rounding(element.format, MODES["nearest_even"], "saturate")
     zero = int(round_exact(below / scale, False, nearest))
     wide = replace(element, format=fixed_point(element.format.precision + 2, 0))

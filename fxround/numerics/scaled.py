@@ -70,7 +70,8 @@ class Scaling:
         if self.fit and self.how not in ("up", "nearest"):
             raise ValueError(f"fit chooses between scales that are made by up or nearest, got {self.how}")
         if self.how in ("inverse", "affine") and (self.whole is not None or self.percentile is not None):
-            raise ValueError(f"{self.how} takes the largest magnitude, and no scale of the tensor and no percentile")
+            read = "range of a block" if self.how == "affine" else "largest magnitude"
+            raise ValueError(f"{self.how} takes the {read}; it has no percentile and no scale of the tensor")
         if self.how == "inverse" and not (self.format == FORMATS["binary32"] or self.format.precision == 1):
             raise ValueError(f"inverse makes multipliers in binary32 or powers of two, got {self.format}")
         if self.how not in _HOWS:
@@ -255,10 +256,17 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
     try:
         return Rounding.parse(text)
     except ValueError as error:
-        near = get_close_matches(str(text).partition("/")[0][:40].lower(), SCALED, n=2, cutoff=0.6)
+        near = get_close_matches(str(text).partition("/")[0][:40].lower(), _SPELLINGS, n=2, cutoff=0.7)
         if not near:
             raise
-        raise ValueError(f"{error}; or a scaled format: did you mean {' or '.join(near)}?") from error
+        raise ValueError(f"{error}; or did you mean {' or '.join(near)}?") from error
+
+
+# What a misspelt name of another kind than a plain format may be meant for.
+_SPELLINGS: Final = (
+    *("mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "int4", "int8", "uint4", "uint8", "bfp(8,32)", "fixed(16,8)"),
+    *("nf4", "posit8", "posit16", "posit32", "binary8p3", "binary8p4"),
+)
 
 
 def is_scaled(text: Any) -> bool:
@@ -330,6 +338,8 @@ def _parsed(text: str) -> ScaledFormat | None:
     words = rest.split(",")
     block = words.pop(0) if "=" not in words[0] else None
     options = _options(words, text)
+    if "zero" in options and "scale" not in options:
+        raise ValueError(f"{shown(text)}: a zero point is given with a scale, as in uint8:scale=0.05,zero=128")
     if "scale" in options:
         return _given(found, base, options, text)
     if found.scaling is None:

@@ -271,13 +271,20 @@ class _Existing:
 
     def call(self, call: Call[fx.Node]) -> fx.Node:
         """Return the node of an operator on blocks."""
-        operand: fx.Node = next(a for a in call.arguments() if isinstance(a, fx.Node))
-        found = [user for user in operand.users if user.target is call.overload and read(user) == call]
-        return found[0] if found else _missing(str(call.overload))
+        arguments = call.arguments()
+        operands = [a for a in arguments if isinstance(a, fx.Node)]
+        said = str([None if isinstance(a, fx.Node) else a for a in arguments])
+        node: fx.Node
+        for node in operands[0].graph.find_nodes(op="call_function", target=call.overload):
+            same = said == str([None if isinstance(a, fx.Node) else a for a in node.args])
+            if same and all(map(_alike, node.all_input_nodes, operands)):
+                return node
+        return _missing(str(call.overload))
 
     def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
         """Return the node of a program on these operands."""
-        for user in operands[0].users:
+        user: fx.Node
+        for user in operands[0].graph.find_nodes(op="call_function", target=Pointwise.overload):
             call = read(user)
             same = isinstance(call, Pointwise) and call.program == str(program) and len(call.xs) == len(operands)
             if same and all(map(_alike, call.xs, operands)):  # type: ignore[union-attr]

@@ -52,7 +52,7 @@ def _computes_complex(node: fx.Node) -> bool:
     """Whether the node is an operation on complex numbers or that makes some, and moves no number."""
     rule = rule_of(node)
     moves = node.target in _COMPLEX_MOVEMENT or (rule is not None and rule.kind == "movement")
-    return isinstance(node.meta["val"], torch.Tensor) and is_complex(node) and not moves
+    return isinstance(node.meta.get("val"), torch.Tensor) and is_complex(node) and not moves
 
 
 def _expose_parts(graph: fx.GraphModule, node: fx.Node) -> None:

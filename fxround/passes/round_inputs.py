@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxround.errors import PolicyError
 from fxround.graph.dialect import Call, HadamardTransform, Pointwise
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import scaled
@@ -24,6 +25,7 @@ from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
 from fxround.numerics.formats import Format
+from fxround.numerics.scaled import Hadamard
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
 from fxround.passes.inject_faults import flip_of, site_of
@@ -85,6 +87,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
     for node, place in found:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder"):
             continue
+        turned: list[Hadamard | None] = []
         for operand in operands_of(node):
             source = source_of(operand)
             own, value = site(source), float_value(source)
@@ -95,6 +98,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             asked |= {"role": own.role, "direction": own.direction, "result": place.role}
             matched.update(plan.policy.matching_operand(**asked))
             wanted = plan.policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
+            turned.append(wanted.scaled.hadamard if wanted is not None and wanted.scaled is not None else None)
             if wanted is None:
                 continue
             assert wanted.rounding is not None
@@ -107,8 +111,19 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             for position, dims, groups in summed_dims(node, operand):
                 stream = _stream(own, texts, f"{wanted.said} {dims} {groups}")
                 node.update_arg(position, _in_groups(graph, node, operand, placed, dims, groups, stream))
+        _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
     plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
+
+
+def _require_one_transform(place: Site, turned: Sequence[Hadamard | None]) -> None:
+    """Raise PolicyError if one operand of a product is transformed and another one is not, or in another way."""
+    if len(set(turned)) > 1:
+        said = " and ".join(dict.fromkeys(str(turn) if turn else "no transform" for turn in turned))
+        raise PolicyError(
+            f"{place}: its operands have {said}; a Hadamard transform cancels in a product only if both operands have "
+            "the same one. Give both of them the rule, or neither"
+        )
 
 
 def _stream(source: Site, texts: list[str], text: str) -> int:

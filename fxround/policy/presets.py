@@ -7,6 +7,7 @@ model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -32,8 +33,9 @@ def current_scaling(*, forward: str = _E4M3, backward: str = _E5M2, power_of_two
     forward, backward: the formats of forward values and of errors. power_of_two: whether multipliers are powers of two.
     """
     scale = "e8m0fnu" if power_of_two else "binary32"
+    others = {"forward": (forward, _E4M3), "backward": (backward, _E5M2), "power_of_two": (power_of_two, False)}
     return of_operands(
-        "fp8",
+        _varied("fp8", others),
         Rule(operands=f"scaled({forward};tensor,{scale},inverse)"),
         Rule(direction="backward", operands=f"scaled({backward};tensor,{scale},inverse)"),
     )
@@ -46,7 +48,7 @@ def block_scaling(*, element: str = _E4M3, power_of_two: bool = True) -> Policy:
     """
     scale = "e8m0fnu" if power_of_two else "binary32"
     return of_operands(
-        "fp8_blocks",
+        _varied("fp8_blocks", {"element": (element, _E4M3), "power_of_two": (power_of_two, True)}),
         Rule(operands=f"scaled({element};128,{scale},inverse)"),
         Rule(role="weight", operands=f"scaled({element};128x128,{scale},inverse)"),
     )
@@ -57,7 +59,7 @@ def nvfp4(*, stochastic_errors: bool = True, square_weights: bool = True, hadama
 
     stochastic_errors: whether errors are rounded stochastically. square_weights: whether weights share scales in tiles
     of 16 x 16, so that forward and backward pass read the same values; else in blocks of 16 along the sum. hadamard:
-    the size of the random Hadamard transform of the operands of weights' gradients (4, 16 or 64), None for none.
+    the size of the random Hadamard transform of the operands of weights' gradients (4, 16, 64 or 256), None for none.
 
     Raises PolicyError for another size.
     """
@@ -69,7 +71,14 @@ def nvfp4(*, stochastic_errors: bool = True, square_weights: bool = True, hadama
         turned = f"hadamard({hadamard})+"
         rules.append(Rule(result="gradient", operands=f"{turned}nvfp4"))
         rules.append(Rule(result="gradient", direction="backward", operands=f"{turned}{error}"))
-    return of_operands("nvfp4_training", *rules)
+    others = {"stochastic_errors": (stochastic_errors, True), "square_weights": (square_weights, True)}
+    return of_operands(_varied("nvfp4_training", {**others, "hadamard": (hadamard, 16)}), *rules)
+
+
+def _varied(name: str, choices: Mapping[str, tuple[object, object]]) -> str:
+    """Return a preset's name, with the choices (present, default) that differ from the defaults."""
+    said = ", ".join(f"{key}={value!r}" for key, (value, default) in choices.items() if value != default)
+    return f"{name}({said})" if said else name
 
 
 _PRESETS: Final = (

@@ -14,7 +14,7 @@ from fxround.numerics.formats import spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.scaled import ScaledRounding, is_scaled
+from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"
@@ -252,6 +252,9 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
             raise PolicyError(
                 f"{field} = {shown(str(text))}: {WIDE!r} is a format of accumulators; expected a format or {DTYPE!r}"
             )
+        head = str(text).partition("/")[0]
+        if field == "operands" and head != DTYPE:
+            _parsed(any_rounding, str(text), field)  # its messages know scaled formats too
         full: str = _parsed(_full_rounding, str(text), field)
         return full
     _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, "binary32"), "binary32")), str(text), field)

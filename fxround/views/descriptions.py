@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from fxround.numerics.formats import Format
@@ -203,7 +203,7 @@ def _scaled(rounding: ScaledRounding, named: Any) -> ScaledDescription:
     return ScaledDescription(
         name=name,
         rounding=str(rounding),
-        element=_described(rounding.element),
+        element=_element(rounding),
         block="no scale: fixed point" if scaling is None else _block(scaling),
         scale=None if scaling is None else _described(scaling.rounding),
         how="" if scaling is None else _how(scaling),
@@ -221,6 +221,19 @@ def _how(scaling: Scaling) -> str:
         targets = " or ".join(f"{v:g}" for v in scaling.fit)
         said = said.replace("largest element", f"{targets}, by the least error")
     return said
+
+
+def _element(rounding: ScaledRounding) -> FormatDescription:
+    """Return the description of the elements within their bounds."""
+    form = rounding.format
+    found = _described(rounding.element)
+    affine = form.scaling is not None and form.scaling.how == "affine"
+    span = (0.0, form.element.maximum) if affine else form.span
+    if span is None:
+        return found
+    text = found.rounding.rpartition("/")[0] + f"/{rounding.overflow}"
+    values = tuple(v for v in found.values if v <= span[1])
+    return replace(found, rounding=text, lowest=span[0], largest=span[1], values=values)
 
 
 def _block(scaling: Scaling) -> str:

@@ -263,6 +263,7 @@ def test_names_are_parsed_and_printed() -> None:
         "int8:top=7": "no option top",
         "mxfp8:fit=7:8": "made by up or nearest",
         "uint8:percentile=90": "no percentile",
+        "uint8:zero=3": "given with a scale",
         "int8:scale=0": "positive number",
         "int8:scale=1,zero=200": "one of the integers",
         "mxfp8:scale=1": "given to integers",
@@ -286,6 +287,7 @@ def test_wrong_arguments() -> None:
         ({"dim": True}, TypeError, "expected an int, or several"),
         ({"dim": (0, 0)}, ValueError, "each once"),
         ({"dim": ()}, ValueError, "at least one dimension"),
+        ({"dim": (1, -1)}, ValueError, "twice"),
     ]
     for kwargs, kind, said in cases:
         with pytest.raises(kind, match=said):

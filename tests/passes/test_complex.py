@@ -81,3 +81,8 @@ def test_a_model_with_a_fourier_transform_trains() -> None:
 def test_a_strict_policy_names_the_operation_and_the_line() -> None:
     with pytest.raises(UnsupportedOperator, match=r"aten\._fft_r2c.*rfft\(x\).*no kernels for complex numbers"):
         fxround.compile(lambda x: torch.fft.rfft(x).abs(), "reproducible")(torch.randn(2, 8))
+
+
+def test_shapes_that_depend_on_data_are_captured() -> None:
+    x = torch.randn(4, 8)
+    assert fxround.compile(lambda x: x[x > 0].sum(), "identity")(x) == x[x > 0].sum()

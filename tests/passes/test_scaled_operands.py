@@ -222,7 +222,8 @@ def test_recipes_name_their_choices() -> None:
     assert Policy.parse("fp8") == current_scaling() and Policy.parse("fp8_blocks") == block_scaling()
     assert Policy.parse("nvfp4_training") == nvfp4()
     plain = nvfp4(stochastic_errors=False, square_weights=False, hadamard=None)
-    assert not plain.draws and "hadamard" not in str(plain) and "16x16" not in str(plain) and nvfp4().draws
+    assert plain.name == "nvfp4_training(stochastic_errors=False, square_weights=False, hadamard=None)"
+    assert not plain.draws and "hadamard(" not in str(plain) and "16x16" not in str(plain) and nvfp4().draws
     assert "e8m0fnu" in str(current_scaling(power_of_two=True)) and "binary32" in str(block_scaling(power_of_two=False))
     with pytest.raises(PolicyError, match="4, 16, 64 or 256"):
         nvfp4(hadamard=8)
@@ -242,3 +243,17 @@ def test_a_convolution_s_tiles_are_of_channels() -> None:
     _, found = operands_of(layer, "mxfp4:4x8", x, torch.randn(2, 12, 3, 4))
     w = fxround.round(layer.weight.detach().permute(2, 3, 0, 1), "mxfp4:4x8").permute(2, 3, 0, 1)
     assert any(same(w, t) for read in found.values() for t in read)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(operator="contraction", role="input", operands="identity"),
+        Rule(operator="contraction", direction="backward", operands="mxfp8"),
+        Rule(operator="contraction", result="gradient", direction="backward", operands="hadamard(16,1)+nvfp4"),
+    ],
+)
+def test_a_transform_of_one_operand_alone_is_an_error(rule: Rule) -> None:
+    policy, x = nvfp4().with_rules(rule), torch.randn(64, 64)
+    with pytest.raises(PolicyError, match=r"hadamard\(16\).*both operands have the same one"):
+        fxround.compile(nn.Linear(64, 32, bias=False), policy, example_inputs=x)(x).sum().backward()

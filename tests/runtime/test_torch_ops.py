@@ -79,7 +79,8 @@ def test_real_and_fake_results_are_row_major_and_pure(name: str) -> None:
     assert [(x.shape, x.stride(), x.dtype) for x in fake] == [(x.shape, x.stride(), x.dtype) for x in real]
     other = [rng(4) if isinstance(a, torch.Tensor) and a.shape == (2,) else a for a in args]
     same = equal(real, leaves(operator(*other)))
-    assert same == (not CALLS[operator.default].rounds), "another seed, another result"
+    draws = any(isinstance(a, torch.Tensor) and a.shape == (2,) for a in args)
+    assert same == (not draws), "another seed, another result"
 
 
 @pytest.mark.parametrize("name", calls())

@@ -85,7 +85,9 @@ def test_scaled_formats(text: str) -> None:
     assert isinstance(found, ScaledDescription)
     rounding = fxround.ScaledRounding.parse(text)
     assert fxround.ScaledRounding.parse(found.rounding) == rounding
-    assert found.element == described(str(rounding.element)) and found.name == text
+    assert found.name == text
+    if rounding.format.span is None and "uint" not in text:
+        assert found.element == described(str(rounding.element))
     assert (found.scale is None) == (rounding.format.scaling is None)
     assert str(found).splitlines()[0] == text and found.block in str(found)
     assert json.loads(found.to_json())["element"]["largest"] == found.element.largest

@@ -146,6 +146,8 @@ def block_sizes(block: Any, dims: Sequence[int], ndim: int) -> list[int]:
     if any(not -ndim <= d < ndim for d in dims):
         raise IndexError(f"dim {list(dims)} of a tensor with {ndim} dimensions: out of range")
     along = {d % ndim for d in dims}
+    if len(along) < len(dims):
+        raise ValueError(f"dim {list(dims)} names a dimension twice; expected each once")
     if block == "tensor":
         return [0] * ndim
     if block == "channel":
