@@ -41,7 +41,8 @@ from fxround.views.flips import Flip, Flips
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
-formats, modes, policies, table = FORMATS, MODES, PRESETS, Format.table
+formats, modes, policies = FORMATS, MODES, PRESETS
+table = Format.table
 
 # compile, round and hash are left out: a star import would replace the builtins of these names.
 __all__ = [
