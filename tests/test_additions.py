@@ -241,12 +241,14 @@ class Grouped(ContractionCall[T]):
                 "runtime/cpu/matmul.py",
                 """
 from fxround.graph.dialect.contractions import Grouped
-from fxround.runtime.cpu.contraction import begin_contract
+from fxround.runtime.contractions import Product
+from fxround.runtime.cpu.contraction import begin_product
 
 def begin_grouped(call: Grouped[Tensor]) -> Pending:
     right = Right.matrices(call.b.shape, call.b.stride())
     size = [*call.a.shape[:-1], call.b.shape[-1]]
-    return begin_contract(call.kernel(call.loads()), call.a, call.b, right, 0, Draw.of(call.rng, call.node), size)
+    draw = Draw.of(call.rng, call.node)
+    return begin_product(Product(call.kernel(call.loads()), call.a, call.b, right, 0, draw, size))
 
 BEGUN[Grouped] = begin_grouped
 """,

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import fxround
-from fxround.runtime.cpu import contraction, convolution, depthwise, matmul, memo
-from fxround.runtime.cpu.contraction import TABLES
+from fxround.runtime import contractions, memo
+from fxround.runtime.contractions import TABLES
+from fxround.runtime.cpu import depthwise, matmul
 
 RNG = torch.tensor([3, 1])
 TEXTS = ("binary32/nearest_even/inf",) * 2
-KEPT = (contraction.offsets, convolution.windows_of, convolution._placed, matmul._bound, depthwise._planned)
+KEPT = (contractions.offsets, contractions.windows_of, contractions._placed, matmul._bound, depthwise._planned)
 
 
 def test_a_memo_forgets_what_was_used_longest_ago() -> None:

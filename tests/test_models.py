@@ -14,7 +14,7 @@ from torch import Tensor
 import fxround
 from fxround.compiler.executable import Entry
 from fxround.compiler.torch_backend import rounding_backend
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 
 
 class Case:

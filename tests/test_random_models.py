@@ -20,8 +20,7 @@ from random_reference import quickly
 from fxround.errors import FxroundError
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
-from fxround.runtime import schedule
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers, schedule
 from fxround.runtime.schedule import epilogues, row_chains
 from fxround.runtime.schedule.epilogues import Epilogue
 from fxround.runtime.schedule.row_chains import Rows

@@ -26,8 +26,10 @@ from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
-from fxround.runtime.cpu import buffers
-from fxround.runtime.cpu.pointwise import Draw, run_map, storage_of
+from fxround.runtime import buffers
+from fxround.runtime.cpu.pointwise import run_map
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import storage_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype

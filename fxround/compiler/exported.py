@@ -24,7 +24,7 @@ from fxround.capture.dynamo import aside
 from fxround.errors import FxroundError, shown
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dialect import require_state
-from fxround.runtime.cpu.pointwise import Draw
+from fxround.runtime.draw import Draw
 
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"

@@ -18,11 +18,13 @@ from torch import Tensor
 from fxround.errors import FxroundError
 from fxround.graph import dialect
 from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
+from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu import convolution, matmul, reduction_ops
-from fxround.runtime.cpu.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu.contraction import Pending
 from fxround.runtime.cpu.long_programs import run_parts
-from fxround.runtime.cpu.pointwise import NO_KEY, Draw, loads_of, run_kernel
+from fxround.runtime.cpu.pointwise import run_kernel
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.operands import loads_of
 
 R = TypeVar("R")
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from fxround.policy import Policy
-from fxround.runtime.cpu.pointwise import Draw
+from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import Sequential
 from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options

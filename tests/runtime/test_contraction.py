@@ -25,10 +25,11 @@ from fxround.numerics.rounding import round_expr
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
+from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import instruction_set
-from fxround.runtime.cpu.contraction import Right, begin_contract, run_product
+from fxround.runtime.cpu.contraction import begin_product, run_product
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.cpu.pointwise import Draw
+from fxround.runtime.draw import Draw
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
@@ -181,8 +182,8 @@ def test_a_product_is_the_same_with_and_without_packing(accumulate: str, isa: st
                 where = Right.matrices(b.shape, b.stride())
                 assert where.k_step is not None
                 size = (where.batch, a.shape[1], where.n_offsets.numel())
-                packed = begin_contract(kernel, a, b, replace(where, k_step=None), 0, DRAW, size).finish()
-                same(begin_contract(kernel, a, b, where, 0, DRAW, size).finish(), packed)
+                packed = begin_product(Product(kernel, a, b, replace(where, k_step=None), 0, DRAW, size)).finish()
+                same(begin_product(Product(kernel, a, b, where, 0, DRAW, size)).finish(), packed)
 
 
 @pytest.mark.parametrize("accumulate", [RNE, "binary32/up_down", "bfloat16"])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxround
-from fxround.runtime.cpu import buffers, matmul
+from fxround.runtime import buffers
 from fxround.runtime.cpu import contraction as contractions
+from fxround.runtime.cpu import matmul
 from fxround.runtime.schedule import epilogues, schedule
 from fxround.runtime.schedule.epilogues import Epilogue, join_epilogues
 from fxround.runtime.torch_ops import CONTRACTIONS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.schedule.row_chains import Rows
 
 

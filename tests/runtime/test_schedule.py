@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxround
 from fxround.errors import VerificationError
 from fxround.graph.dialect import FUSED, POINTWISE
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_view_of, may_share
 from fxround.runtime.schedule.verify import verify_schedule
 from fxround.runtime.torch_ops import KERNELS

@@ -20,7 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxround.runtime.cpu import buffers, contraction, convolution, depthwise
+from fxround.runtime import buffers, contractions
+from fxround.runtime.cpu import contraction, depthwise
 from fxround.runtime.schedule import row_chains
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -88,14 +89,13 @@ def everywhere(at_end: bool) -> Iterator[None]:
         for user in (contraction, row_chains):
             stack.enter_context(patch.object(user, "scratch", scratch))
         for module, name in (
-            (contraction, "offsets"),
-            (convolution, "offsets"),
-            (convolution, "_sums"),
+            (contractions, "offsets"),
+            (contractions, "_sums"),
             (depthwise, "_taps"),
             (depthwise, "_places"),
         ):
             stack.enter_context(patch.object(module, name, table(getattr(module, name))))
-        for cached in (contraction._packed, convolution.windows_of, convolution._placed, depthwise._planned):
+        for cached in (contraction._packed, contractions.windows_of, contractions._placed, depthwise._planned):
             cached.cache_clear()
         yield
 

@@ -14,7 +14,7 @@ from fxround.graph.dtypes import STORAGES
 from fxround.kernels.reductions import scatter_kernel
 from fxround.numerics.modes import MODES, Rounding
 from fxround.runtime import reference
-from fxround.runtime.cpu.pointwise import Draw
+from fxround.runtime.draw import Draw
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)

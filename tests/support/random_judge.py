@@ -36,7 +36,8 @@ from fxround.passes import Plan, lower, optimize
 from fxround.passes.partition import partition
 from fxround.passes.rewrite import decided
 from fxround.policy import Policy
-from fxround.runtime.cpu import buffers, pointwise
+from fxround.runtime import buffers
+from fxround.runtime.cpu import pointwise
 from fxround.runtime.schedule import epilogues, row_chains, schedule
 
 _MEMORY: Mapping[str, Any] = {

@@ -24,7 +24,7 @@ from fxround.kernels.shapes import Exact
 from fxround.numerics import scalar
 from fxround.numerics.randomness import random_function
 from fxround.runtime import reference
-from fxround.runtime.cpu.pointwise import loads_of
+from fxround.runtime.operands import loads_of
 
 aten = torch.ops.aten
 Array = Any

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, Rule
 from fxround.compiler.module import RoundedModule
-from fxround.runtime.cpu.pointwise import Draw, run_map
+from fxround.runtime.cpu.pointwise import run_map
+from fxround.runtime.draw import Draw
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect.contractions import require_length
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Contract
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
+from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import current_set, native, signature
 from fxround.runtime.cpu.llvm import contract, direct
 from fxround.runtime.cpu.llvm.contract import build_contract
@@ -27,14 +27,12 @@ from fxround.runtime.cpu.llvm.direct import DirectVariant, build_direct, direct_
 from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.render import bytes_of
 from fxround.runtime.cpu.llvm.tile import ContractVariant, quick_for, tile_for
-from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import Draw, addresses, array
+from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cpu.threads import piece_of, pieces_of, scratch, spread
+from fxround.runtime.draw import Draw
 
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
-# The bytes that each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
-TABLES: Final = 1 << 24
 # The steps that make another thread worth its start: of a general kernel, and of one whose step is an instruction or
 # two.
 _ENOUGH: Final = 1 << 15
@@ -50,49 +48,6 @@ _PARKED_BYTES: Final = 1 << 21
 # Products of at most this many rows, or of at most this many steps, are not packed.
 _FEW_ROWS: Final = 8
 _SMALL: Final = 1 << 15
-
-
-@by_bytes(TABLES)
-def offsets(count: int, stride: int) -> Tensor:
-    """The table 0, stride, 2 * stride, ... of ``count`` offsets, int64."""
-    return torch.arange(count) * stride
-
-
-@dataclass(frozen=True)
-class Placing:
-    """Where results are stored.
-
-    Element (batch, row, n) is at batch * step + row * row_step + offsets[n]; offsets ascend strictly.
-    """
-
-    step: int
-    row_step: int
-    offsets: Tensor
-
-
-@dataclass(frozen=True)
-class Right:
-    """Where the second operand is stored.
-
-    Element (batch, k, n) is at batch * step + k_offsets[k] + n_offsets[n]. ``out`` says where the products are stored
-    in the result, if that is not row-major. ``k_step`` is the constant step of k_offsets if the columns are adjacent in
-    the operand and in the result, else None.
-    """
-
-    batch: int
-    step: int
-    k_offsets: Tensor
-    n_offsets: Tensor
-    out: Placing | None = None
-    k_step: int | None = None
-
-    @staticmethod
-    def matrices(shape: Sequence[int], strides: Sequence[int]) -> Right:
-        """A batch of matrices of shape (batch, length, columns) with any strides."""
-        step, k, n = strides
-        # A single column is adjacent to itself whatever its stride.
-        adjacent = n == 1 or shape[2] == 1
-        return Right(shape[0], step, offsets(shape[1], k), offsets(shape[2], n), None, k if adjacent else None)
 
 
 @dataclass(frozen=True)
@@ -198,7 +153,7 @@ class Contraction:
         isa, sizes = current_set(), (batch, rows, columns, length, groups)
         if right.k_step is not None and _unpacked(kernel, isa, sizes):
             return Contraction(_direct(kernel, isa, sizes, (*strides, right.step, right.k_step)), ())
-        out = right.out or Placing(rows * columns, columns, offsets(columns, 1))
+        out = right.place(rows)
         plan = _packed(kernel, isa, torch.get_num_threads(), sizes, (*strides, right.step, out.step, out.row_step))
         return Contraction(plan, (right.k_offsets, right.n_offsets, out.offsets))
 
@@ -286,30 +241,19 @@ def _in_images(before: int, wide: int, columns: int, pixels: int, image: int) ->
     return lambda done: min(max(0, done - before) * wide, columns) // pixels * image
 
 
-def begin_contract(
-    kernel: Contract, a: Tensor, b: Tensor, right: Right, groups: int, draw: Draw, size: Sequence[int]
-) -> Pending:
-    """The contraction of ``a``, (g, rows, length) of any strides, with ``b``, which ``right`` gives the offsets of.
-
-    size: the shape of the result, (batch, rows, columns) or another one with as many elements. groups: as in
-    ``Contraction.of``. Raises ValueError if inner sizes or batches differ, or if a chain would be too long.
-    """
-    g, rows, length = a.shape
-    batch, columns = right.batch, right.n_offsets.numel()
-    if right.k_offsets.numel() != length or g != (groups or batch):
-        expected = (batch, right.k_offsets.numel(), columns)
-        raise ValueError(f"contraction of {tuple(a.shape)} with {expected}: inner sizes or batches differ")
-    require_length(length)
-    if batch * rows * columns == 0:
+def begin_product(product: Product) -> Pending:
+    """Begin a contraction."""
+    kernel, size = product.kernel, product.size
+    if product.is_empty:
         return Pending(size, dtype_of(kernel.result))
-    found = Contraction.of(kernel, a.shape, a.stride(), right, groups)
-    return found.of_operands(size, dtype_of(kernel.result), a, b, draw.key())
+    found = Contraction.of(kernel, product.a.shape, product.a.stride(), product.right, product.groups)
+    return found.of_operands(size, dtype_of(kernel.result), product.a, product.b, product.draw.key())
 
 
 def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
     """The product of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
     size = (b.shape[0], a.shape[1], b.shape[2])
-    return begin_contract(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size).finish()
+    return begin_product(Product(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size)).finish()
 
 
 def enough_for(kernel: Contract) -> int:

@@ -1,201 +1,43 @@
-"""Convolution and its two gradients as contractions: which elements meet, and in what order.
-
-With a stride s, a dilation d, a padding p and groups, over all spatial dimensions at once:
-
-    y[n, o, i]    = sum over k = (c, t) of  w[o, c, t] * x[n, c, s*i + d*t - p]      c: input channel of o's group
-    gw[o, c, t]   = sum over k = (n, i) of  gy[n, o, i] * x[n, c, s*i + d*t - p]
-    gx            = the transposed convolution of gy with w
-
-k is row-major and ascending; an element of the padding is +0 and takes its step. A transposed convolution is the plain
-one over an input with s - 1 zeros between its elements, with the kernel turned around; those zeros take their steps
-too. Shapes are checked first (``geometry``). The offset of an element is a sum of two offset tables, made of indices
-that stay inside the padded input; nothing is copied but the padding.
-"""
+"""Convolution and its two gradients on the CPU: over image planes where channels are few, else as packed products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient
-from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
-from fxround.runtime.cpu.contraction import (
-    TABLES,
-    Pending,
-    Placing,
-    Right,
-    begin_contract,
-    offsets,
-)
+from fxround.graph.dtypes import dtype_of
+from fxround.runtime.contractions import Plain, convolution, input_gradient, weight_gradient
+from fxround.runtime.cpu.contraction import Pending, begin_product
 from fxround.runtime.cpu.depthwise import begin_planes, planned, shape_of
-from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import Draw, storage_of
-
-# Images of fewer pixels are taken together: alone, their panels would mostly be ends, and weights packed for few
-# columns.
-_FEW: Final = 512
-
-
-def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Geometry]:
-    """Operand, weight and geometry of the plain convolution with the same result as a transposed one."""
-    dims, groups = x.dim() - 2, geometry.groups
-    before = [geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d] for d in range(dims)]
-    after = [edge + more for edge, more in zip(before, geometry.output_padding, strict=True)]
-    spaced = _spaced(x, geometry.stride, before, after)
-    turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
-    plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
-    ones, none = (1,) * dims, (0,) * dims
-    return spaced, plain, Geometry(ones, none, geometry.dilation, False, none, groups)
-
-
-def _spaced(x: Tensor, stride: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """x with stride - 1 zeros between its elements, and ``before`` and ``after`` zeros around it.
-
-    A negative number of zeros removes elements.
-    """
-    sizes, inner, kept = [], [], []
-    for size, step, low, high in zip(x.shape[2:], stride, before, after, strict=True):
-        length, first = (size - 1) * step + 1 if size else 0, max(0, low)
-        sizes.append(first + length + max(0, high))
-        inner.append(slice(first, first + length, step))
-        kept.append(slice(max(0, -low), sizes[-1] - max(0, -high)))
-    wide = x.new_zeros(*x.shape[:2], *sizes)
-    wide[(slice(None), slice(None), *inner)] = x
-    return wide[(slice(None), slice(None), *kept)]
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Offsets in a padded image: of images, channels of a group, kernel taps and output pixels."""
-
-    group_step: int
-    images: Tensor
-    channels: Tensor
-    taps: Tensor
-    pixels: Tensor
-
-
-def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """x, row-major, with this many zeros on each side; a negative number removes elements."""
-    edges = [p for d in reversed(range(x.dim() - 2)) for p in (before[d], after[d])]
-    return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
-
-
-@by_bytes(TABLES)
-def windows_of(shape: tuple[int, ...], taps: tuple[int, ...], counts: tuple[int, ...], geometry: Geometry) -> Windows:
-    """The offsets of ``counts`` windows of ``taps`` taps of a plain convolution in a padded image of this shape."""
-    dims, steps = len(shape) - 2, _row_major(shape)
-    channels = shape[1] // geometry.groups
-    return Windows(
-        channels * steps[1],
-        offsets(shape[0], steps[0]),
-        offsets(channels, steps[1]),
-        _sums([offsets(taps[d], geometry.dilation[d] * steps[d + 2]) for d in range(dims)]),
-        _sums([offsets(counts[d], geometry.stride[d] * steps[d + 2] if counts[d] > 1 else 0) for d in range(dims)]),
-    )
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    """The steps of a row-major tensor; a tensor's own strides say nothing about dimensions of size 1."""
-    steps = [1]
-    for size in reversed(shape[1:]):
-        steps.insert(0, steps[0] * size)
-    return steps
-
-
-def _sums(tables: list[Tensor]) -> Tensor:
-    """Every sum of one offset from each table, row-major."""
-    total = tables[0]
-    for more in tables[1:]:
-        total = (total[:, None] + more).reshape(-1)
-    return total
 
 
 def begin_convolution(call: Convolution[Tensor]) -> Pending:
-    """Begin a convolution in 1, 2 or 3 dimensions without bias: k over (input channel, kernel position), ascending."""
-    require_one_dtype("convolution", call.x.dtype, call.w.dtype)
-    size = result_size(call.geometry, call.x.shape, call.w.shape)
-    x, w, geometry = call.x.detach(), call.w.detach(), call.geometry
-    if geometry.transposed:
-        x, w, geometry = transposed_as_plain(x, w, geometry)
-    return _plain(call, x, w, geometry, size)
-
-
-def _plain(
-    call: Convolution[Tensor] | ConvolutionInputGradient[Tensor],
-    x: Tensor,
-    w: Tensor,
-    geometry: Geometry,
-    size: Sequence[int],
-) -> Pending:
-    """Begin a convolution that is not transposed, of checked operands; ``size`` is the shape of its result."""
-    groups = geometry.groups
-    loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-    kernel, draw = call.kernel(loads), Draw.of(call.rng, call.node)
-    if 0 in size:
-        return Pending(size, x.dtype)
-    shape = shape_of(x.shape, w.shape, geometry.stride, geometry.padding, geometry.dilation, groups)
-    plan = planned(kernel, shape)
-    if plan is not None:
-        return begin_planes(kernel, plan, x, w, draw.key(), size)
-    x = padded(x, geometry.padding, geometry.padding)
-    found = windows_of(x.shape, w.shape[2:], tuple(size[2:]), geometry)
-    k = _sums([found.channels, found.taps])
-    weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
-    pixels = found.pixels.numel()
-    if pixels < _FEW and x.shape[0] > 1:
-        # The windows of all images are one row of columns; the result has them image by image.
-        out = Placing(weights.shape[1] * pixels, pixels, _placed(x.shape[0], w.shape[0] * pixels, pixels))
-        right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
-        return begin_contract(kernel, weights, x, right, 0, draw, size)
-    # Each batch of the contraction is a group of an image: groups are group_step apart, and images follow the groups.
-    right = Right(x.shape[0] * groups, found.group_step, k, found.pixels)
-    return begin_contract(kernel, weights, x, right, groups, draw, size)
-
-
-@by_bytes(TABLES)
-def _placed(images: int, image_step: int, pixels: int) -> Tensor:
-    """The offsets of the results of several images in a row-major result."""
-    return _sums([offsets(images, image_step), offsets(pixels, 1)])
+    """Begin a convolution."""
+    return _begin(convolution(call))
 
 
 def begin_input_gradient(call: ConvolutionInputGradient[Tensor]) -> Pending:
-    """Begin the input's gradient: the transposed convolution of ``grad`` (the plain one, if transposed)."""
-    geometry, size = call.geometry, tuple(call.size)
-    require_one_dtype("convolution's gradient", call.grad.dtype, call.w.dtype)
-    require_gradient(geometry, call.grad.shape, size, call.w.shape)
-    grad, w = call.grad.detach(), call.w.detach()
-    if not geometry.transposed:
-        grad, w, plain = transposed_as_plain(grad, w, geometry.reversed_for(size, w.shape))
-        return _plain(call, grad, w, plain, size)
-    padding, more = geometry.padding, geometry.output_padding
-    if any(m >= step for m, step in zip(more, geometry.stride, strict=True)):
-        # Past the last window, output_padding leaves room for others, which belong to no element of the input.
-        grad = padded(grad, padding, [p - m for p, m in zip(padding, more, strict=True)])
-        geometry = replace(geometry, padding=(0,) * len(padding))
-    return _plain(call, grad, w, geometry.plain(), size)
+    """Begin the gradient of a convolution's input."""
+    return _begin(input_gradient(call))
 
 
 def begin_weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Pending:
-    """Begin the weight's gradient: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
-    geometry, size = call.geometry, tuple(call.size)
-    require_one_dtype("convolution's gradient", call.grad.dtype, call.x.dtype)
-    require_gradient(geometry, call.grad.shape, call.x.shape, size)
-    # For a transposed convolution, input and gradient exchange their parts.
-    small, image = (call.x, call.grad) if geometry.transposed else (call.grad, call.x)
-    kernel = call.kernel((storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input")))
-    image = padded(image.detach(), geometry.padding, geometry.padding)
-    found = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry)
-    k = _sums([found.images, found.pixels])
-    groups = geometry.groups
-    right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]))
-    pixels = small.shape[2:].numel()
-    left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return begin_contract(kernel, left, image, right, groups, Draw.of(call.rng, call.node), size)
+    """Begin the gradient of a convolution's weight."""
+    return begin_product(weight_gradient(call))
+
+
+def _begin(plain: Plain) -> Pending:
+    """Begin a convolution that is not transposed."""
+    if plain.is_empty:
+        return Pending(plain.size, dtype_of(plain.kernel.result))
+    x, w, g = plain.x, plain.w, plain.geometry
+    found = planned(plain.kernel, shape_of(x.shape, w.shape, g.stride, g.padding, g.dilation, g.groups))
+    if found is not None:
+        return begin_planes(plain.kernel, found, x, w, plain.draw.key(), plain.size)
+    return begin_product(plain.product())
 
 
 # The function that begins each contraction, up to the point where the result's address is needed.

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Contract
+from fxround.runtime.contractions import TABLES
 from fxround.runtime.cpu.code import current_set, native, signature
-from fxround.runtime.cpu.contraction import TABLES, Code, Pending, Work, enough_for, in_lines
+from fxround.runtime.cpu.contraction import Code, Pending, Work, enough_for, in_lines
 from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.cpu.llvm.render import bytes_of
 from fxround.runtime.cpu.llvm.tile import quick_for, tile_for
-from fxround.runtime.cpu.memo import by_bytes
 from fxround.runtime.cpu.pointwise import addresses, array
+from fxround.runtime.memo import by_bytes
 
 _PLANES: Final = signature(2, len(POINTERS))
 # The number of output channels of a group from which packed panels are faster.

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Exact
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.llvm.exact import build_exact, lines_across
-from fxround.runtime.cpu.pointwise import Draw, addresses
+from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.cpu.reduction import described
 from fxround.runtime.cpu.threads import pieces_of, spread
+from fxround.runtime.draw import Draw
 
 _EXACT: Final = signature(2, 4)
 _ENOUGH: Final = 1 << 14

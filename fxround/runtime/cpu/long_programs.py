@@ -22,9 +22,11 @@ from fxround.kernels.long_programs import parts
 from fxround.kernels.shapes import Map
 from fxround.numerics.scalar import Function, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, Storage, load, store
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.pointwise import Draw, MapCall, addresses, array, loads_of
+from fxround.runtime.cpu.pointwise import MapCall, addresses, array
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import loads_of
 
 
 def run_parts(

@@ -18,10 +18,12 @@ from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels import parsed
+from fxround.runtime.contractions import TABLES, Right
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.contraction import TABLES, Contraction, Pending, Right
-from fxround.runtime.cpu.memo import by_bytes
-from fxround.runtime.cpu.pointwise import Draw, storage_of
+from fxround.runtime.cpu.contraction import Contraction, Pending
+from fxround.runtime.draw import Draw
+from fxround.runtime.memo import by_bytes
+from fxround.runtime.operands import storage_of
 
 # The number of rows from which a product with one column is computed transposed.
 _FEW: Final = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
@@ -17,75 +17,23 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import require_state
-from fxround.graph.dtypes import LOADS, STORAGES, dtype_of, result_storage, stored_as
+from fxround.graph.dtypes import dtype_of, result_storage
 from fxround.graph.geometry import broadcast
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Map
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.cpu.threads import pieces_of, spread
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import loads_of
 
 _MAP: Final = signature(4, 5)
-_WORD: Final = (1 << 32) - 1
-_KEY: Final = ctypes.c_uint32 * 4
-# The random key that is passed to a kernel that draws nothing.
-NO_KEY: Final = _KEY()
 # The elements that make another thread worth its start.
 _ENOUGH: Final = 1 << 15
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
-
-    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
-    """
-
-    seed: int = 0
-    sample: int = 0
-    node: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.seed) is type(self.sample) is int and 0 <= self.seed < 2**63 and 0 <= self.sample < 2**32:
-            return
-        for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
-            if not 0 <= value < 2**bits:
-                raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
-
-    @staticmethod
-    def of(rng: Tensor, node: int) -> Draw:
-        """The draw of a node, from the run-time tensor (seed, sample), int64 of shape [2]."""
-        require_state(rng)
-        seed, sample = rng.tolist()
-        return Draw(seed, sample, node)
-
-    def key(self) -> Any:
-        """Seed, sample and node as a C array of four u32."""
-        return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
-
-    def keys(self, nodes: Sequence[int]) -> Any:
-        """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
-        words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
-        return (ctypes.c_uint32 * len(words))(*words)
-
-
-def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
-    """The storage of a dense CPU tensor of a known dtype; TypeError or ValueError for anything else."""
-    if x.layout != torch.strided or x.is_quantized:
-        raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
-    storage = stored_as(x.dtype, what, known)
-    if x.device.type != "cpu":
-        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU (call .cpu() first)")
-    if x.is_neg():
-        raise ValueError(f"{what}: got a view with the negative bit; pass x.resolve_neg()")
-    return storage
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -149,13 +97,6 @@ def run_map(
     kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
     (result,) = run_kernel(kernel, operands, draw.key(), (out,))
     return result
-
-
-def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
-    """How a map's operands are stored, masks among them; raises for what cannot be an operand."""
-    if all(x.is_cpu and x.layout is torch.strided and x.dtype in LOADS and not x.is_neg() for x in operands):
-        return tuple([LOADS[x.dtype] for x in operands])
-    return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
 
 
 def run_kernel(

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Reduce, Scan
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register
 from fxround.runtime.cpu.llvm.sequential import build_rows
-from fxround.runtime.cpu.pointwise import Draw, addresses
+from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, spread
+from fxround.runtime.draw import Draw
 
 _REDUCE: Final = signature(2, 4)
 # The scalar steps that make another thread worth its start.

@@ -14,10 +14,12 @@ from torch import Tensor
 from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd
 from fxround.graph.dialect.reductions import dims_of
 from fxround.kernels.shapes import Exact
+from fxround.runtime.contributions import put_rows, scatter_rows
 from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.pointwise import Draw, storage_of
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.cpu.scatter import put_rows, run_scatter, scatter_rows
+from fxround.runtime.cpu.scatter import run_scatter
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import storage_of
 
 
 def reduce(call: ReductionCall[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.schedule.epilogues import join_epilogues
 from fxround.runtime.schedule.row_chains import gather_rows

@@ -27,7 +27,7 @@ from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Pointwise, read
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.numerics.randomness import BLOCK
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Pending, Work
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array

@@ -21,7 +21,7 @@ from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import module_of
 from fxround.kernels.shapes import Map
-from fxround.runtime.cpu.pointwise import NO_KEY, Draw
+from fxround.runtime.draw import NO_KEY, Draw
 
 
 def grouped(

@@ -34,13 +34,14 @@ from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.randomness import BLOCK
 from fxround.numerics.storage import Storage
 from fxround.operators.rules import argument
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_set, native, signature
 from fxround.runtime.cpu.llvm.row_chain import ARGS, build_chain
-from fxround.runtime.cpu.pointwise import NO_KEY, MapCall, addresses, array
+from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, scratch, spread
+from fxround.runtime.draw import NO_KEY
 from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
 
 _LARGEST: Final = torch.ops.aten.amax.default

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxround.errors import VerificationError
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, may_share, returns_list
 
 

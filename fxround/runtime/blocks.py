@@ -20,10 +20,12 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact
 from fxround.numerics.scaled import Hadamard
-from fxround.runtime.cpu import buffers
+from fxround.runtime import buffers
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.matmul import begin_matmul
-from fxround.runtime.cpu.pointwise import NO_KEY, Draw, run_kernel, storage_of
+from fxround.runtime.cpu.pointwise import run_kernel
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.operands import storage_of
 
 
 def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:

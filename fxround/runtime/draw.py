@@ -1,0 +1,54 @@
+"""What a kernel's random bits depend on, as kernels take it: seed, sample and the number of a node."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from fxround.graph.dialect import require_state
+
+_WORD: Final = (1 << 32) - 1
+_KEY: Final = ctypes.c_uint32 * 4
+# The random key that is passed to a kernel that draws nothing.
+NO_KEY: Final = _KEY()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
+
+    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    """
+
+    seed: int = 0
+    sample: int = 0
+    node: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is type(self.sample) is int and 0 <= self.seed < 2**63 and 0 <= self.sample < 2**32:
+            return
+        for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
+            if not 0 <= value < 2**bits:
+                raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
+
+    @staticmethod
+    def of(rng: Tensor, node: int) -> Draw:
+        """The draw of a node, from the run-time tensor (seed, sample), int64 of shape [2]."""
+        require_state(rng)
+        seed, sample = rng.tolist()
+        return Draw(seed, sample, node)
+
+    def key(self) -> Any:
+        """Seed, sample and node as a C array of four u32."""
+        return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
+
+    def keys(self, nodes: Sequence[int]) -> Any:
+        """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
+        words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
+        return (ctypes.c_uint32 * len(words))(*words)

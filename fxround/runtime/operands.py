@@ -1,0 +1,38 @@
+"""Operands of kernels: what a tensor must be for a kernel to read its memory, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxround.graph.dtypes import LOADS, STORAGES, stored_as
+from fxround.numerics.storage import Storage
+
+# The types of devices that have kernels.
+DEVICES: Final = ("cpu", "cuda")
+
+
+def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
+    """The storage of a dense tensor of a known dtype; TypeError or ValueError for anything else."""
+    if x.layout != torch.strided or x.is_quantized:
+        raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
+    storage = stored_as(x.dtype, what, known)
+    if x.device.type not in DEVICES:
+        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU or with CUDA (call .cpu() first)")
+    if x.is_neg():
+        raise ValueError(f"{what}: got a view with the negative bit; pass x.resolve_neg()")
+    return storage
+
+
+def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
+    """How a map's operands are stored, masks among them; raises for what cannot be an operand."""
+    if all(_is_dense(x) and x.dtype in LOADS and not x.is_neg() for x in operands):
+        return tuple([LOADS[x.dtype] for x in operands])
+    return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
+
+
+def _is_dense(x: Tensor) -> bool:
+    return (x.is_cpu or x.is_cuda) and x.layout is torch.strided
