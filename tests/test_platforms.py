@@ -14,7 +14,7 @@ sys.modules.update(pwd=None, resource=None, fcntl=None)
 
 import fxround
 from fxround.cli.doctor import diagnose
-from fxround.runtime.cpu import disk_cache
+from fxround.runtime import disk_cache
 from fxround.significance.provenance import peak_memory
 
 assert disk_cache.directory() is None

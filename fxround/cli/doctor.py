@@ -22,7 +22,7 @@ from fxround.compiler.exported import VERSION
 from fxround.compiler.torch_version import Standing, standing_of
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
-from fxround.runtime.cpu import disk_cache
+from fxround.runtime import disk_cache
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.significance.provenance import processor, version_of

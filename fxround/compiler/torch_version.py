@@ -22,7 +22,7 @@ import torch
 from fxround import new_process
 from fxround.compiler.exported import VERSION
 from fxround.errors import CaptureError
-from fxround.runtime.cpu import disk_cache
+from fxround.runtime import disk_cache
 
 # docs/platforms.md has the results and their dates. ``./run torch VERSION`` makes them.
 TESTED: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")

@@ -19,7 +19,7 @@ from fxround import CaptureError, new_process
 from fxround.cli import main
 from fxround.compiler import torch_probe, torch_version
 from fxround.compiler.torch_version import TESTED, Standing, is_tested, require_working_torch, standing_of
-from fxround.runtime.cpu import disk_cache
+from fxround.runtime import disk_cache
 
 ROOT = Path(__file__).parents[2]
 UNTESTED = "2.99.0"

@@ -40,8 +40,8 @@ from fxround.numerics.rounding import rounding_function
 from fxround.numerics.scalar import DTYPES, OPS, Function
 from fxround.numerics.storage import Storage
 from fxround.runtime import reference
-from fxround.runtime.cuda.loops import kernel_source
-from fxround.runtime.cuda.source import DEVICE_FLAGS, TABLE, device_function
+from fxround.runtime.cuda.cpp.loops import kernel_source
+from fxround.runtime.cuda.cpp.table import DEVICE_FLAGS, TABLE, device_function
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")

@@ -19,7 +19,8 @@ import torch
 import fxround
 import fxround.numerics
 from fxround.fingerprint import hash as bits
-from fxround.runtime.cpu import code, disk_cache, pointwise
+from fxround.runtime import disk_cache
+from fxround.runtime.cpu import code, pointwise
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import identity, instruction_sets
 

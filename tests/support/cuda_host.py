@@ -15,8 +15,8 @@ from neighbours import Array
 
 from fxround.kernels.shapes import Kernel
 from fxround.numerics.scalar import DTYPES, Function
-from fxround.runtime.cuda.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
-from fxround.runtime.cuda.source import HOST_FLAGS, HOST_PRELUDE, TYPES, device_function
+from fxround.runtime.cuda.cpp.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
+from fxround.runtime.cuda.cpp.table import HOST_FLAGS, HOST_PRELUDE, TYPES, device_function
 
 
 def function_wrapper(index: int, function: Function) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from fxround.locks import waited_for
-from fxround.runtime.cpu import disk_cache
+from fxround.runtime import disk_cache
 from fxround.runtime.cpu.llvm.engine import Machine, identity, instruction_sets, link, machine_of, object_code
 
 _LOCK: Final = waited_for()

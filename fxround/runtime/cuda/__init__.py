@@ -1,1 +1,1 @@
-"""Kernels as CUDA C++ text: one table of operators (``source``) and one loop nest for each kernel shape (``loops``)."""
+"""Kernels on CUDA devices: CUDA C++ texts (``cpp``), what launches them (``launcher``, ``driver``), and the operators."""

@@ -26,8 +26,8 @@ from fxround.kernels.shapes import Contract, Exact, Kernel, Map, Reduce, Scan, S
 from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words, coins_function, seed_function, stream_functions
 from fxround.numerics.scalar import Function, const, param
 from fxround.numerics.storage import CARRIER_OF, Storage
-from fxround.runtime.cuda.limbs import LIMBS, SIZES
-from fxround.runtime.cuda.source import TYPES, constant, device_function
+from fxround.runtime.cuda.cpp.limbs import LIMBS, SIZES
+from fxround.runtime.cuda.cpp.table import TYPES, constant, device_function
 
 MEMORY: Final = MappingProxyType(
     {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
