@@ -1,10 +1,13 @@
-"""fxround, a rounding compiler for PyTorch: it makes every rounding of a model explicit, chosen by a policy.
+"""fxround, a rounding compiler for PyTorch: it makes every rounding of a model explicit, and a policy chooses it.
 
 Example::
 
     compiled = fxround.compile(model, "stochastic")     # or "bfloat16", "reproducible", a Policy, a TOML file
-    compiled(x)                                         # the same bits for the same (seed, sample), on any machine
+    compiled(x)                                         # the same (seed, sample) gives the same bits
     compiled.coverage()                                 # what is rounded, and what is not, with the reason
+
+``formats``, ``modes`` and ``policies`` are read-only mappings from names to formats, rounding modes and the policies
+that have a name. ``print(fxround.describe(name))`` says what a format is.
 
 Importing the package registers the operators ``torch.ops.fxround.*``, which exported programs need. ``compile``,
 ``round`` and ``hash`` are not in ``__all__``, so that a star import does not replace Python's builtins.

@@ -34,7 +34,7 @@ def demo(found: Demo, folder: Path) -> None:
     console.print()
     console.print(
         f"Bits: CNH's lower bound, probability and confidence {PROBABILITY:.0%};\n"
-        f"{found.samples} samples cost every figure {penalty(found.samples):.2f} bits.\n"
+        f"{found.samples} samples lower every figure by {penalty(found.samples):.2f} bits.\n"
         "Evidence: elements whose samples differ; the others say nothing.",
         style="dim",
     )

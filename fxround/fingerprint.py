@@ -18,8 +18,16 @@ from torch import Tensor, nn
 def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
     """Return ``sha256:`` and 64 hexadecimal digits that depend on every bit of x.
 
-    x: a tensor or array of any shape and dtype (its dtype, shape and values count), or a module (the names and tensors
-    of its state_dict, in order, without the seed and sample of a compiled module). Raises TypeError for anything else.
+    Args:
+        x: a tensor or array of any shape and dtype, whose dtype, shape and values are hashed; or a module, of which the
+            names and tensors of ``state_dict()`` are hashed in order, without the seed and sample of a compiled module.
+
+    Returns:
+        A text. Equal texts mean equal bits.
+
+    Raises:
+        TypeError: for anything else.
+
     Example::
 
         assert fxround.hash(compiled(x)) == fxround.hash(compiled(x))

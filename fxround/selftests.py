@@ -110,8 +110,8 @@ class SelftestReport(Tabled):
 def selftest() -> SelftestReport:
     """Compare kernels with the specification, bit for bit.
 
-    The kernels are compiled for this machine, or for the set that ``fxround.instruction_set`` selects, as those of
-    models are. Elementary functions are compared at 1024 arguments each.
+    The kernels are compiled as those of models are: for this machine, or for the instruction set that
+    ``fxround.instruction_set`` selects. Elementary functions are compared at 1024 arguments each.
 
     Returns:
         A ``SelftestReport``, which prints as a table.

@@ -72,7 +72,7 @@ def test_pictures_are_what_the_command_draws(name: str) -> None:
 def test_the_readme_says_what_its_picture_shows() -> None:
     picture = (FOLDER / "roundings.svg").read_text(encoding="utf-8")
     bits = dict(re.findall(r">([\w.]+)</text><text [^>]*>([\d.]+) bits<", picture))
-    said = f"{bits['exp']} of 24 bits of the exponential,\nin the mean, and {bits['result']} of the probabilities"
+    said = f"keeps {bits['exp']} of its 24\nbits in the mean, and the probabilities keep {bits['result']}"
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -105,7 +105,7 @@ def test_docstrings_become_lists_and_code() -> None:
     pytest.importorskip("griffe", reason="the extra docs reads docstrings")
     markdown = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["markdown"]
     lists = markdown(inspect.getdoc(fxround.Rule))
-    assert '- `order`: "sequential", "lanes:n" or "exact"\n- `optional`: whether' in lists
+    assert '- `order`: of a reduction: "sequential", "lanes:n" or "exact"\n- `optional`: whether' in lists
     assert '\n\n```python\nRule("layer1", operator="contraction"' in lists
     shown = [markdown(inspect.getdoc(getattr(fxround, name)) or "") for name in fxround.__all__]
     assert not [text for text in shown if "::\n" in text]

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.cli.arguments import POLICY, add_model, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.compiler.signature import REFUSED
@@ -62,39 +63,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser(
-        "demo", help="count the significant bits of a digit classifier whose every operation is perturbed"
+        "demo", **said("train a digit classifier, perturb each of its operations, and count the significant bits")
     )
-    demo.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
-    demo.add_argument("--samples", type=int, default=10, help="perturbed runs (default 10)")
+    demo.add_argument("--policy", default="stochastic", help=POLICY)
+    demo.add_argument("--samples", type=int, default=10, help="number of perturbed runs (default 10)")
     demo.add_argument("--seed", type=int, default=0, help="seed of the training and of the samples (default 0)")
-    demo.add_argument("--output", type=Path, default=Path(FOLDER), help=f"folder for the full table ({FOLDER})")
+    demo.add_argument(
+        "--output", type=Path, default=Path(FOLDER), help=f"folder for the files it writes (default {FOLDER})"
+    )
     demo.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     demo.set_defaults(command=_demo)
-    inspect = commands.add_parser("inspect", help="show what a policy rounds in a model")
+    inspect = commands.add_parser("inspect", **said("show how a policy rounds each operation of a model"))
+    add_model(inspect)
+    inspect.add_argument("--policy", default="stochastic", help=POLICY)
+    inspect.add_argument("--graph", action="store_true", help="also print the graph")
     inspect.add_argument(
-        "model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, example inputs)"
+        "--leaks", action="store_true", help="also print the values that are not in their declared format"
     )
-    inspect.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
-    )
-    inspect.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
-    inspect.add_argument(
-        "--shape", action="append", default=[], help="shape of a float32 example input, for example 1,3,224,224"
-    )
-    inspect.add_argument("--graph", action="store_true", help="print the graph as well")
-    inspect.add_argument("--leaks", action="store_true", help="print the values that are in no declared format as well")
-    inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the graph")
+    inspect.add_argument("--draw", metavar="FILE.svg", type=Path, help="also draw the graph as an SVG file")
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     inspect.set_defaults(command=_inspect)
     _add_variability(commands)
     add_localize(commands, _loaded, _named)
     add_invariance(commands, _loaded)
-    describe = commands.add_parser("describe", help="print what a format or a scaled format decides, and its values")
+    describe = commands.add_parser("describe", **said("print the numbers of a format, and how it treats special cases"))
     describe.add_argument("format", metavar="FORMAT", help="a format, rounding or scaled format, for example mxfp8")
     describe.add_argument("--json", action="store_true", help="print the description as JSON and nothing else")
     describe.set_defaults(command=_describe)
     doctor = commands.add_parser(
-        "doctor", help="print versions, processor and cache, and whether the installation works"
+        "doctor", **said("print versions, processor and cache, and whether the installation works")
     )
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON and nothing else")
     doctor.set_defaults(command=_doctor)
@@ -102,35 +99,51 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_variability(commands: Any) -> None:
-    study = commands.add_parser("variability", help="count the significant bits of a model's results and layers")
-    study.add_argument("model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, inputs)")
-    study.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
+    study = commands.add_parser(
+        "variability",
+        **said("perturb the roundings of a model, and count the significant bits of its results and layers"),
     )
-    study.add_argument(
-        "--shape", action="append", default=[], help="shape of a random float32 input, for example 1,3,224,224"
-    )
-    study.add_argument("--policy", default="stochastic", help="a preset, format, dtype, rounding or .toml file")
+    add_model(study)
+    study.add_argument("--policy", default="stochastic", help=POLICY)
     study.add_argument(
         "--samples", type=_samples, default=10, metavar="N|auto", help="runs of every batch (default 10)"
     )
     study.add_argument(
-        "--tolerance", type=float, default=0.5, help="tolerance of --samples auto, in bits (default 0.5)"
+        "--tolerance",
+        type=float,
+        default=0.5,
+        help="for --samples auto: half width of the confidence interval, in bits (default 0.5)",
     )
     study.add_argument(
-        "--capture", choices=("outputs", "layers", "nodes"), default="layers", help="places to measure (default layers)"
+        "--capture",
+        choices=("outputs", "layers", "nodes"),
+        default="layers",
+        help="what to measure beside the results: nothing, layers or operations (default layers)",
     )
-    study.add_argument("--isolate", choices=("layers", "operators"), help="also perturb them one at a time")
     study.add_argument(
-        "--metric", action="append", metavar="NAME", help="a metric; may be repeated (default: those that fit)"
+        "--isolate", choices=("layers", "operators"), help="also perturb layers or operators one at a time"
     )
     study.add_argument(
-        "--reference", choices=("binary64", "none"), default="binary64", help="run that the mean is compared with"
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="a metric, for example sqnr; may be repeated (default: those that fit the results)",
     )
-    study.add_argument("--method", choices=("cnh", "general"), default="cnh", help="method of the significant bits")
-    study.add_argument("--batch-size", type=int, help="split the inputs")
+    study.add_argument(
+        "--reference",
+        choices=("binary64", "none"),
+        default="binary64",
+        help="what the mean of the samples is compared with (default binary64, a run in float64)",
+    )
+    study.add_argument(
+        "--method",
+        choices=("cnh", "general"),
+        default="cnh",
+        help="how bits are estimated: cnh assumes normal samples, general nothing (default cnh)",
+    )
+    study.add_argument("--batch-size", type=int, help="split the inputs into batches of this many rows")
     study.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
-    study.add_argument("--jobs", type=int, default=1, help="worker processes (default 1, -1: all cores)")
+    study.add_argument("--jobs", type=int, default=1, help="number of worker processes, -1 for all cores (default 1)")
     for flag, what in _CHECKS:
         study.add_argument(flag, type=float, help=f"exit with status 1 {what}")
     study.add_argument("--html", metavar="FILE", type=Path, help="write the report as one page")
@@ -141,8 +154,8 @@ def _add_variability(commands: Any) -> None:
 _CHECKS: Final = (
     ("--min-bits", "if a result has fewer bits in the mean"),
     ("--min-worst", "if an element of a result has fewer bits"),
-    ("--max-flips", "if a larger share of labels changes"),
-    ("--max-outside", "if a larger share of elements is beyond its spread from a reference"),
+    ("--max-flips", "if a larger share of labels, 0 to 1, changes"),
+    ("--max-outside", "if in a larger share of elements, 0 to 1, the reference is beyond the spread"),
 )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.cli.arguments import add_model, said
 from fxround.invariance.cases import AXES
 from fxround.invariance.check import REPRODUCIBLE, check_invariance
 
@@ -22,15 +23,9 @@ STOCK: Final = "none"
 def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
     """Add the command to a parser's commands; ``load``: returns model and inputs of parsed arguments."""
     parser = commands.add_parser(
-        "invariance", help="test whether a model's bits change with batch, threads or machine code"
+        "invariance", **said("test whether a model's bits change with batch, threads or machine code")
     )
-    parser.add_argument("model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, inputs)")
-    parser.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
-    )
-    parser.add_argument(
-        "--shape", action="append", default=[], help="shape of a random float32 input, for example 1,3,224,224"
-    )
+    add_model(parser)
     parser.add_argument(
         "--policy", default=REPRODUCIBLE, help=f"a policy, or {STOCK} for stock PyTorch (default {REPRODUCIBLE})"
     )

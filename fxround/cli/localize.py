@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.cli.arguments import POLICY, add_model, said
 from fxround.localization.localize import NothingFails, localize
 from fxround.localization.masked_model import QUIET
 from fxround.localization.report import LEVELS
@@ -31,30 +32,38 @@ def add_localize(
     load: returns model and inputs of parsed arguments (``model``, ``inputs``, ``shape``). named: resolves
     ``MODULE:NAME``.
     """
-    parser = commands.add_parser("localize", help="find the operations whose roundings make a result wrong")
-    parser.add_argument("model", metavar="MODULE:CALLABLE", help="a callable that returns a model, or (model, inputs)")
-    parser.add_argument(
-        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
-    )
-    parser.add_argument(
-        "--shape", action="append", default=[], help="shape of a random float32 input, for example 1,3,224,224"
-    )
+    parser = commands.add_parser("localize", **said("find the operations whose roundings make a result wrong"))
+    add_model(parser)
     right = parser.add_mutually_exclusive_group(required=True)
     right.add_argument(
         "--check", metavar="MODULE:FUNCTION", help="a function of the output that returns True if it passes"
     )
     right.add_argument(
-        "--min-bits", type=float, help="leading bits in which every element must agree with the quiet run"
+        "--min-bits", type=float, help="every element must agree with the quiet run in this many leading bits"
     )
-    right.add_argument("--metric", nargs=2, metavar=("NAME", "THRESHOLD"), help="for example label_flips 0, or sqnr 40")
-    parser.add_argument("--policy", default="stochastic", help="a preset, a format, a rounding or a .toml file")
-    parser.add_argument("--quiet", default=QUIET, help=f"the policy of the sites that are off (default {QUIET})")
-    parser.add_argument("--level", choices=LEVELS, default="nodes", help="how far the search goes (default nodes)")
-    parser.add_argument("--runs", type=int, default=5, help="samples per set (default 5)")
-    parser.add_argument("--limit", type=int, help="stop after N sets")
+    right.add_argument(
+        "--metric",
+        nargs=2,
+        metavar=("NAME", "THRESHOLD"),
+        help="a metric and the worst value that passes, for example label_flips 0, or sqnr 40",
+    )
+    parser.add_argument("--policy", default="stochastic", help=POLICY)
+    parser.add_argument(
+        "--quiet",
+        default=QUIET,
+        help=f"the policy of all operations that are not in the set that is tried (default {QUIET})",
+    )
+    parser.add_argument(
+        "--level", choices=LEVELS, default="nodes", help="what a set consists of (default nodes, the operations)"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="number of samples per set (default 5)")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N sets")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
     parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="folder for verdicts, from which an interrupted search continues"
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the verdicts, from which an interrupted search continues",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
     parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments), named))

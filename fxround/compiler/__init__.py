@@ -51,24 +51,25 @@ def compile(
     """Return a module that computes ``model`` with the roundings of ``policy``; without a model, return a decorator.
 
     Args:
-        model: a ``torch.nn.Module`` that can be captured as one graph, which is shared and not copied; a function of
-            tensors; or a method of a module, which is compiled with everything that it calls. The decorator form
-            ``@fxround.compile(policy=...)`` takes a function, or a method (``forward``) in a class of modules, each of
-            which then compiles its own.
-        policy: a preset's name, a format or rounding (text, ``Format``, ``Rounding`` or a floating-point dtype), a path
-            to a TOML file, a dict or a ``Policy``.
-        example_inputs: arguments for which the graph is captured at once: a tensor, a tuple of positional arguments, a
-            dict of keyword arguments, or a tuple and a dict. None: the first call captures.
+        model: a ``torch.nn.Module``, a function of tensors, or a method of a module; all that it calls is compiled
+            too. It must be possible to capture it as one graph. The parameters and buffers are shared, not copied. The
+            decorator ``@fxround.compile(policy=...)`` takes a function, or a method such as ``forward`` in the body of
+            a module's class; each instance of the class then has a compiled method of its own.
+        policy: a preset's name, a format or rounding (text, ``Format``, ``Rounding`` or a floating-point dtype), the
+            name of a scaled format, a path to a TOML file, a dict or a ``Policy``.
+        example_inputs: arguments for which ``compile`` captures the graph: a tensor, a tuple of positional arguments, a
+            dict of keyword arguments, or (tuple, dict). None: the first call captures it.
         strict: whether a floating-point operator that cannot be rounded is an error; None takes the policy's setting.
         seed: 0 to 2^63 - 1, the seed of all random bits.
         fuse: whether chains of pointwise operations run in one pass over memory. The bits do not change. False runs
             ``compiled.graph`` node by node.
-        advance: whether every call advances the sample, and not only calls that train. Use it for a module that is
-            iterated (a time step, a sampler), which otherwise draws the same bits at every call.
+        advance: whether every call advances the sample. By default only calls in training mode that record gradients
+            do. Use it for a module that is iterated (a time step, a sampler), which otherwise draws the same random
+            bits at every call.
 
     Returns:
-        A ``RoundedModule``, called like the model. Floating-point tensors are float32, float64, float16 or bfloat16, on
-        the CPU; results have the model's shapes and dtypes.
+        A ``RoundedModule``, called like the model. It takes floating-point tensors of float32, float64, float16 or
+        bfloat16 on the CPU, and its results have the model's shapes and dtypes.
 
     Raises:
         TypeError, ValueError: for wrong arguments.

@@ -89,8 +89,8 @@ def round(
             ``"fixed(16,8)"``.
         seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
             sample, row-major index of the element).
-        out: a tensor or array of x's type, shape and dtype that receives the result; x itself, or memory apart from
-            x's.
+        out: a tensor or array of x's type, shape and dtype that receives the result. It is x itself, or shares no
+            memory with x.
         gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
             rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
             example ``"zero_clamped e5m2/stochastic"``. ``"zero_clamped"`` is not defined for scaled formats.

@@ -36,9 +36,10 @@ class Faulting(Leaking):
 
     @torch.no_grad()
     def flips(self, inputs: Any, *, tangents: Mapping[int, Tensor] | None = None) -> Flips:
-        """Run a call and return the bits that the policy's faults flip in it, and what becomes of the results.
+        """Run the model, and return the bits that the policy's faults flip and how many elements of the results change.
 
-        The flips are those of a call with the same seed and sample. Nothing is written, and the sample stays.
+        The flips are those of a call with the same seed and sample. Buffers and arguments are not written, and the
+        sample does not change.
 
         Args:
             inputs: arguments as ``example_inputs`` of ``compile``.

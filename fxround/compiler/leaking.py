@@ -38,18 +38,27 @@ class Leaking(Shown):
     ) -> Leaks:
         """Return the values that are not proved to be in the format that the policy declares for them.
 
-        Declared is the format of the rule for the value's operation or role, or of ``operands``. A value of which the
-        policy says nothing, such as a weight, is to be in the format of the operation that reads it.
+        The declared format is that of the rule that rounds the value: a rule for its operation, for its role, or for
+        ``operands``. If no rule rounds it (often a weight), it is the format of the operation that reads the value.
 
         Args:
-            inputs: arguments as ``example_inputs`` of ``compile``, for a call whose values are counted: how many
-                elements are outside of the format, and the first one. None reads the graph of the latest call alone.
-            declared: a format for every value in place of the policy's declarations ("e4m3fn").
-            tangents: with ``inputs``, the gradient of each result as in ``observe_step``; None counts a forward pass.
+            inputs: arguments, in the forms of ``compile``'s ``example_inputs``. The model runs with them, and each row
+                then says how many elements are not in the format, and the first of these. None reads the graph of the
+                latest call and runs nothing.
+            declared: a format that every value must be in, for example "e4m3fn", in place of the policy's declarations.
+            tangents: with ``inputs``, the gradient of each result as in ``observe_step``; None runs the forward pass
+                only.
+
+        Returns:
+            A ``Leaks``: a table with one row per value that is not proved to be in its format.
 
         Raises:
-            ValueError: before the first call if there are no inputs, and for a format that does not exist. Also what
-                capturing raises.
+            ValueError: if ``inputs`` is None before the first call, and if ``declared`` is unknown or a scaled format.
+                Also what capturing raises.
+
+        Example::
+
+            print(compiled.leaks(x))
         """
         if inputs is None:
             return _leaks(self._called, self.policy, declared, None, self.rng, None)

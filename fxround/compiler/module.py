@@ -57,13 +57,16 @@ PolicyLike = Any
 class RoundedModule(Faulting):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
-    The first call captures the model as a graph and lowers it by the policy; so does a later call whose arguments fit
-    no graph so far, for example of another dtype, and raises what ``compile`` raises at capture. Gradients
-    flow to the shared parameters and to the arguments through a backward graph that is rounded by the same policy.
-    ``reseed`` chooses the random bits, ``summary``, ``coverage``, ``graph_text`` and ``draw`` show the roundings,
-    ``leaks`` finds values that are in no declared format, ``observe`` yields every value, ``export`` writes a file
-    for ``fxround.load``. ``policy``, ``source`` (the model), ``rng`` (seed and sample, int64 of shape [2]),
-    ``strict``, ``fuse`` and ``advance`` are its own attributes; other names are the model's. Example::
+    The first call captures the model as a graph, and inserts the roundings of the policy. A later call whose arguments
+    fit no captured graph, for example because of another dtype, captures again. A call that captures raises what
+    ``compile`` raises at capture. Gradients flow to the parameters, which are the model's own, and to the arguments,
+    through a backward graph that is rounded by the same policy.
+
+    ``reseed`` chooses the random bits. ``summary``, ``coverage``, ``graph_text`` and ``draw`` show the roundings,
+    ``leaks`` finds values that are not in their declared format, ``flips`` shows the bits that faults flip, ``observe``
+    yields every value, and ``export`` writes a file for ``fxround.load``. The attributes ``policy``, ``source`` (the
+    model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are those of the
+    compiled module; attributes of any other name are the model's. Example::
 
         compiled = fxround.compile(model, "bfloat16", example_inputs=x)
         print(compiled.summary(), compiled.coverage())
@@ -128,7 +131,8 @@ class RoundedModule(Faulting):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
 
-        Raises FxroundError for a training call inside a backward (``torch.utils.checkpoint`` around the module).
+        Raises FxroundError for a call in training mode inside a backward pass, as ``torch.utils.checkpoint`` around the
+        compiled module makes it.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         wanted = self._wants_gradients(leaves)
@@ -176,10 +180,11 @@ class RoundedModule(Faulting):
         self._recorded.append(capture)
 
     def captures(self) -> Table:
-        """Return a table of the captured graphs: mode, admitted arguments, reason of the capture, seconds.
+        """Return a table of the captured graphs: mode, arguments, conditions, reason of the capture, seconds.
 
-        Sizes that may change are letters; a call with other arguments is captured again, and the reason of its row says
-        what an earlier graph did not admit. Nothing is captured by asking.
+        The column ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may
+        change. A call with other arguments captures another graph, whose ``reason`` says why no earlier one could be
+        used. ``captures`` itself captures nothing.
         """
         return table_of(self._recorded)
 
@@ -222,7 +227,7 @@ class RoundedModule(Faulting):
         return state | {("", i): leaf for i, leaf in enumerate(leaves)}
 
     def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
-        """Capture and lower for arguments like these, without running; returns the module itself.
+        """Capture the graph for arguments like these, without running it; returns the module itself.
 
         In training mode the graph includes gradients, unless they are disabled (``torch.no_grad``). Raises what
         ``compile`` raises at capture.
@@ -236,7 +241,10 @@ class RoundedModule(Faulting):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call without gradients; buffers and arguments are not written."""
+        """Return the result of a call without gradients.
+
+        Buffers and arguments that the model changes in place are not written, and the sample does not change.
+        """
         return self._entry(args, kwargs).evaluate(pytree.tree_leaves((args, kwargs)), self.rng)
 
     @torch.no_grad()
@@ -245,7 +253,9 @@ class RoundedModule(Faulting):
 
         Names are those of ``summary()``. The values are those of a call with the same seed and sample, bit for bit.
         Each is dropped after its last use, so that a caller who keeps none needs no more memory than a call. Buffers
-        and arguments that the model changes are not written.
+        and arguments that the model changes in place are not written. Example::
+
+            ranges = {name: value.abs().max() for name, value in compiled.observe(x) if name != "output"}
         """
         yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
 
@@ -263,10 +273,10 @@ class RoundedModule(Faulting):
     def with_policy(self, policy: PolicyLike, strict: bool | None = None) -> RoundedModule:
         """Return the same model under another policy, with the same seed and sample, and the same numbering of nodes.
 
-        Captured graphs are lowered again, not captured again, unless the policy has other definitions of composite
-        operators, or one of the two policies treats gradients of roundings.
+        Captured graphs are reused, unless the policies differ in ``definitions``, or the graphs have a backward pass
+        and only one of the policies has a rule whose ``gradient`` is not straight_through.
 
-        policy, strict: as for ``compile``. Raises PolicyError and what lowering raises.
+        policy, strict: as for ``compile``. Raises PolicyError, UnsupportedOperator and UnsupportedRounding.
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
@@ -294,9 +304,9 @@ class RoundedModule(Faulting):
     def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
         """Train as one of several processes, each of which draws its own random bits; returns the module itself.
 
-        A call that trains draws with sample + rank and advances the sample by world_size. So (seed, sample) is the same
-        in every process, and one process that makes the calls of all, in the order of their ranks, draws the same bits.
-        Other calls draw with the sample.
+        A call in training mode that records gradients draws the bits of sample + rank, and advances the sample by
+        world_size. Therefore (seed, sample) is the same in every process, and a single process that makes the calls of
+        all processes in the order of their ranks draws the same bits. Other calls draw the bits of the sample.
 
         Args:
             rank, world_size: as ``torch.distributed`` counts them.
@@ -312,10 +322,9 @@ class RoundedModule(Faulting):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state, and under ``"fxround_rng"`` the (seed, sample) of the next call, int64 of shape
-        [2].
+        """Return the model's state, with the (seed, sample) of the next call as ``"fxround_rng"``, int64 of shape [2].
 
-        ``load_state_dict`` restores both, and leaves seed and sample unchanged if the key is missing.
+        ``load_state_dict`` restores all of it. If the key is missing, seed and sample do not change.
         """
         state = super().state_dict(*args, **kwargs)
         state[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{RNG_BUFFER}"] = self.rng.clone()
@@ -334,14 +343,15 @@ class RoundedModule(Faulting):
         return sum(map(len, self._entries.values())) + replayed
 
     def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
-        """Write a .pt2 file that gives the same bits; returns the path.
+        """Write the rounded graph and the model's state to a .pt2 file; returns the path.
 
-        ``fxround.load`` reads it, and so does ``torch.export.load`` after ``import fxround``. Seed and sample are a
-        buffer of the program.
+        The program in the file gives the same bits as this module, without gradients. ``fxround.load`` reads it, and so
+        does ``torch.export.load`` after ``import fxround``. Seed and sample are a buffer of the program.
 
         Args:
             path: the file, which is replaced when the new one is complete.
-            example_inputs: as for ``compile``; the batch and the dimensions of integers stay free.
+            example_inputs: as for ``compile``. The program takes any size of the first dimension of an argument, and
+                any size of the dimensions of integer arguments.
             keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
 
         Raises:

@@ -32,14 +32,14 @@ class Shown(Reaching):
         raise NotImplementedError
 
     def graph_text(self, backward: bool = False) -> str:
-        """Return the latest forward graph, or the backward graph, as text with one line per node.
+        """Return the forward or the backward graph of the latest call as text, with one line per node.
 
         Raises ValueError before the first call, and for a backward graph if the latest call wanted no gradients.
         """
         return graph_views.graph_text(self.backward_graph if backward else self.graph)
 
     def summary(self, backward: bool | None = None) -> Summary:
-        """Return a table of the latest call's operations: node, operator, module, source, rounding.
+        """Return a table of the latest call's operations: node, operator, module, source, rounding, accumulate.
 
         backward: True for the backward pass alone, False for the forward pass alone, None for both. Raises ValueError
         before the first call, and for a backward pass if the latest call wanted no gradients.
@@ -48,7 +48,7 @@ class Shown(Reaching):
         return graph_views.summary(self._called.lowered, backward=backward)
 
     def coverage(self, backward: bool | None = None) -> Coverage:
-        """Return what is rounded, native (with the reason) and data movement in the latest call.
+        """Return how many operations of the latest call are rounded, exact, native (with the reason) or data movement.
 
         backward and errors: as in ``summary``.
         """
@@ -56,14 +56,17 @@ class Shown(Reaching):
         return graph_views.coverage(self._called.lowered, backward=backward)
 
     def draw(self, path: str | Path) -> Path:
-        """Write the latest graph to an SVG file; returns the path.
+        """Draw the forward graph of the latest call as an SVG file; returns the path.
 
         Raises ValueError before the first call, and for a path that does not end in .svg.
         """
         return graph_views.draw(self.graph, path, title=type(self.source).__name__)
 
     def to_networkx(self) -> nx.DiGraph:
-        """Return the latest graph as a ``networkx.DiGraph``. Raises ValueError before the first call."""
+        """Return the forward graph of the latest call as a ``networkx.DiGraph``.
+
+        Raises ValueError before the first call.
+        """
         return graph_views.to_networkx(self.graph)
 
     def extra_repr(self) -> str:

@@ -44,7 +44,10 @@ def localize(
     limit: int | None = None,
     progress: bool | Callable[[str], None] | None = None,
 ) -> LocalizeReport:
-    """Find the smallest sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
+    """Find minimal sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
+
+    A site is an operation that is rounded by ``policy`` (the site is on) or by ``quiet`` (off). The check fails if the
+    sites of a set are on and all others are off, and passes if any one site of the set is off too.
 
     Args:
         model: any ``torch.nn.Module`` that ``fxround.compile`` takes.
@@ -55,7 +58,8 @@ def localize(
             reference) whose value must not exceed the threshold; or None with ``min_bits``.
         policy: the policy of the sites that are on, as for ``fxround.compile``.
         quiet: the policy of the sites that are off.
-        level: ``"modules"``, ``"nodes"`` or ``"elements"``: how far the search goes.
+        level: what a set consists of: ``"modules"``, ``"nodes"`` (operations), or ``"elements"`` (operations, and which
+            elements of their results).
         min_bits: the number of leading bits in which every element must agree with the reference.
         reference: what metrics and ``min_bits`` compare with, shaped like the output; None takes the output of the
             quiet run.

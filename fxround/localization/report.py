@@ -62,17 +62,29 @@ class Culprits:
 class LocalizeReport(Tabled):
     """The findings of ``fxround.localize``.
 
-    model, policy, quiet  names of the model's class and of the two policies
-    level, seed, runs     as passed; runs is 1 if nothing is random
-    sites, modules        the numbers of sites and modules that were searched
-    sets        disjoint minimal failing sets
+    A site is an operation whose rounding the search switches between ``policy`` (on) and ``quiet`` (off). A set of
+    sites fails if the check fails with these sites on and all others off.
+
+    model       the name of the model's class
+    policy      the name of the policy of sites that are on
+    quiet       the name of the policy of sites that are off
+    level       as passed
+    seed        as passed
+    runs        samples per set: as passed, or 1 if nothing is random
+    sites       the number of sites that were searched
+    modules     the number of modules that were searched
+    sets        the sets that were found, as ``Culprits``: disjoint, and minimal (each passes without any one site)
     ended       "complete" (the remaining sites pass together), "limit" or "interrupted" (Ctrl-C)
-    passing     names of the sites that pass together, if the search is complete
-    narrowed    names of the sites among which a further set is, and ``within`` their modules, if it is not complete
-    remedy      a policy as a dict, for ``fxround.compile``, that rounds the culprits as the quiet policy does; None if
-                the search is not complete; ``remedied``: whether the check passes with it
-    executed    runs of the model; ``recalled``: verdicts read from the cache
-    failing     the number of different sets that were seen to fail; ``passed``: to pass
+    passing     names of the sites that pass together; empty if the search is not complete
+    narrowed    names of the sites among which a further set is, if the search is not complete
+    within      the modules of the sites of ``narrowed``
+    remedy      a policy as a dict, for ``fxround.compile``, that rounds the sites of ``sets`` as ``quiet`` does; None
+                if the search is not complete
+    remedied    whether the check passes under ``remedy``
+    executed    the number of runs of the model
+    recalled    the number of verdicts that were read from the cache
+    failing     the number of different sets that failed
+    passed      the number of different sets that passed
     random      whether samples may differ
 
     ``print(report)`` shows the sets with source lines; ``table()``, ``to_dict()`` and ``to_json()`` give the same data.

@@ -54,23 +54,24 @@ def spelt(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format: which numbers exist.
+    """A floating-point format: the set of numbers that it can represent.
 
+    name        the text that ``Format.parse`` reads
     precision   p, the bits of the significand including the implicit one (1 to 53)
     emin        the exponent of the smallest normal number, 2^emin
     maximum     the largest finite value, exact in binary64
     signed      False: no value is below zero
-    inf, nan    whether the format has them; a NaN stays a NaN in the carrier in any case
+    inf, nan    whether the format has infinities and NaN; rounding keeps a NaN in either case, as a NaN of the tensor
     zero        False: the smallest magnitude is 2^emin
     subnormals  False: no value lies between 0 and 2^emin
-    minus_zero  False: every zero is +0, as in the formats named "fnuz"; of no account without a sign or a zero
-    even_codes  of precision 1: True: the parity of a value is that of its exponent, counted from 1 at emin, so that
-                ties go to the even code; False: every significand is odd, so that ties go to the larger magnitude
-    values      of a table (``Format.table``): all of its values, ascending; () for other formats
-    posit       of a posit (``Format.posit_of``): its bits and its exponent bits; None for other formats
+    minus_zero  False: every zero is +0, as in the formats named "fnuz"; no effect in a format without a sign or a zero
+    even_codes  where ties go in a format of precision 1; True: to the even code, that of the value whose exponent
+                differs from emin by an odd number; False: to the larger magnitude
+    values      all values of a table (``Format.table``), ascending; () for other formats
+    posit       the number of bits and of exponent bits of a posit (``Format.posit_of``); None for other formats
 
-    Raises ValueError if the row does not fit binary64, the widest carrier, or the maximum does not fit the precision.
-    Example::
+    Raises ValueError if a value of the format is outside of binary64, or if the maximum needs more than ``precision``
+    bits. Example::
 
         fxround.Format.ieee(exponent_bits=5, precision=3).maximum      # as e5m2
     """
@@ -105,7 +106,7 @@ class Format:
 
     @property
     def said(self) -> str:
-        """The name, or for a long table the number of its values: for messages."""
+        """What messages call the format: its name, or for a long table the number of its values."""
         return self.name if len(self.name) <= 60 else f"a table of {len(self.values)} values"
 
     @property
@@ -115,7 +116,7 @@ class Format:
 
     @property
     def emax(self) -> int:
-        """The exponent of the maximum."""
+        """The exponent of the maximum: 2^emax <= maximum < 2^(emax + 1)."""
         return math.frexp(self.maximum)[1] - 1
 
     @property
@@ -138,9 +139,9 @@ class Format:
 
     @property
     def default_overflow(self) -> Overflow:
-        """The overflow of a rounding that names none, as in ml_dtypes.
+        """The overflow of a rounding whose text has none, as in ml_dtypes.
 
-        It is inf if the format has one, else nan, else saturate.
+        It is "inf" if the format has infinities, else "nan" if it has a NaN, else "saturate".
         """
         return "inf" if self.inf else "nan" if self.nan and self.is_grid else "saturate"
 
@@ -217,7 +218,7 @@ class Format:
             value += math.ldexp(1.0, exponent - self.precision + 1)
 
     def describe(self) -> str:
-        """Return the row and its four decisions (ties, subnormals, minus zero, overflow) in words."""
+        """Return the format's parameters, and how it treats ties, subnormals, minus zero and overflow, as text."""
         if self.values:
             return (
                 f"{self.name}: {len(self.values)} values from {self.values[0]:g} to {self.values[-1]:g}\n"
@@ -254,7 +255,8 @@ class Format:
     def ieee(*, exponent_bits: int, precision: int, subnormals: bool = True) -> Format:
         """Return the IEEE 754-style format with these widths, whose highest exponent is reserved for inf and NaN.
 
-        exponent_bits: 2 to 11. precision: 2 to 53, including the implicit bit. Raises ValueError outside of these.
+        exponent_bits: 2 to 11. precision: 2 to 53, including the implicit bit. subnormals: False leaves them out.
+        Raises ValueError for other widths.
         Source: IEEE 754-2019, section 3.3 (emax = 2^(w-1) - 1, emin = 1 - emax).
         """
         if not 2 <= exponent_bits <= 11:
@@ -281,7 +283,7 @@ class Format:
     ) -> Format:
         """Return a format with any precision, emin, maximum and set of special values.
 
-        Its name spells the whole row, so that ``Format.parse`` reads it back. Raises ValueError as ``Format`` does.
+        Arguments and errors are those of ``Format``. The name contains all of them, so that ``Format.parse`` reads it.
         """
         held = {"signed": signed, "inf": inf, "nan": nan, "zero": zero, "unsigned_zero": not minus_zero}
         flags = "+".join(k for k, v in held.items() if v)
@@ -291,10 +293,11 @@ class Format:
 
     @staticmethod
     def p3109(*, bits: int, precision: int, signed: bool = True, extended: bool = True) -> Format:
-        """Return a format of IEEE P3109: ``binary8p3se`` is signed and extended (with infinities), ``uf`` neither.
+        """Return a format of IEEE P3109, which has one zero and one NaN.
 
-        bits: 3 to 16. precision: 1 to bits - 1, or to bits without a sign. There is one zero and one NaN. Raises
-        ValueError outside of these, and where the range is more than binary64's. Source: IEEE P3109 interim report.
+        bits: 3 to 16. precision: 1 to bits - 1, without a sign 1 to bits. signed: ``s`` in the name, as in
+        ``binary8p3se``; ``u`` is unsigned. extended: ``e``, with infinities; ``f`` has none. Raises ValueError for
+        other numbers, and for a range that exceeds binary64's. Source: IEEE P3109 interim report.
         """
         if not 3 <= bits <= 16 or not 1 <= precision <= bits - signed:
             raise ValueError(
@@ -326,8 +329,9 @@ class Format:
     def posit_of(bits: int, exponent_bits: int) -> Format:
         """Return the posits of this size, ``posit(16,2)`` for example.
 
-        bits: 3 to 32. exponent_bits: 0 to 4. Raises ValueError outside of these. Source: Standard for Posit Arithmetic
-        (2022), which has 2 exponent bits. A nonzero number rounds to no zero and a finite one to no NaR, in any mode.
+        bits: 3 to 32. exponent_bits: 0 to 4. Raises ValueError for other numbers. In every mode, a nonzero number is
+        never rounded to zero, nor a finite number to NaR. Source: Standard for Posit Arithmetic (2022), which has 2
+        exponent bits.
         """
         if not 3 <= bits <= 32 or not 0 <= exponent_bits <= 4:
             raise ValueError(f"posit({bits},{exponent_bits}): expected 3 to 32 bits and 0 to 4 exponent bits")
@@ -345,11 +349,14 @@ class Format:
 
     @staticmethod
     def table(values: Iterable[float], *, name: str | None = None) -> Format:
-        """Return the format whose values are listed: 2 to 256 numbers, ascending.
+        """Return the format that has exactly these values.
 
-        A value beyond the ends becomes the end, and a zero is +0. ``Rounding`` says where ties go. name: the format's
-        name, which must be one of TABLES; None for ``table(...)`` with all values. Raises ValueError for another number
-        of values, for values that are not finite or not ascending, and for a magnitude beyond 2^1000. Example::
+        Rounding to it replaces a number beyond the first or last value by that value. A zero is +0. ``nearest_even``
+        resolves a tie to the value with the even position in ``values``, counted from 0.
+
+        values: 2 to 256 finite numbers in ascending order, of magnitudes up to 2^1000. name: the name of a row of
+        ``fxround.numerics.formats.TABLES``; None makes the name ``table(...)`` of the values. Raises ValueError for
+        other values. Example::
 
             fxround.round(x, fxround.table([-1, -0.5, 0, 0.5, 1]))
         """
@@ -380,10 +387,11 @@ class Format:
     def parse(text: Any) -> Format:
         """Parse a format's name, or a floating-point dtype of PyTorch or NumPy.
 
-        A name is a row of FORMATS or TABLES, one of ALIASES, ``ieee(exponent_bits,precision)``, ``custom(...)``,
-        ``table(value,value,...)``, ``posit(bits,exponent_bits)`` or ``binary8p3se`` (``Format.p3109``), each
-        optionally with ``-flush``. Raises ValueError for an unknown name, with the nearest known ones, and for a dtype
-        of integers or complex numbers; TypeError for anything else.
+        A name is a key of ``fxround.formats``, another name of one of these (``"half"``), ``"nf4"``,
+        ``ieee(exponent_bits,precision)``, ``custom(...)``, ``table(value,value,...)``, ``posit(bits,exponent_bits)`` or
+        ``binary8p3se`` (``Format.p3109``), each optionally with ``-flush``, which leaves out subnormals. Raises
+        ValueError for an unknown name, with the nearest known ones, and for a dtype of integers or complex numbers;
+        TypeError for anything else.
         """
         text = spelt(text)
         if not isinstance(text, str):

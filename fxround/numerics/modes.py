@@ -131,6 +131,10 @@ MODES: Final = MappingProxyType({row.name: row for row in _ROWS})
 class Rounding:
     """A rounding: a format, a mode and an overflow behaviour, which are independent of each other.
 
+    format    a ``Format``
+    mode      one of ``fxround.modes``, for example ``fxround.modes["stochastic"]``
+    overflow  "inf", "nan" or "saturate" (the largest finite value)
+
     Overflow applies to every value beyond the maximum, infinities included, unless the mode keeps a finite value at the
     maximum (as toward_zero does). ``Rounding.parse(str(r)) == r``. Raises ValueError if the format cannot express the
     overflow. Example::

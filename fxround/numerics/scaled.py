@@ -105,14 +105,17 @@ class Scaling:
 
 @dataclass(frozen=True)
 class ScaledFormat:
-    """An element format and a scaling, with the bounds of elements where these are not the format's own.
+    """A scaled format: a value is an element times a scale, which a block of elements shares.
 
-    scaling   None for elements without a scale of their blocks: fixed point, and elements with a given scale
-    span      the least and the largest element, for two's complement, unsigned elements and zero points; None for the
-              element format's own
-    unit      the scale that is given, the same for all elements; None for 1
+    element   the format of the elements
+    scaling   how the scale of a block is made; None for fixed point and for elements with a given scale
+    span      the least and the largest element, for two's complement, unsigned elements and zero points; None if they
+              are those of the element's format
+    unit      the given scale, the same for all elements; None for 1
 
-    ``ScaledFormat.parse(str(f)) == f``.
+    ``ScaledFormat.parse(str(f)) == f``. Example::
+
+        fxround.ScaledFormat.parse("mxfp8").element.name        # "e4m3fn"
     """
 
     element: Format
@@ -143,10 +146,11 @@ class ScaledFormat:
 
     @staticmethod
     def parse(text: str) -> ScaledFormat:
-        """Parse a name of SCALED, int2 to int16, uint2 to uint16, bfp(bits,block), fixed(bits,fraction),
-        ufixed(bits,fraction), or a full text.
+        """Parse the name of a scaled format, or a full text.
 
-        A name may have another block and options after a colon, ``int8:channel,percentile=99.9``. The full texts are
+        The names are those of the table in docs/scaled.md (mxfp8, nvfp4, ...), int2 to int16, uint2 to uint16,
+        bfp(bits,block), fixed(bits,fraction) and ufixed(bits,fraction). A name may be followed by a colon, another
+        block and options: ``int8:channel,percentile=99.9``. The full texts are
         ``scaled(element;block,scale,how[,whole][,option])`` and ``scaled(element;fixed[,scale=number][;least:most])``.
 
         Raises ValueError for anything else, with the nearest names.
@@ -194,10 +198,13 @@ class Hadamard:
 
 @dataclass(frozen=True)
 class ScaledRounding:
-    """A rounding to a scaled format: the mode and the overflow are those of its elements.
+    """A rounding to a scaled format: a scaled format, and the mode and overflow of its elements.
 
-    The overflow ``wrap`` keeps the bits of two's complement that the format has; it goes with fixed point. hadamard: a
-    transform of the operand before it is rounded; both operands of a product need the same.
+    format    a ``ScaledFormat``
+    mode      one of ``fxround.modes``
+    overflow  "saturate", "inf", "nan", or for fixed point "wrap", which keeps the low bits of two's complement
+    hadamard  a transform of the operand before it is rounded, the same for both operands of a product; None for none
+
     ``ScaledRounding.parse(str(r)) == r``. Example::
 
         fxround.round(x, "mxfp8/stochastic", dim=-1, seed=1)
@@ -220,7 +227,10 @@ class ScaledRounding:
         return Rounding(fmt, self.mode, fmt.default_overflow if self.overflow == "wrap" else self.overflow)
 
     def multiples(self, carrier: Format) -> Rounding:
-        """The rounding to multiples of the element's quantum, of any size: larger numbers of the carrier are such."""
+        """The rounding to multiples of the element's quantum, without a bound on their size.
+
+        carrier: the format of the tensor. Its numbers above a certain size are all multiples.
+        """
         precision = carrier.precision
         emin = self.format.element.quantum_exponent + precision - 1
         return Rounding(Format.custom(precision=precision, emin=emin, maximum=carrier.maximum), self.mode, "inf")
@@ -233,10 +243,10 @@ class ScaledRounding:
 
     @staticmethod
     def parse(text: str) -> ScaledRounding:
-        """Parse ``[hadamard(n)+]scaled_format[/mode[/overflow]]``: to nearest even and saturating unless the text says
-        otherwise.
+        """Parse ``[hadamard(n)+]scaled_format[/mode[/overflow]]``.
 
-        Raises ValueError, which names the part that is wrong.
+        The mode defaults to nearest_even, the overflow to saturate. Raises ValueError, which names the part that is
+        wrong.
         """
         transform, rest = _transform(text)
         parts = [p.strip() for p in rest.split("/")]

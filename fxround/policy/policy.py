@@ -50,12 +50,13 @@ DEFINITIONS: Final = (OWN, "repdl")
 class Policy:
     """An ordered list of rules that says how every operation of a model is rounded.
 
-    name         for reports and messages
-    rules        of which the last matching one wins, field by field
+    name         the name in reports and messages
+    rules        a tuple of ``Rule``; for each field, the last matching rule that sets it decides
     strict       whether a floating-point operation that cannot be rounded is an error
-    definitions  the formulas of composite operators, "fxround" or "repdl"
+    definitions  the formulas of composite operators such as softmax, "fxround" or "repdl"
 
-    Policies are immutable and hashable. Raises PolicyError for other definitions or rules. Example::
+    Policies are immutable and hashable. Raises PolicyError for unknown definitions, and for a rule that is not a
+    ``Rule``. Example::
 
         policy = Policy("narrow", (Rule(rounding="e4m3fn/nearest_even/saturate", accumulate="bfloat16"),))
         Policy.from_toml(policy.to_toml()) == policy
@@ -93,9 +94,9 @@ class Policy:
         return any(word in MODES and MODES[word].random_bits > 0 for word in words)
 
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
-        """Return this policy with more rules after its own, so that they win.
+        """Return this policy with more rules after its own, so that the new ones decide where both match.
 
-        name: of the new policy; None appends "+" to this one's.
+        name: the name of the new policy; None appends "+" to this one's.
         """
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
 
@@ -120,8 +121,7 @@ class Policy:
         """Return the rounding of one operand, of the format ``dtype``, before the operation; None leaves it unchanged.
 
         path, operator and kind are the operation's, role and direction the operand's; result is the role of the
-        operation's result. Raises PolicyError if ``dtype``
-        lacks values of the rounding's format.
+        operation's result. Raises PolicyError if ``dtype`` lacks values of the rounding's format.
         """
         found = self.matching_operand(
             path=path, operator=operator, kind=kind, role=role, direction=direction, result=result
@@ -189,12 +189,12 @@ class Policy:
 
     @staticmethod
     def preset(name: str) -> Policy:
-        """Return a preset by name, or the policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate",
-        "fp16").
+        """Return the preset of this name, or the policy of a format or rounding.
 
-        A format's policy rounds every result, weight and input to it and accumulates in binary32. A scaled format's
-        ("mxfp8", "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype.
-        Raises PolicyError listing the known names.
+        The policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate", "fp16") rounds every result, weight
+        and input with it, and accumulates in binary32. The policy of a scaled format ("mxfp8",
+        "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype. Raises
+        PolicyError for an unknown name, with the known ones.
         """
         name = own_name(name)
         if name in NAMED:
@@ -234,7 +234,7 @@ class Policy:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; ``Policy.from_dict(p.to_dict()) == p``. Default fields of rules are left out."""
+        """Return plain data; ``Policy.from_dict(p.to_dict()) == p``. Default values of rules are left out."""
         rules = [{f.name: getattr(r, f.name) for f in fields(r) if getattr(r, f.name) != f.default} for r in self.rules]
         other = {} if self.definitions == OWN else {"definitions": self.definitions}
         return {"name": self.name, "strict": self.strict, **other, "rules": rules}
@@ -263,7 +263,7 @@ class Policy:
 
     @staticmethod
     def from_toml(text: str) -> Policy:
-        """Return the policy of a TOML document. Raises PolicyError."""
+        """Return the policy of a TOML document. Raises PolicyError for a text that is not a policy in TOML."""
         try:
             return Policy.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:

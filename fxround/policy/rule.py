@@ -74,25 +74,30 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a policy.
+    """One rule of a policy: which values it selects, and how they are rounded.
+
+    The fields ``match``, ``operator``, ``role``, ``direction`` and ``result`` select values. Each of the others, except
+    ``optional``, sets a property of these values if it is not None.
 
     match       glob over module paths; a path matches everything inside the module too ("layer1", "*.attention")
     operator    glob over the operator ("mm", "aten.mm.default") or its kind ("contraction"); None: any
-    role        one of ``fxround.policy.ROLES``, for example "weight"; None: the result of any operation
-    rounding    "format/mode/overflow", where format "dtype" is the operation's own; "identity" leaves it unchanged
-    accumulate  the rounding of each step, optionally followed by "product=..." or "chunk=n combine=..." (Accumulation),
-                or "native": the stock kernel, rounded once; format "wide": binary32 for 16-bit dtypes, else the dtype
-    order       "sequential", "lanes:n" or "exact"
-    optional    whether the rule may match nothing
+    role        the part of the value in the model: "weight", "input", "buffer" and "constant" enter the graph;
+                "activation", "statistic", "gradient", "error", "state" and "update" are results; None: any result
+    rounding    "format/mode/overflow"; the format "dtype" is the operation's own; "identity" leaves values unchanged
+    accumulate  the rounding of each step of an accumulator, optionally followed by "product=..." or "chunk=n
+                combine=..."; the format "wide" is binary32 for 16-bit dtypes, else the dtype; "native": the stock
+                kernel accumulates, and its result is rounded once
+    order       of a reduction: "sequential", "lanes:n" or "exact"
+    optional    whether the rule may match nothing; False: that is an error
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
-    gradient    what the rounding does to the gradient that passes it (Gradient): "straight_through", "zero_clamped", a
-                rounding, or the last two
-    operands    the rounding of the operands before the operation, to a scaled format too ("mxfp8"), or "identity"; role
-                and direction are then the operand's: a contraction of the backward pass reads the forward values as the
-                forward pass does, but for the blocks of a scaled format, which run along the sums of each operation
-    faults      "field:probability", several separated by spaces: with this probability one bit of the rounded value's
-                significand, exponent or sign, or of "any", flips, in the encoding of the rounding's format; in a rule
-                that sets operands, in the rounded operands
+    gradient    what the rounding does to the gradient that passes it: "straight_through", "zero_clamped", a rounding,
+                or "zero_clamped" and a rounding
+    operands    the rounding of the operands before the operation, also to a scaled format ("mxfp8"), or "identity";
+                role and direction are then those of the operand. A backward operation reads the rounded value that the
+                forward operation read, except that the blocks of a scaled format run along the sum of each operation
+    faults      "field:probability", several separated by spaces: with this probability one bit of the field flips in
+                the rounded value, or in the rounded operands if the rule sets ``operands``; the fields are
+                "significand", "exponent", "sign" and "any" of the encoding of the rounding's format
     result      for ``operands``: the role of the operation's result, for example "gradient" for the products that yield
                 gradients of weights; None: any
 

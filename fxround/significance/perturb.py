@@ -24,7 +24,7 @@ from fxround.policy import Policy
 def perturb(
     model: nn.Module, policy: Any = "stochastic", *, seed: int = 0, sample: int = 0, strict: bool | None = None
 ) -> Iterator[RoundedModule]:
-    """Run ``model`` under ``policy`` within the block.
+    """Round every call of ``model`` in a ``with`` block as ``policy`` says, without a change of the code that calls it.
 
     Calls of a submodule that do not come through the model are not perturbed; pass the submodule itself for that.
 

@@ -71,7 +71,7 @@ def variability(
         samples: runs per batch, at least 2, or ``"auto"``: sample until the mean of ``watch`` is known to within
             ``tolerance`` at ``confidence``, at most ``max_samples`` times.
         capture: what is measured beside the results: ``"outputs"`` (nothing), ``"layers"`` (each layer's last value)
-            or ``"nodes"`` (every operation).
+            or ``"nodes"`` (the result of every operation).
         metrics: names of ``fxround.significance.metrics.METRICS``, functions of (sample, unperturbed result), or
             ``"auto"``: those that fit the first result.
         reference: ``"binary64"`` (a copy of the model cast to float64), None, or a tensor shaped like the results of
@@ -97,7 +97,7 @@ def variability(
         TypeError, ValueError: for wrong arguments; also what ``compile`` and the model raise.
         ImportError: for a missing optional package; the message names the extra to install.
 
-    Warns of fewer than 5 samples, and of operations that are random by themselves.
+    Gives a warning for fewer than 5 samples, and for operations that draw from PyTorch's generator.
 
     Example::
 
@@ -193,6 +193,6 @@ def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
         cost = penalty(plan.samples, plan.options.probability, plan.options.confidence)
         enough = penalty(10, plan.options.probability, plan.options.confidence)
         warnings.warn(
-            f"{plan.samples} samples cost every figure {cost:.2f} bits; take 10 or more (10 cost {enough:.2f})",
+            f"{plan.samples} samples lower every figure by {cost:.2f} bits; take 10 or more (10: by {enough:.2f})",
             stacklevel=3,
         )

@@ -89,9 +89,9 @@ class _Compiled:
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
-    """An optimizer with explicit roundings, made by ``compile_optimizer``, which documents its arguments.
+    """An optimizer with explicit roundings, which ``fxround.compile_optimizer`` makes.
 
-    It is used like the optimizer that it was made from, with which it shares ``param_groups`` and ``state``.
+    It is used like the original optimizer, and shares ``param_groups`` and ``state`` with it.
     ``state_dict`` holds seed and step under ``"fxround_rng"`` in every parameter group. Example::
 
         optimizer = fxround.compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "stochastic")
@@ -164,31 +164,40 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._checked = len(self._compiled)
 
     def reseed(self, seed: int, step: int = 0) -> RoundedOptimizer:
-        """Set the seed and step from which random bits are computed; returns the optimizer itself."""
+        """Set the seed (0 to 2^63 - 1) and the number of the next step; returns the optimizer itself.
+
+        The random bits of a step are a function of both. Raises TypeError and ValueError for other values.
+        """
         for group in self.param_groups:
             group[RNG_KEY] = list(random_state(seed, step).tolist())
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state as PyTorch does; seed and step stay as they are if the dict has none."""
+        """Load a state as PyTorch does; seed and step do not change if the dict has none."""
         kept = [list(group[RNG_KEY]) for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, rng in zip(self.param_groups, kept, strict=True):
             group[RNG_KEY] = list(state_of(group.get(RNG_KEY, rng), RNG_KEY))
 
     def graph_text(self) -> str:
-        """Return the graphs of the steps taken so far as text. Raises ValueError before the first step."""
+        """Return the captured graphs as text; each computes the step of one parameter.
+
+        Raises ValueError before the first step.
+        """
         return "\n\n".join(graph_views.graph_text(compiled.lowered) for compiled in self._taken())
 
     def summary(self) -> Summary:
-        """Return a table of the operations of the latest new graph: node, operator, path, rounding.
+        """Return a table of the operations of the graph that was captured last: node, operator, path, rounding.
 
         Raises ValueError before the first step.
         """
         return graph_views.summary(self._taken()[-1].lowered)
 
     def coverage(self) -> Coverage:
-        """Return what is rounded and what is not in the latest new graph. Raises ValueError before the first step."""
+        """Return what is rounded and what is not in the graph that was captured last.
+
+        Raises ValueError before the first step.
+        """
         return graph_views.coverage(self._taken()[-1].lowered)
 
     def _taken(self) -> list[_Compiled]:

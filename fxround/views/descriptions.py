@@ -27,19 +27,25 @@ _HOW: Final = {
 
 @dataclass(frozen=True)
 class FormatDescription:
-    """What a format decides.
+    """The numbers that a format can represent, and how rounding to it treats special cases.
 
-    name              of the format; ``rounding``: the text with the mode and the overflow, as graphs have it
-    precision         bits of the significand with the implicit one; of a posit near 1; of a table, what its values need
-    emin, emax        exponents of the smallest normal and of the largest magnitude
-    largest           the largest value; ``lowest``: the lowest one, 0 or more without a sign
-    smallest_normal   2^emin, None for a table; ``smallest``: the smallest positive value, if there is one, less than
-                      2^emin where there are subnormals
-    unit_roundoff     2^-precision, the largest relative error to nearest among normal numbers; of a posit near 1; None
-                      for a table
-    special           what exists of "inf", "nan", "-0"
-    decisions         ties, subnormals, minus zero and overflow in words, as pairs
-    values            all values from zero on if at most 256 (for a table all values); () for larger formats
+    name              the name of the format
+    rounding          the rounding as graphs show it, "format/mode/overflow"
+    precision         bits of the significand, with the implicit one; for a posit, near 1; for a table, the bits that
+                      its values need
+    emin              the exponent of the smallest normal number
+    emax              the exponent of the largest magnitude
+    largest           the largest finite value
+    lowest            the lowest finite value; not negative in a format without a sign
+    smallest_normal   2^emin; None for a table
+    smallest          the smallest positive value, which is less than 2^emin in a format with subnormals; None if no
+                      value is positive
+    unit_roundoff     2^-precision, the largest relative error of a normal number rounded to nearest; for a posit, near
+                      1; None for a table
+    special           those of "inf", "nan" and "-0" that the format has
+    decisions         pairs of texts: how ties, subnormals, minus zero and overflow are treated
+    values            for a table all values; for another format all values that are not negative, if they are at most
+                      256, else ()
     """
 
     name: str
@@ -100,15 +106,17 @@ class FormatDescription:
 
 @dataclass(frozen=True)
 class ScaledDescription:
-    """What a scaled format decides.
+    """The elements, blocks and scales of a scaled format.
 
-    element   the description of the elements; ``name`` and ``rounding`` as in ``FormatDescription``
+    name      the name of the scaled format
+    rounding  the rounding as graphs show it, "format/mode/overflow"
+    element   the description of the format of the elements
     block     which elements share a scale, in words
-    scale     the description of the scale's format; None for fixed point
-    how       how the scale is made of the block's largest magnitude, in words
-    whole     the format of a scale of the whole tensor; None for none
-    span      the least and the largest element if they are not the format's own; else None
-    unit      the scale that is given; else None
+    scale     the description of the format of scales; None for fixed point
+    how       how a scale is computed from the block's largest magnitude, in words
+    whole     the format of a further scale for the whole tensor; None if there is none
+    span      the least and the largest element; None if they are those of the element's format
+    unit      the given scale, the same for all elements; None if there is none
     """
 
     name: str
@@ -141,7 +149,7 @@ class ScaledDescription:
 
 
 def describe(rounding: Any) -> FormatDescription | ScaledDescription:
-    """Return what a format decides; ``print`` shows it.
+    """Return the numbers of a format, and how rounding to it treats special cases; ``print`` shows all of it.
 
     rounding: a name of a format or a scaled format, or anything else that ``fxround.round`` takes. Raises ValueError
     for an unknown name, TypeError for another type. Example::

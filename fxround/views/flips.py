@@ -17,20 +17,22 @@ _SHOWN: Final = ("value", "module", "source", "format", "fault", "elements", "fl
 
 @dataclass(frozen=True)
 class Flip:
-    """One fault of one value, and what it did in a call.
+    """A row of ``Flips``: one fault of one value, and the number of bits that it flipped in a call.
 
-    value      the operator that makes the value, or the role and the name of one that enters
+    value      the operator that computes the value; for a value that enters the graph, its role and name, for example
+               "weight 0.weight"
     node       the node that flips the bits, as in ``summary()``
-    module     the path of its module; "" is the root
+    module     the path of the module of that node; "" is the root
     source     the model's line, "file:number"; "" if unknown
-    format     the format of which the encoding is hit
-    fault      the field and its probability
-    elements   how many elements the value has
-    flipped    in how many of them a bit flipped
-    expected   the mean of that number: elements times the probability, which is a multiple of the field's bits / 2^32
-    direction  "forward", "backward" or "update"
-    role       of the value, as in a policy's rules
-    operator   of the operation
+    format     the format in whose encoding the bits flip
+    fault      the field of the encoding and its probability, as in a rule: "significand:0.01"
+    elements   the number of elements of the value
+    flipped    the number of elements in which a bit flipped
+    expected   the mean of ``flipped`` over all seeds: ``elements`` times the probability, which is rounded to a
+               multiple of the field's number of bits times 2^-32
+    direction  the pass: "forward", "backward" or "update"
+    role       the role of the value, as in a policy's rules
+    operator   the operator of the operation whose result or operand the value is
     """
 
     value: str
@@ -52,8 +54,8 @@ class Flips(Table):
     """The bits that flipped in a call, as ``RoundedModule.flips`` returns them.
 
     flips    the rows as data; ``found[i]`` is one ``Flip``
-    changed  how many elements of the results differ from those of the same call without faults
-    results  how many elements the results have
+    changed  the number of elements of the model's results that differ from those of the same call without faults
+    results  the number of elements of the model's results
 
     Example::
 
@@ -74,7 +76,7 @@ class Flips(Table):
 
     @property
     def expected(self) -> float:
-        """The mean number of flipped bits."""
+        """The mean number of flipped bits over all seeds."""
         return math.fsum(row.expected for row in self.flips)
 
     def sort(self, *by: str, reverse: bool = False) -> Flips:

@@ -25,22 +25,23 @@ _NO_RULE: Final = "none: the values that it moves need rules"
 class Leak:
     """A value that an operation reads and that is not proved to be in the format declared there.
 
-    value      the value: "weight 0.weight", "input 0", or the operator that makes it
-    producer   the node that makes it, or by which it enters the graph
-    consumer   the node that reads it; "output" for a result
-    module     of the operation that makes the value; for one that enters the graph, of the operation that reads it
+    value      the operator that computes the value; for a value that enters the graph, "weight 0.weight" or "input 0"
+    producer   the node that computes the value, or by which it enters the graph
+    consumer   the node that reads the value; "output" for a result of the model
+    module     the module of the operation that computes the value; for a value that enters the graph, the module of the
+               operation that reads it
     source     the line of that operation, "file:number"; "" if unknown
-    declared   the format, or the scaled rounding, that is declared
-    known      what is known of the value: formats, and single numbers
-    rule       the rule to add, as text; else why there is none
-    direction  "forward", "backward" or "update", of the consumer
-    role       of the value, as in a policy's rules
-    operator   of the operation of ``module``
-    code       the text of its line
-    outside    elements of a call's values that are not in the format; None if no call was counted
-    elements   how many elements the value has in that call
-    first      the index of the first one outside, as text; "" if there is none
-    number     that element; None if there is none
+    declared   the declared format or scaled rounding
+    known      what is proved of the value: formats that it is in, and single numbers
+    rule       the rule to add, as text; if there is none, the reason
+    direction  the pass of the consumer: "forward", "backward" or "update"
+    role       the role of the value, as in a policy's rules
+    operator   the operator of the operation that ``module`` and ``source`` describe
+    code       the text of the line ``source``
+    outside    the number of elements that are not in the format; None if ``leaks`` had no inputs to run
+    elements   the number of elements of the value; None if ``leaks`` had no inputs to run
+    first      the index of the first element that is not in the format, as text; "" if there is none
+    number     the value of that element; None if there is none
     """
 
     value: str
@@ -70,10 +71,10 @@ class Leaks(Table):
     """The values that are not in the format declared for them, as ``RoundedModule.leaks`` returns them.
 
     leaks    the rows as data; ``found[i]`` is one ``Leak``
-    proved   the number of edges whose values are proved to be in their format
-    rules    rules that close the leaks which rules can close: ``policy.with_rules(*found.rules)``
-    numbers  a text for each number of the model's code that is not in the format of its operation, as 0.1 in
-             ``x * 0.1``: it is part of the operation, and no rule rounds it
+    proved   the number of edges (a value and an operation that reads it) where the value is proved to be in its format
+    rules    rules to add, ``policy.with_rules(*found.rules)``: they round every value that a rule can round
+    numbers  one text for each number in the model's code that is not in the format of its operation, such as 0.1 in
+             ``x * 0.1``; the number is part of the operation, and no rule rounds it
 
     Example::
 

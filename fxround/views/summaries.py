@@ -24,20 +24,21 @@ _COVERED: Final = ("status", "operator", "nodes", "operations", "%", "reason")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a graph, with its rounding.
+    """A row of ``Summary``: one operation of a graph, with its rounding.
 
-    node        the node's name in the graph
+    node        the name of its node in the graph
     operator    for example "aten.mm.default"
     module      the path of its module; "" is the root
     source      the model's line, "file:number"; "" if unknown
-    rounding    of the result, "format/mode/overflow"; else the status and the reason
-    accumulate  of each step of an accumulator; "" if there is none
-    status      "rounded", "exact", "native" (a stock kernel's), "movement" or "integer"
-    reason      why it is native or exact; "" otherwise
-    direction   "forward", "backward" or "update"
+    rounding    the rounding of the result, "format/mode/overflow"; if it is not rounded, the status and the reason
+    accumulate  the rounding of each step of an accumulator; "" if there is none
+    status      "rounded", "exact", "native" (a stock kernel computes it), "movement" or "integer"
+    reason      why it is native or exact; "" for another status
+    direction   the pass: "forward", "backward" or "update" (an optimizer's step)
     kind        the kind of the operator, as in a policy's rules
-    role        the role of the value, as in a policy's rules
-    operations  arithmetic operations at the sizes of the captured example; a multiply-add counts as two
+    role        the role of the result, as in a policy's rules
+    operations  the number of arithmetic operations on elements, at the sizes of the captured example; a multiply-add
+                counts as two
     code        the text of the model's line
     """
 
@@ -120,12 +121,13 @@ class Summary(Table):
 class Coverage(Table):
     """Counts of nodes and operations by status, as ``RoundedModule.coverage`` returns them.
 
-    A node is rounded by the policy, exact (it selects or moves values, or changes a sign), native (a stock kernel
-    rounds it, for the reason that is given), data movement, or integer.
+    The status of a node is "rounded" (by the policy), "exact" (it rounds nothing: it selects values, as relu and max
+    do, or changes a sign), "native" (a stock kernel computes and rounds it; the row gives the reason), "movement" (of
+    data) or "integer".
 
     unrounded   one text for each floating-point operation that a stock kernel computes
     groups      the rows as data; ``coverage[i]`` is one ``Group``
-    operations  every counted operation, data movement included
+    operations  every operation as an ``Operation``, data movement included
 
     Example::
 

@@ -76,7 +76,7 @@ def test_the_demo_writes_and_prints_its_findings(
     output = ["--output", str(tmp_path / "out")]
     status, text, _ = run(capsys, "demo", *output)
     assert status == 0
-    for expected in ("Accuracy", "Significant bits", "Labels that changed", "Slowdown", "norm2", "3 samples cost"):
+    for expected in ("Accuracy", "Significant bits", "Labels that changed", "Slowdown", "norm2", "3 samples lower"):
         assert expected in text
     status, text, _ = run(capsys, "demo", "--json", *output)
     data = json.loads(text)

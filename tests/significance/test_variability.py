@@ -154,11 +154,11 @@ def test_a_sound_computation_is_not_called_wrong(report: fxround.VariabilityRepo
 
 
 def test_few_samples_are_warned_of_and_their_cost_is_printed(model: nn.Module, x: Tensor) -> None:
-    with pytest.warns(UserWarning, match=r"3 samples cost every figure 3\.62 bits"):
+    with pytest.warns(UserWarning, match=r"3 samples lower every figure by 3\.62 bits"):
         found = fxround.variability(model, x, samples=3, **PLAIN)
-    assert "3 samples cost every figure 3.62 bits" in str(found)
+    assert "3 samples lower every figure by 3.62 bits" in str(found)
     assert found["output"].penalty == pytest.approx(3.62, abs=0.005)
-    with pytest.warns(UserWarning, match=rf"\(10 cost {penalty(10, confidence=0.5):.2f}\)"):
+    with pytest.warns(UserWarning, match=rf"\(10: by {penalty(10, confidence=0.5):.2f}\)"):
         fxround.variability(model, x, samples=3, confidence=0.5, **PLAIN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -26,7 +26,7 @@ _ORIGINS = {"compiled": 0, "stored": 0}
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Run the block's kernels as code for a named instruction set; the bits are the same.
+    """Run the kernels of a ``with`` block as code for this instruction set; the bits do not change.
 
     name: ``avx512``, ``avx2`` or ``sse2`` on x86-64, ``neon`` on AArch64, or ``host``, which has all features of the
     processor. Raises ValueError for an instruction set that the processor lacks. Example::

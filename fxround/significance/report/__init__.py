@@ -55,7 +55,7 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class VariabilityReport:
-    """The results of ``fxround.variability``.
+    """The results of ``fxround.variability``. A place is a result of the model, a layer or a node that was measured.
 
     policy, seed, method, confidence  as passed
     samples     the number of runs of each batch
@@ -64,7 +64,7 @@ class VariabilityReport:
     rows        the number of input rows in all batches
     figures     one ``Figures`` per place: results first, then layers or nodes in the order of the model
     metrics     the metrics over samples
-    isolated    figures of the first result with one site perturbed at a time
+    isolated    with ``isolate``: figures of the first result when only one layer or operator is perturbed
     adaptive    how ``samples="auto"`` ended, None otherwise
     notes       warnings that belong to the figures
     provenance  versions, machine, times and seeds, as plain data
@@ -211,7 +211,7 @@ class VariabilityReport:
             chance = general_probability(n, self.confidence)
             how = f"general method, which holds with probability {chance:.2f} from {n} samples"
         else:
-            how = f"CNH's lower bound, {n} samples cost every figure {penalty(n, None, self.confidence):.2f} bits"
+            how = f"CNH's lower bound, {n} samples lower every figure by {penalty(n, None, self.confidence):.2f} bits"
         return (
             f"bits: {how}, ± {half_width(n, self.confidence):.2f} for one element ({self.confidence:.0%}); "
             "evidence: elements whose samples differ, the others say nothing."

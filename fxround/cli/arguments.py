@@ -1,0 +1,31 @@
+"""Arguments that several commands have: the model, its inputs, and texts of help."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+POLICY: Final = "a preset, format, scaled format, rounding or .toml file (default stochastic)"
+
+
+def said(text: str) -> dict[str, Any]:
+    """Return a text as the help of a command in the list of commands, and as the description on the command's own."""
+    return {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
+
+
+def add_model(parser: Any) -> None:
+    """Add the arguments ``model``, ``--inputs`` and ``--shape``, which ``fxround.cli`` loads."""
+    parser.add_argument(
+        "model",
+        metavar="MODULE:CALLABLE",
+        help="a callable that returns a model, or (model, inputs), in a module or a file: torchvision.models:resnet18, "
+        "net.py:build; the model runs in eval mode",
+    )
+    parser.add_argument(
+        "--inputs", metavar="FILE|MODULE:CALLABLE", help="a .pt, .npy or .npz file, or a callable that returns inputs"
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        help="the shape of a random float32 input, for example 1,3,224,224; once for each input",
+    )
