@@ -1,10 +1,10 @@
-"""Attributes: names that are not fxround's are the model's, and the model's methods run with rounded calls.
+"""Attributes of a compiled module: fxround's own names, and for all others the model's attributes and methods.
 
 A name of fxround's (``policy``, ``source``, ``rng``, ``graph``, ...) is fxround's on the compiled module; the model's
 attribute of that name is ``compiled.source.policy``. Any other name is read, set and deleted on the model. A method
 gets as ``self`` an object of the model's class with the model's own attributes, whose calls and ``forward`` are those
 of the compiled module. Floating-point operations that the method itself computes are rounded one by one, or reported
-(``unrounded_methods``).
+(``method_dispatch``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch import nn
 
 from fxround.compiler.executable import Function, Sharing
-from fxround.compiler.unrounded_methods import watching
+from fxround.compiler.method_dispatch import watching
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {

@@ -1,4 +1,4 @@
-"""Entry: a captured graph with the modules that own its state, ready to run.
+"""A captured graph with the modules that own its state, ready to run (``Entry``).
 
 Parameters and buffers are read at every call, so that an assignment to a module takes effect. Values that the model
 changes in place are written after the graph has run. A graph is functional; only this module writes to the caller's

@@ -1,4 +1,4 @@
-"""Compile: turn a model and a policy into a module with explicit roundings.
+"""``RoundedModule``: a model and a policy as a module with explicit roundings.
 
 A ``RoundedModule`` shares the model's parameters, buffers and submodules under the same names. It captures lazily, once
 for each combination of training flags, grad mode, dtypes and sizes, lowers the graph by the policy, and runs it for
@@ -23,14 +23,15 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured, Dimension, export_program, inside_backward, trace_example
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.captures import Call, Capture, mode_of, reason_for, table_of
+from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.executable import Entry, Function, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
-from fxround.compiler.faulting import Faulting
-from fxround.compiler.operations import Operations
+from fxround.compiler.method_dispatch import unwatched
+from fxround.compiler.method_operations import Operations
+from fxround.compiler.module_flips import Faulting
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.repeated_bits import Repeats
+from fxround.compiler.repeated_bits_warning import Repeats
 from fxround.compiler.replay import Replay
 from fxround.compiler.signature import (
     arguments,
@@ -44,7 +45,6 @@ from fxround.compiler.signature import (
     signature_of,
 )
 from fxround.compiler.training_step import Step, differentiable_later
-from fxround.compiler.unrounded_methods import unwatched
 from fxround.errors import CaptureError, FxroundError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy

@@ -17,7 +17,7 @@ from torch import fx, nn
 from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.executable import Entry, Owner
-from fxround.compiler.from_backend import received
+from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step
 from fxround.graph.site import Port

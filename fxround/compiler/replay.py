@@ -1,4 +1,4 @@
-"""Replay: calls of a model that changes Python state, captured and guarded by ``torch.compile``.
+"""Calls of a model that changes Python state, captured and guarded by ``torch.compile``.
 
 Before each call Dynamo checks that the constants of its graph still hold. After it, Dynamo applies the model's changes
 of lists, dicts, attributes and counters, with the values of the lowered graph. A call that did not run a graph of
@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from fxround.capture.dynamo import replaying
 from fxround.capture.torch_private import failed_guard
-from fxround.compiler.captures import Capture, guard_of, mode_of
+from fxround.compiler.capture_table import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
 

@@ -1,4 +1,4 @@
-"""Admission: the arguments that a compiled module takes, and the Python values on which a captured graph depends.
+"""The arguments that a compiled module takes, and the Python values on which a captured graph depends.
 
 A graph holds Python values that it found as constants. These values are part of the key under which the graph is kept,
 so that a changed number, flag or hook is captured again.

@@ -1,4 +1,4 @@
-"""Backend: ``torch.compile(model, backend="fxround", options={"policy": ...})``, another entry to the pipeline.
+"""``torch.compile(model, backend="fxround", options={"policy": ...})``, another entry to the pipeline.
 
 Dynamo captures as for ``torch.compile`` and passes its graph to the backend, which lowers, fuses and schedules it as
 ``fxround.compile`` does; the bits are the same for the same (seed, sample). The graphs that Dynamo makes of one

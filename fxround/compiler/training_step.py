@@ -1,4 +1,4 @@
-"""Differentiation: make one autograd function of a forward and a backward graph.
+"""One autograd function for a forward and a backward graph.
 
 The forward graph saves the values that the backward graph reads; the backward graph runs with the (seed, sample) of its
 own forward, even if the module's has changed. A result that no loss uses has the gradient zero; a gradient that depends
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxround.compiler.unrounded_methods import unwatched
+from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.passes.partition import Parts

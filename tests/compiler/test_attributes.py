@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from fxround.compiler.unrounded_methods import rounds
+from fxround.compiler.method_dispatch import rounds
 from fxround.errors import UnsupportedOperator
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

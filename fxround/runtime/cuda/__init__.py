@@ -1,1 +1,1 @@
-"""Kernels on CUDA devices: CUDA C++ texts (``cpp``), what launches them (``launcher``, ``driver``), and the operators."""
+"""Kernels on CUDA devices: texts in CUDA C++ (``cpp``), their launch (``launcher``, ``driver``), and the operators."""

@@ -1,8 +1,9 @@
-"""Unrounded methods: find floating-point operations that a model's method computes outside rounded calls.
+"""A dispatch mode that finds the floating-point operations which a model's method computes outside rounded calls.
 
-Such a method runs under a dispatch mode that sees each operator that it runs itself. An operation on results and
-arguments alone is rounded by the policy (``operations``). One that uses the model's state (a call of a submodule), or
-that is differentiated, is refused or warned of. The mode is switched off while a compiled module computes.
+A method runs under the mode, which sees each operator that the method itself runs. An operation that uses only results
+and arguments is rounded by the policy (``method_operations``). One that uses the model's state (a call of a submodule),
+or that is differentiated, raises an error or gives a warning. The mode is switched off while a compiled module
+computes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fxround.compiler.operations import Operations, functional_of, storages_of, uses
-from fxround.compiler.repeated_bits import callers
+from fxround.compiler.method_operations import Operations, functional_of, storages_of, uses
+from fxround.compiler.repeated_bits_warning import callers
 from fxround.errors import UnsupportedOperator
 from fxround.operators.rules import RULES, OpRule, rule_of
 

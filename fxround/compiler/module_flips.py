@@ -1,4 +1,4 @@
-"""Flips: the bits that faults flipped in one call, and the elements of the results that changed by them."""
+"""``RoundedModule.flips``: the bits that faults flip in a call, and the elements of the results that they change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from fxround.compiler.executable import Entry
-from fxround.compiler.leaking import Leaking
+from fxround.compiler.module_leaks import Leaking
 from fxround.compiler.signature import arguments
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.site import site

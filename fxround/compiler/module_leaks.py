@@ -1,4 +1,4 @@
-"""Leaks of a captured graph: the edges that are not proved, and how many elements of a call's values are outside."""
+"""``RoundedModule.leaks``: values that are not proved to be in their format, and counts of their elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated bits: warn once if a module is applied to its own result with the same random bits.
+"""The warning, given once, that a module is applied to its own result with the same random bits.
 
 Without gradients a call does not change (seed, sample), so that it can be repeated. A time step or a sampler that is
 iterated in this way draws the same bits at every step: its rounding errors are correlated, and add up systematically.

@@ -1,4 +1,4 @@
-"""Handover: convert a graph that Dynamo passes to a backend into the graph that fxround's own capture gives.
+"""The graph that Dynamo passes to a backend, converted to the graph that fxround's own capture gives.
 
 AOTAutograd, the formulas and the switches are those of ``capture``. Dynamo passes the parameters and buffers that
 a model uses as arguments, in the order of their use. This module restores their names and the model's order, and adds

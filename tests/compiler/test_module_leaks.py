@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Leaks, Policy, Rule
-from fxround.compiler import leaking
+from fxround.compiler import module_leaks
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
@@ -59,7 +59,7 @@ def test_the_table() -> None:
         ("input 0", "add_2", "e4m3fn", "binary32"),
     ]
     stock, weight = found[3], found[4]
-    assert (stock.source.partition(":")[0], stock.code) == ("test_leaking.py", "z = torch.sin(y)")
+    assert (stock.source.partition(":")[0], stock.code) == ("test_module_leaks.py", "z = torch.sin(y)")
     assert stock.rule == f"Rule('', operator='aten.sin.default', rounding='{NARROW}')"
     assert (weight.module, weight.role, weight.rule) == (
         "second",
@@ -71,7 +71,7 @@ def test_the_table() -> None:
         Rule(role="weight", rounding=NARROW),
         Rule("", operator="aten.sin.default", rounding=NARROW),
     )
-    assert str(stock).startswith("aten.sin.default (sin) -> mm_1 in the root module at test_leaking.py:")
+    assert str(stock).startswith("aten.sin.default (sin) -> mm_1 in the root module at test_module_leaks.py:")
     assert not compiled.with_policy(PRODUCTS.with_rules(*found.rules)).leaks()
     assert [leak.value for leak in found.filter("second").leaks] == ["weight second.weight", "weight second.bias"]
     assert [leak.value for leak in found.sort("value").leaks][:2] == ["aten.sin.default", "input 0"]
@@ -126,8 +126,8 @@ def test_a_step_counts_gradients_too() -> None:
 def test_no_value_is_outside_of_a_proved_format(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every proved edge is counted on the values of a training step."""
     counts = []
-    kept = leaking._counts
-    monkeypatch.setattr(leaking, "_counts", lambda *args: counts.append(kept(*args)) or counts[-1])
+    kept = module_leaks._counts
+    monkeypatch.setattr(module_leaks, "_counts", lambda *args: counts.append(kept(*args)) or counts[-1])
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     compiled = fxround.compile(layer, text)
@@ -141,7 +141,7 @@ def test_a_proof_that_is_wrong_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     """Should the analysis err, the values of a call say so."""
     compiled = fxround.compile(net().eval(), "e4m3fn", example_inputs=torch.rand(3, 4))
     claim = next(e for e in edges(compiled.lowered, compiled.policy) if e.proved and not e.accumulator)
-    monkeypatch.setattr(leaking, "edges", lambda *args: [replace(claim, declared=FORMATS["e2m1fn"])])
+    monkeypatch.setattr(module_leaks, "edges", lambda *args: [replace(claim, declared=FORMATS["e2m1fn"])])
     assert not compiled.leaks()
     (leak,) = compiled.leaks(torch.rand(3, 4)).leaks
     assert leak.outside and leak.declared == "e2m1fn"

@@ -1,4 +1,4 @@
-"""Operations: single operations that a model's method computes between the calls of the model, rounded by the policy.
+"""Single operations that a model's method computes between the calls of the model, rounded by the policy.
 
 Each operator is compiled as a function of its own, outside of all modules: only rules for all modules apply to it. The
 number of an operation within the call of the method selects its random bits. ``compiled.generate`` with sampling, for
