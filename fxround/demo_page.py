@@ -35,7 +35,7 @@ def demo(found: Demo, folder: Path) -> None:
     console.print(
         f"Bits: CNH's lower bound, probability and confidence {PROBABILITY:.0%};\n"
         f"{found.samples} samples lower every figure by {penalty(found.samples):.2f} bits.\n"
-        "Evidence: elements whose samples differ; the others say nothing.",
+        "Evidence: elements whose samples differ; only these count.",
         style="dim",
     )
     console.print(f"Full table [bold]{folder / 'table.csv'}[/]", soft_wrap=True)

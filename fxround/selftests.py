@@ -75,7 +75,12 @@ class SelftestFailed(FxroundError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison: what was compared, the number of values, and what with."""
+    """One comparison of ``fxround.selftest``.
+
+    what      the kernels that were compared
+    values    the number of values that were compared
+    against   what the values were compared with
+    """
 
     what: str
     values: int
@@ -89,6 +94,10 @@ class SelftestReport(Tabled):
     machine           the name of the processor
     instruction_set   the instruction set of the code, for example "avx2"
     comparisons       one ``Comparison`` per kind of kernel
+
+    Example::
+
+        print(fxround.selftest().table())
     """
 
     machine: str

@@ -171,7 +171,7 @@ class RoundedModule(Faulting):
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
-        """Lower a graph that Dynamo hands over with its example inputs."""
+        """Lower a graph that Dynamo passes with its example inputs."""
         self._latest, _ = self._pipeline.receive(graph, inputs)
         return self._latest
 
@@ -255,7 +255,8 @@ class RoundedModule(Faulting):
         Each is dropped after its last use, so that a caller who keeps none needs no more memory than a call. Buffers
         and arguments that the model changes in place are not written. Example::
 
-            ranges = {name: value.abs().max() for name, value in compiled.observe(x) if name != "output"}
+            for name, value in compiled.observe(x):
+                print(name, value.isfinite().all())
         """
         yield from self._entry(args, kwargs).steps(pytree.tree_leaves((args, kwargs)), self.rng)
 

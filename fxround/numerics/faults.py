@@ -3,7 +3,7 @@
 A fault has a field of the encoding and a probability p. With this probability one bit of the field flips, and every bit
 of the field is as likely as any other. The encoding is the usual one: a sign, the exponent, the trailing significand;
 the code without its sign is the number of the magnitude, counted from zero. So e4m3fn has 8 bits, binary32 32. A code
-behind the maximum's is infinity's if the format has it, and else a NaN, or the maximum in a format without NaNs.
+after the maximum's is infinity's if the format has it, and else a NaN, or the maximum in a format without NaNs.
 
 The random word r of an element (``randomness``) decides both: bit i of the n bits of the field flips if r div q = i,
 with q = round(2^32 p / n). The probability is therefore n q / 2^32, and nothing else of the run matters: not the
@@ -244,7 +244,7 @@ def _ordinal(code: Expr, encoding: Encoding, carrier: Carrier) -> Expr:
 
 
 def _special(code: Expr, encoding: Encoding, carrier: Carrier) -> Expr:
-    """Return the ordinal of a code behind the maximum's."""
+    """Return the ordinal of a code after the maximum's."""
     fmt = encoding.format
     other = carrier.nan if fmt.nan else carrier.ordinal(fmt.maximum)
     return select(code.equals(encoding.last + 1), carrier.infinity if fmt.inf else other, const(carrier.code, other))

@@ -50,7 +50,7 @@ class Scaling:
     format      the format of the scale
     how         how it is made of the largest magnitude (``How``)
     whole       the format of a scale of the whole tensor, by which the block's scales are divided first; None for none
-    percentile  m is the least magnitude that so many percent of the finite ones do not exceed; None: the largest
+    percentile  m is the least magnitude that this percentage of the finite ones do not exceed; None: the largest
     fit         element values to which m is mapped in turn, in place of M: of these scales, each block takes the one
                 with the least sum of squared errors, the first of equal ones
     """

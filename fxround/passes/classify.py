@@ -45,7 +45,7 @@ _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
 _ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
 _COMPLEX: Final = "fxround has no kernels for complex numbers"
-_INDEX: Final = "an index in the making, of no data: it only chooses elements"
+_INDEX: Final = "it becomes an index and depends on no data: it only chooses elements"
 # Operators that make integers, and those that make multiples of one half from such multiples.
 _INTEGER_PARTS: Final = frozenset({"floor", "ceil", "round", "trunc"})
 _CLOSED: Final = frozenset(

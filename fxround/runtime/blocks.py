@@ -45,7 +45,7 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
 
 
 def block_percentile(call: BlockPercentile[Tensor]) -> Tensor:
-    """The least finite magnitude of a block that so many percent of its do not exceed; 0 if there is none."""
+    """The least finite magnitude of a block that a percentage of them do not exceed; 0 if there is none."""
     blocks, x = call.blocks(), call.x.detach()
     result = buffers.empty(blocks, x.dtype)
     if not x.numel():

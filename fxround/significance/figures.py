@@ -76,20 +76,27 @@ class Agreement:
 class Figures:
     """The significant bits of one place over its elements; bits are None if no element gave evidence.
 
-    place, dtype      the place, and the name of the format of its values
-    precision         of the dtype, in bits
+    place             the place that was measured: its kind and name
+    dtype             the name of the format of its values
+    precision         the precision of that format, in bits
     samples           the least number of samples of a batch
-    elements          the number of elements; ``evidence``: of those whose samples differ
-    bits, worst       mean and minimum, over the elements with evidence, of a lower bound on significant bits
+    elements          the number of elements
+    evidence          the number of elements whose samples differ; only these count in bits, worst and contributing
+    bits              the mean of a lower bound on significant bits; None if no element gave evidence
+    worst             the minimum of that bound
     contributing      the same mean of contributing bits (see ``significance``); None for the general method
     norm              significant bits of the tensor as a whole, from the norms of deviation and mean
     quantiles         of the bits, by probability as text ("0.05")
     histogram         the number of elements with k to k + 1 bits, for every k; the last entry is the whole precision
-    nonfinite         elements of which a sample was NaN or infinite; ``first_nonfinite``: the first such sample
-    worst_at          the index of the worst element, with its mean ``worst_mean`` and deviation ``worst_sigma``
+    nonfinite         the number of elements of which a sample was NaN or infinite
+    first_nonfinite   the first such sample
+    worst_at          the index of the worst element
+    worst_mean        the mean of its samples
+    worst_sigma       the standard deviation of its samples
     agreement         one ``Agreement`` per reference, by name
     note              why the place has no figures, or ""
-    probability       as it was asked for (None: the default), like ``confidence``
+    probability       as passed to ``variability``; None is the default
+    confidence        as passed to ``variability``
     """
 
     place: Place

@@ -67,7 +67,7 @@ class BlockMaximum(BlockFigure[T]):
 @operator("block_percentile")
 @dataclass(frozen=True)
 class BlockPercentile(BlockFigure[T]):
-    """The least finite magnitude of a block that so many percent of its do not exceed; 0 if there is none."""
+    """The least finite magnitude of a block that a percentage of them do not exceed; 0 if there is none."""
 
     x: T
     sizes: Sequence[int]

@@ -214,7 +214,7 @@ class VariabilityReport:
             how = f"CNH's lower bound, {n} samples lower every figure by {penalty(n, None, self.confidence):.2f} bits"
         return (
             f"bits: {how}, ± {half_width(n, self.confidence):.2f} for one element ({self.confidence:.0%}); "
-            "evidence: elements whose samples differ, the others say nothing."
+            "evidence: elements whose samples differ; only these count."
         )
 
     @property
