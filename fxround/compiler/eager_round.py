@@ -288,6 +288,13 @@ class _Last:
         """Return the result of a program."""
         return run_map(program, operands, dtype, Draw())
 
+    def multiplier(self, rounding: ScaledRounding) -> Tensor:
+        """There is no earlier step of a tensor."""
+        raise ValueError(
+            f"{rounding.format}: a delayed scale is state of a compiled model; expected it in a rule's operands, or a "
+            "scale of the tensor itself, as in scaled(e4m3fn;tensor,binary32,inverse)"
+        )
+
     def elements(self, program: Program, operands: Sequence[Tensor]) -> Tensor:
         """Remember the program of the elements, and return the first operand."""
         self.found = (program, tuple(operands))

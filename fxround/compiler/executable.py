@@ -8,7 +8,7 @@ tensors, and it refuses to if another input would show the change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
+from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.training_step import Step, differentiable
 from fxround.errors import FxroundError
 from fxround.graph.site import Port
 from fxround.numerics.lazy import cached_property
+from fxround.passes.delayed_scales import DelayedScale
 
 # The module and the attribute name that hold an input; None for an argument of the call.
 Owner = tuple[nn.Module, str] | None
@@ -32,6 +34,7 @@ class Entry:
     fused       the lowering in fewer passes over memory, with the same bits
     running     the graph that a call runs
     step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
+    delayed     the delayed scales whose multipliers enter the graph, which ``state`` holds
     """
 
     captured: Captured
@@ -40,15 +43,26 @@ class Entry:
     running: fx.GraphModule
     owners: tuple[Owner, ...]
     step: Step | None = None
+    delayed: tuple[DelayedScale, ...] = ()
+    state: DelayedState = field(default_factory=DelayedState)
 
-    def run(self, leaves: Sequence[Any], rng: Tensor) -> Any:
+    def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False) -> Any:
         """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
+
+        trains: whether delayed scales take the largest magnitudes of this call, and of its backward pass.
 
         Raises FxroundError if such a change would be visible through another input.
         """
-        inputs = self._inputs(leaves)
-        outputs = differentiable(self.step, inputs, rng) if self.step else self.running(*inputs, rng)
+        inputs = [*self._inputs(leaves), *self.multipliers()]
+        if self.step:
+            outputs = differentiable(self.step, inputs, rng, self.state.record if trains else None)
+        else:
+            outputs = self.running(*inputs, rng)
+        results = len(self.captured.results)
+        outputs, magnitudes = outputs[:results], outputs[results:]
         with torch.no_grad():
+            if trains and self.step:
+                self.state.record(self.step.early, magnitudes)
             for port, output in zip(self.captured.results, outputs, strict=True):
                 if port.mutation:
                     self._target(port, leaves).copy_(output)
@@ -56,7 +70,12 @@ class Entry:
 
     def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """Return the same result without writing anything."""
-        return self._result(self.running(*self._inputs(leaves), rng))
+        outputs = self.running(*self._inputs(leaves), *self.multipliers(), rng)
+        return self._result(outputs[: len(self.captured.results)])
+
+    def multipliers(self) -> list[Tensor]:
+        """Return the multipliers of the delayed scales."""
+        return self.state.multipliers(self.delayed)
 
     def steps(
         self, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None = None
@@ -72,7 +91,7 @@ class Entry:
             for spent in interpreter.user_to_last_uses.get(node, ()):
                 del interpreter.env[spent]
             if node.op == "output":
-                ports = zip(self.captured.outputs, value, strict=True)
+                ports = zip(self.captured.outputs, value, strict=False)  # magnitudes follow
                 yield node.name, self._result([v for port, v in ports if port.kind != "gradient"])
             elif node.op == "call_function":
                 yield node.name, value
@@ -80,7 +99,7 @@ class Entry:
     def entering(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> list[Any]:
         """Return what enters the lowered graph, but for (seed, sample): state, arguments, and gradients of results."""
         given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
-        return [*self._inputs(leaves), *given]
+        return [*self._inputs(leaves), *given, *self.multipliers()]
 
     def named(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> dict[str, Any]:
         """Return what enters the lowered graph by the names of its nodes, the tensors that it holds among them."""

@@ -14,13 +14,17 @@ import os
 import secrets
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.capture.dynamo import aside
+from fxround.compiler.executable import Entry
+from fxround.compiler.signature import signature_of
 from fxround.errors import FxroundError, shown
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dialect import require_state
@@ -29,6 +33,25 @@ from fxround.runtime.draw import Draw
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"
 RNG_BUFFER: Final = "fxround_rng"
+
+
+class Exportable(nn.Module):
+    """The lowered graph of a model with the model's own state, and (seed, sample) as one more buffer."""
+
+    def __init__(self, source: nn.Module, rng: Tensor, entry: Entry) -> None:
+        super().__init__()
+        self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
+        self._buffers = {**source._buffers, RNG_BUFFER: rng.clone()}
+        self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
+        root = source.get_submodule("")
+        owners = tuple((self if o[0] is root else o[0], o[1]) if o else None for o in entry.owners)
+        entry = replace(entry, running=entry.fused, owners=owners)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
+
+        forward.__signature__ = signature_of(source.forward)  # type: ignore[attr-defined]
+        self.__dict__["forward"] = forward
 
 
 def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:

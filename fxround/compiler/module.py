@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
+from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry, Function, owner_of, resolved
-from fxround.compiler.exported import RNG_BUFFER, following, random_state, save, state_of
+from fxround.compiler.exported import RNG_BUFFER, Exportable, following, random_state, save, state_of
 from fxround.compiler.method_dispatch import unwatched
 from fxround.compiler.method_operations import Operations
 from fxround.compiler.module_flips import Faulting
@@ -42,7 +42,6 @@ from fxround.compiler.signature import (
     kind,
     require_arguments,
     require_dtypes,
-    signature_of,
 )
 from fxround.compiler.training_step import Step, differentiable_later
 from fxround.errors import CaptureError, FxroundError
@@ -87,13 +86,14 @@ class RoundedModule(Faulting):
             self.__dict__.update(names_of(model.function))
         self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
-        self.__dict__["_repeats"] = Repeats()
+        self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState())
         self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[])
 
     strict: bool | None
     fuse: bool
     advance: bool
     _repeats: Repeats
+    _delayed: DelayedState
     _rank: int
     _world_size: int
     _entries: dict[Any, list[Entry]]
@@ -166,13 +166,13 @@ class RoundedModule(Faulting):
         if not entry.step or not self.training:
             return entry.run(leaves, self.rng)
         seed, sample = self.rng.tolist()
-        result = entry.run(leaves, random_state(seed, sample + self._rank))
+        result = entry.run(leaves, random_state(seed, sample + self._rank), trains=True)
         self.reseed(*following(seed, sample, self._world_size))
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
         """Lower a graph that Dynamo passes with its example inputs."""
-        self._latest, _ = self._pipeline.receive(graph, inputs)
+        self._latest, _ = self._pipeline.receive(graph, inputs, self._delayed)
         return self._latest
 
     def record(self, capture: Capture) -> None:
@@ -200,9 +200,9 @@ class RoundedModule(Faulting):
         if id(entry) in self._differentiated or any(port.mutation for port in entry.captured.outputs):
             with torch.enable_grad():
                 return self._entry(args, kwargs).run(leaves, self.rng)
-        key, sources = self._key(args, kwargs), self._sources(leaves)
+        key, sources, state = self._key(args, kwargs), self._sources(leaves), self._delayed.copy()
 
-        def step() -> tuple[Step, list[int]]:
+        def step() -> tuple[Step, list[int], list[Tensor]]:
             if self._key(args, kwargs) != key:
                 raise FxroundError(
                     "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
@@ -214,7 +214,8 @@ class RoundedModule(Faulting):
                 raise FxroundError("no result of this call depends on anything that requires a gradient")
             self._differentiated.add(id(entry))
             places = list(sources)
-            return joint.step, [places.index((port.name, port.index)) for port in joint.captured.entering]
+            positions = [places.index((port.name, port.index)) for port in joint.captured.entering]
+            return joint.step, positions, state.multipliers(joint.delayed)
 
         results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
         later = differentiable_later(results, step, resolved(sources.values()), self.rng)
@@ -282,6 +283,8 @@ class RoundedModule(Faulting):
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
         other.advance = self.advance
+        if [rule.operands for rule in other.policy.rules] == [rule.operands for rule in self.policy.rules]:
+            other.__dict__["_delayed"] = self._delayed.copy()
         same = other.policy.definitions == self.policy.definitions
         as_marked = other.policy.treats_gradients == self.policy.treats_gradients
         for key, entries in self._entries.items():
@@ -325,16 +328,29 @@ class RoundedModule(Faulting):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state, with the (seed, sample) of the next call as ``"fxround_rng"``, int64 of shape [2].
 
-        ``load_state_dict`` restores all of it. If the key is missing, seed and sample do not change.
+        Delayed scales (``delayed_scales``) have keys that begin with ``"fxround_scales."``. ``load_state_dict``
+        restores all of it. If the key is missing, seed and sample do not change.
         """
         state = super().state_dict(*args, **kwargs)
-        state[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{RNG_BUFFER}"] = self.rng.clone()
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        state[f"{prefix}{RNG_BUFFER}"] = self.rng.clone()
+        state |= {f"{prefix}{SCALES}{name}": value for name, value in self.delayed_scales.items()}
         return state
+
+    @property
+    def delayed_scales(self) -> dict[str, Tensor]:
+        """Copies of the state of delayed scales by the names of values, such as ``first.weight0``.
+
+        A state is a tensor of shape [1 + history]: the multiplier of the next call, and the largest magnitudes of the
+        last steps, newest first. Empty before the first call, and without delayed scales.
+        """
+        return self._delayed.copy().values
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)
         if saved is not None:
             self.reseed(*state_of(saved, f"{prefix}{RNG_BUFFER}"))
+        self._delayed.load(state_dict, prefix, replace=saved is not None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
@@ -362,7 +378,7 @@ class RoundedModule(Faulting):
         with torch.no_grad():
             entry = self._entry(args, kwargs)
             args, kwargs = trace_example(args, kwargs)
-            program = export_program(_Exportable(self, entry), args, kwargs, entry.captured.sizes)
+            program = export_program(Exportable(self.source, self.rng, entry), args, kwargs, entry.captured.sizes)
         return save(program, path, keep_inputs)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -371,7 +387,7 @@ class RoundedModule(Faulting):
             return name
         seed, sample = self.rng.tolist()
         args = self.source, self.policy, self.strict, seed, sample, self.fuse
-        return RoundedModule, args, {"advance": self.advance}
+        return RoundedModule, args, {"advance": self.advance, "_delayed": self._delayed}
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -445,7 +461,8 @@ class RoundedModule(Faulting):
         return {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
 
     def _lowered(self, captured: Captured) -> Entry:
-        return self._pipeline.program(captured, tuple(owner_of(self.source, port) for port in captured.entering))
+        owners = tuple(owner_of(self.source, port) for port in captured.entering)
+        return self._pipeline.program(captured, owners, self._delayed)
 
     def _state_key(self) -> Any:
         """Return what a graph depends on beside its arguments.
@@ -463,26 +480,6 @@ class RoundedModule(Faulting):
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.source.parameters(), *tensors))
-
-
-class _Exportable(nn.Module):
-    """The lowered graph with the model's own state, and (seed, sample) as one more buffer."""
-
-    def __init__(self, compiled: RoundedModule, entry: Entry) -> None:
-        super().__init__()
-        source = compiled.source
-        self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
-        self._buffers = {**source._buffers, RNG_BUFFER: compiled.rng.clone()}
-        self._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
-        root = source.get_submodule("")
-        owners = tuple((self if o[0] is root else o[0], o[1]) if o else None for o in entry.owners)
-        entry = replace(entry, running=entry.fused, owners=owners)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
-
-        forward.__signature__ = signature_of(source.forward)  # type: ignore[attr-defined]
-        self.__dict__["forward"] = forward
 
 
 assert torch_ops.KERNELS  # importing it attached them

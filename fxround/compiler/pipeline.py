@@ -16,13 +16,16 @@ from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.torch_private import uncollected
+from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step
+from fxround.errors import PolicyError
 from fxround.graph.site import Port
 from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, lower, optimize
+from fxround.passes.delayed_scales import DelayedScale, delayed_scales
 from fxround.passes.partition import partition
 from fxround.policy import Policy
 from fxround.runtime.schedule import schedule
@@ -60,10 +63,12 @@ class Pipeline:
         """
         return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
 
-    def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Entry, nn.Module | None]:
+    def receive(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], state: DelayedState | None = None
+    ) -> tuple[Entry, nn.Module | None]:
         """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
         captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
-        return self.program(captured, owners), model
+        return self.program(captured, owners, state), model
 
     def _formulas(self) -> Decompositions:
         """Return the formulas for a capture.
@@ -73,18 +78,23 @@ class Pipeline:
         require_working_torch()
         return decompositions(self.policy.definitions)
 
-    def program(self, captured: Captured, owners: tuple[Owner, ...]) -> Entry:
-        """Return a captured graph, ready to run. Raises what ``lower`` raises."""
+    def program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
+        """Return a captured graph, ready to run; state: of delayed scales. Raises what ``lower`` raises."""
         lowered = lower(captured.graph, Plan(self.policy, self.strict))
-        step = self._step(captured, lowered)
+        step, delayed = self._step(captured, lowered), delayed_scales(lowered)
+        if state is None:
+            _refuse(delayed)
+        own = (delayed, state or DelayedState())
         if step is not None:
-            return Entry(captured, lowered, lowered, lowered, owners, step)
+            return Entry(captured, lowered, lowered, lowered, owners, step, *own)
         graphs = self.scheduled(lowered)
-        return Entry(captured, lowered, graphs.fused, graphs.running, owners)
+        return Entry(captured, lowered, graphs.fused, graphs.running, owners, None, *own)
 
     def graphs(self, graph: fx.GraphModule) -> Graphs:
         """Return a captured graph without gradients after each part of the pipeline."""
-        return self.scheduled(lower(graph, Plan(self.policy, self.strict)))
+        lowered = lower(graph, Plan(self.policy, self.strict))
+        _refuse(delayed_scales(lowered))
+        return self.scheduled(lowered)
 
     def scheduled(self, lowered: fx.GraphModule) -> Graphs:
         """Optimize and schedule a lowered graph."""
@@ -99,15 +109,27 @@ class Pipeline:
             return None
         parts = partition(lowered)
         entering, results = captured.entering, captured.results
+        delayed = {scale.name: scale for scale in delayed_scales(lowered)}
         return Step(
             parts,
             self.scheduled(parts.forward).running,
             self.scheduled(parts.backward).running,
-            len(results),
+            len(results) + len(parts.early),
             tuple(_position(entering, port) for port in captured.outputs if port.kind == "gradient"),
             parts.reached,
             tuple(next(i for i, r in enumerate(results) if r == replace(t, kind="result")) for t in tangents),
             frozenset(_position(entering, port) for port in results if port.mutation),
+            tuple(delayed[name] for name in parts.early),
+            tuple(delayed[name] for name in parts.late),
+        )
+
+
+def _refuse(delayed: Sequence[DelayedScale]) -> None:
+    """Raise PolicyError for delayed scales where nothing keeps their state."""
+    if delayed:
+        raise PolicyError(
+            f"{delayed[0].rounding.format} is a delayed scale, which is state of a compiled module: use fxround.compile"
+            " on the model, or a scale that needs no state, as in current_scaling"
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
+from fxround.passes.delayed_scales import DelayedScale
 from fxround.passes.partition import Parts
 
 
@@ -33,6 +34,8 @@ class Step:
     gradients   the position among the inputs to which each gradient belongs
     reached     the tangents on which each gradient depends
     tangents    the position among the results to which each tangent belongs
+    early       the delayed scales whose magnitudes are the last ones of ``results``
+    late        those whose magnitudes follow the gradients
     mutated     the positions of the inputs to which results are written after the forward
     """
 
@@ -44,20 +47,33 @@ class Step:
     reached: tuple[frozenset[int], ...]
     tangents: tuple[int, ...]
     mutated: frozenset[int]
+    early: tuple[DelayedScale, ...] = ()
+    late: tuple[DelayedScale, ...] = ()
 
 
-def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor) -> tuple[Any, ...]:
-    """Return the results of the forward graph, which autograd can differentiate if they have a tangent."""
-    results: tuple[Any, ...] = _Step.apply(step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+# Takes the largest magnitudes of a step.
+Record = Callable[[Sequence[DelayedScale], Sequence[Tensor]], None]
+
+
+def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor, record: Record | None = None) -> tuple[Any, ...]:
+    """Return the results of the forward graph, which autograd can differentiate if they have a tangent.
+
+    record: takes the largest magnitudes that the backward graph returns.
+    """
+    results: tuple[Any, ...] = _Step.apply(step, rng.clone(), record, *inputs)  # type: ignore[no-untyped-call]
     return results
 
 
 def differentiable_later(
-    results: Sequence[Any], step: Callable[[], tuple[Step, Sequence[int]]], inputs: Sequence[Any], rng: Tensor
+    results: Sequence[Any],
+    step: Callable[[], tuple[Step, Sequence[int], Sequence[Tensor]]],
+    inputs: Sequence[Any],
+    rng: Tensor,
 ) -> tuple[Any, ...]:
     """Return computed results with a step that is only made when one of them is differentiated.
 
-    ``step()`` returns the step and the positions of its inputs among ``inputs``. Its forward graph runs again.
+    ``step()`` returns the step, the positions of its inputs among ``inputs``, and its multipliers. Its forward graph
+    runs again.
     """
     later: tuple[Any, ...] = _Later.apply(tuple(results), step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
     return later
@@ -65,10 +81,10 @@ def differentiable_later(
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, rng: Tensor, *inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
         outputs = step.forward(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
-        ctx.step, ctx.rng = step, rng
+        ctx.step, ctx.rng, ctx.record = step, rng, record
         ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         ctx.set_materialize_grads(False)
@@ -82,8 +98,8 @@ class _Step(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if value is None else value for value in ctx.others]
         with unwatched():
-            found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng)
-        return None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 2))
+            found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng, ctx.record)
+        return None, None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 3))
 
 
 class _Later(torch.autograd.Function):
@@ -100,23 +116,28 @@ class _Later(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         inputs = [next(tensors) if value is None else value for value in ctx.others]
         with unwatched():
-            step, positions = ctx.step()
+            step, positions, multipliers = ctx.step()
             with torch.no_grad():
-                outputs = step.forward(*(inputs[i] for i in positions), ctx.rng)
+                outputs = step.forward(*(inputs[i] for i in positions), *multipliers, ctx.rng)
             like = [(outputs[i].shape, outputs[i].dtype) for i in step.tangents]
             found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
         by_input = {positions[i]: gradient for i, gradient in found.items()}
         return None, None, None, *(_final(by_input.get(i)) for i in range(len(ctx.others)))
 
 
-def _gradients(step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any, rng: Tensor) -> dict[int, Tensor]:
+def _gradients(
+    step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any, rng: Tensor, record: Record | None = None
+) -> dict[int, Tensor]:
     """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
     tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
     require_ieee_arithmetic()
     with torch.no_grad():
-        gradients = step.backward(*saved, *tangents, rng)
+        values = step.backward(*saved, *tangents, rng)
+        gradients = values[: len(step.gradients)]
+        if record is not None and step.late:
+            record(step.late, values[len(step.gradients) :])
     used = {i for i, tangent in enumerate(found) if tangent is not None}
     rows = zip(step.gradients, step.reached, gradients, strict=True)
     return _owned({i: g for i, reached, g in rows if g is not None and reached & used}, [*saved, *tangents])

@@ -44,6 +44,9 @@ class Writer(Protocol[T]):
     def elements(self, program: Program, operands: Sequence[T]) -> T:
         """Return the result of the program of the elements, whose modes may draw."""
 
+    def multiplier(self, rounding: ScaledRounding) -> T:
+        """Return the multiplier of a delayed scale. Raises ValueError where there is no state."""
+
 
 def scaled(x: T, ndim: int, dtype: torch.dtype, rounding: ScaledRounding, dims: Sequence[int], writer: Writer[T]) -> T:
     """Return x rounded to a scaled format.
@@ -65,6 +68,8 @@ def rounded_in_blocks(
     program, scaling = element_program(rounding, Format.parse(FORMAT_OF[dtype])), rounding.format.scaling
     if scaling is None:
         return writer.elements(program, [x])
+    if scaling.how == "delayed":
+        return writer.elements(program, [x, writer.multiplier(rounding)])
     if sizes is None:
         raise LookupError(f"{rounding.format} has scales of blocks, and the sizes of blocks are missing")
     scales = _Scales(x, dtype, rounding, sizes, writer)

@@ -68,10 +68,13 @@ class Port:
 
     A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or position
     of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the parameter
-    ``name`` or the argument ``index``.
+    ``name`` or the argument ``index``. A multiplier is that of the delayed scale ``name``, and a magnitude the largest
+    one of its value in this call.
     """
 
-    kind: Literal["parameter", "buffer", "argument", "result", "random", "tangent", "gradient"]
+    kind: Literal[
+        "parameter", "buffer", "argument", "result", "random", "tangent", "gradient", "multiplier", "magnitude"
+    ]
     name: str = ""
     index: int = -1
     mutation: bool = False

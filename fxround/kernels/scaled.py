@@ -32,8 +32,9 @@ def carrier_of(stored: Format) -> Format:
 def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Program:
     """Return the program of the scales: x0 is a block's largest finite magnitude, x1 that of the tensor, if needed.
 
-    For ``affine``, x0 is the largest value and x1 minus the least one, neither below zero. carrier: the format of the
-    scales' tensor. fit: the position among ``Scaling.fit``.
+    For ``affine``, x0 is the largest value and x1 minus the least one, neither below zero. For ``delayed``, x0 is the
+    largest magnitude of the history and x1 the multiplier so far. carrier: the format of the scales' tensor. fit: the
+    position among ``Scaling.fit``.
 
     Raises ValueError for fixed point, which has no scale.
     """
@@ -46,12 +47,12 @@ def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Pr
         halves = [written.add("mul", side, 0.5, _nearest(carrier)) for side in ("x0", "x1")]
         half = written.add("add", *halves, _nearest(carrier))
         _positive(written, written.add("div", half, element.maximum / 2, scaling.rounding), scaling.format)
-    elif scaling.how == "inverse":
-        # A block of zeros has the multiplier 1.
+    elif scaling.how in ("inverse", "delayed"):
+        # A block of zeros has the multiplier 1, and after steps of zeros a delayed one stays what it was.
         one = written.add("clamp", "x0", math.ldexp(1.0, carrier.quantum_exponent), math.inf, None)
         multiplier = written.add("div", scaling.divisor(element), one, scaling.rounding)
         multiplier = _positive(written, multiplier, scaling.format)
-        written.add("where_eq", "x0", 0.0, 1.0, multiplier, None)
+        written.add("where_eq", "x0", 0.0, 1.0 if scaling.how == "inverse" else "x1", multiplier, None)
     else:
         _scale(written, scaling, scaling.fit[fit] if scaling.fit else scaling.divisor(element), element, carrier)
     return Program(tuple(written.statements))
@@ -98,13 +99,13 @@ def choice_program(count: int) -> Program:
 def element_program(rounding: ScaledRounding, stored: Format) -> Program:
     """Return the program of the elements of a tensor that is stored in this format: x0 an element, x1 its scale.
 
-    For ``inverse``, x1 is the multiplier; for ``affine``, x2 is the zero point.
+    For ``inverse`` and ``delayed``, x1 is the multiplier; for ``affine``, x2 is the zero point.
     """
     written, carrier = _Statements(), carrier_of(stored)
     scaling = rounding.format.scaling
     if scaling is None:
         _unscaled(written, rounding, stored)
-    elif scaling.how == "inverse":
+    elif scaling.how in ("inverse", "delayed"):
         element = written.add("mul", "x0", "x1", rounding.element)
         own = written.add("reciprocal", "x1", _nearest(carrier))
         written.add("mul", element, own, _nearest(stored))

@@ -30,6 +30,7 @@ from fxround.graph.site import PORT, Port, Site, located, operator_name
 from fxround.localization.bundles import Bundle, bundles
 from fxround.numerics.lazy import cached_property
 from fxround.operators.rules import rule_of
+from fxround.passes.delayed_scales import DELAYED
 from fxround.policy import Assignment, Policy
 from fxround.significance.inputs import Call, calls
 
@@ -67,6 +68,10 @@ class Masked:
             self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
             self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)
         self._on = bundles(self._compiled.graph)
+        entry = self._compiled._latest
+        assert entry is not None
+        names = [n.name for n in entry.lowered.graph.find_nodes(op="placeholder") if DELAYED in n.meta]
+        self._multipliers = dict(zip(names, entry.multipliers(), strict=True))
         self._given = _given(model, self.captured, pytree.tree_leaves((args, kwargs)))
         nodes = [node for node in self.nodes if self._on[node.name].text != self._off[node.name].text]
         self.sites: Final[Mapping[str, Site]] = {node.name: _place(node, self._on[node.name]) for node in nodes}
@@ -121,7 +126,7 @@ class Masked:
         reached = self._reached(on) if kept else {node.name for node in self.nodes}
         room = self._memory if not on and not kept else 0
         values: Values = {}
-        known = ChainMap(values, kept)
+        known = ChainMap(values, kept, self._multipliers)
         with torch.no_grad(), self._seeded(seed):
             for node in self.nodes:
                 if node.name in reached:

@@ -48,12 +48,30 @@ def round_block(
         return _affine(values, rounding, stored, carrier, bits)
     most = largest(values, scaling.percentile)
     if scaling.how == "inverse":
-        multiplier = _positive(Fraction(scaling.divisor(element.format)) / most, scaling.rounding) if most else 1
-        own = Fraction(_nearest(1 / Fraction(multiplier), carrier))
-        scale = 1 / Fraction(multiplier)
-        return [_element(v, scale, own, element, stored, r) for v, r in zip(values, bits, strict=True)]
+        return multiplied(values, next_multiplier(most, Fraction(1), rounding), rounding, stored, bits)
     scale = best_scale(values, most, most if whole is None else whole, rounding, carrier)
     return [_element(v, scale, scale, element, stored, r) for v, r in zip(values, bits, strict=True)]
+
+
+def multiplied(
+    values: Sequence[float], multiplier: Fraction, rounding: ScaledRounding, stored: Format, bits: Sequence[int]
+) -> list[float]:
+    """Return the elements R(x r) times 1 / r, which is rounded to nearest, with the multiplier r."""
+    carrier = FORMATS["binary64" if stored == FORMATS["binary64"] else "binary32"]
+    own, scale = Fraction(_nearest(1 / multiplier, carrier)), 1 / multiplier
+    return [_element(v, scale, own, rounding.element, stored, r) for v, r in zip(values, bits, strict=True)]
+
+
+def next_multiplier(most: Fraction, former: Fraction, rounding: ScaledRounding) -> Fraction:
+    """Return the multiplier M / most / 2^margin, rounded as the scaling says; the former one if ``most`` is zero.
+
+    most: the largest magnitude of a block, or of the steps in the history of a delayed scale.
+    """
+    scaling = rounding.format.scaling
+    assert scaling is not None
+    if not most:
+        return former
+    return _positive(Fraction(rounding.format.element.maximum) / Fraction(2) ** scaling.margin / most, scaling.rounding)
 
 
 def best_scale(

@@ -19,21 +19,21 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-import numpy as np
-
 from fxround.errors import shown
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS, Format, Overflow
+from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.modes import MODES, Mode, Rounding
-from fxround.numerics.randomness import random_function
 
 # How a scale is made of the largest magnitude m. With the element format's largest value M and the largest power of two
 # 2^e in it: floor, ceil: m / 2^e, to the power of two below or above. even: floor of m rounded to the element's
 # precision, ties away. up: m / M, to the scale format's value above. nearest: m / M, to nearest. inverse: the
 # multiplier M / m is rounded in place of the scale, and elements are multiplied by it. affine: the range from the least
-# to the largest value, with a zero point.
-How = Literal["floor", "ceil", "even", "up", "nearest", "inverse", "affine"]
-_HOWS: Final = ("floor", "ceil", "even", "up", "nearest", "inverse", "affine")
+# to the largest value, with a zero point. delayed: as inverse, with m the largest magnitude of earlier steps.
+How = Literal["floor", "ceil", "even", "up", "nearest", "inverse", "affine", "delayed"]
+_HOWS: Final = ("floor", "ceil", "even", "up", "nearest", "inverse", "affine", "delayed")
+# TransformerEngine's default.
+_HISTORY: Final = 1024
 # A choice between more scales takes more passes over the tensor than it is worth.
 _MOST_FITS: Final = 8
 # Elements that share a scale: consecutive ones along a dimension, a tile of the last two dimensions, all along the
@@ -53,6 +53,8 @@ class Scaling:
     percentile  m is the least magnitude that this percentage of the finite ones do not exceed; None: the largest
     fit         element values to which m is mapped in turn, in place of M: of these scales, each block takes the one
                 with the least sum of squared errors, the first of equal ones
+    history     for delayed: the number of earlier steps of which m is the largest magnitude; 0 for others
+    margin      for delayed: the multiplier is M / m / 2^margin
     """
 
     block: Block
@@ -61,19 +63,31 @@ class Scaling:
     whole: Format | None = None
     percentile: float | None = None
     fit: tuple[float, ...] = ()
+    history: int = 0
+    margin: int = 0
 
     def __post_init__(self) -> None:
+        delayed = self.how == "delayed"
+        if delayed and self.block != "tensor":
+            raise ValueError(f"delayed scales belong to whole tensors, got the block {self.block}")
+        if delayed != (1 <= self.history <= 1 << 16) or not (abs(self.margin) <= 32 if delayed else self.margin == 0):
+            raise ValueError(
+                f"history={self.history}, margin={self.margin}: expected 1 to 65536 steps and a margin of -32 to 32 "
+                "for delayed scales, 0 for others"
+            )
         if self.percentile is not None and not 0 < self.percentile <= 100:
             raise ValueError(f"percentile={self.percentile}: expected more than 0 and at most 100")
         if self.fit and not (2 <= len(self.fit) <= _MOST_FITS and all(_is_short(v) and v > 0 for v in self.fit)):
             raise ValueError(f"fit={list(self.fit)}: expected 2 to {_MOST_FITS} positive binary32 numbers")
         if self.fit and self.how not in ("up", "nearest"):
             raise ValueError(f"fit chooses between scales that are made by up or nearest, got {self.how}")
-        if self.how in ("inverse", "affine") and (self.whole is not None or self.percentile is not None):
+        if self.how in ("inverse", "affine", "delayed") and (self.whole is not None or self.percentile is not None):
             read = "range of a block" if self.how == "affine" else "largest magnitude"
             raise ValueError(f"{self.how} takes the {read}; it has no percentile and no scale of the tensor")
-        if self.how == "inverse" and not (self.format == FORMATS["binary32"] or self.format.precision == 1):
-            raise ValueError(f"inverse makes multipliers in binary32 or powers of two, got {self.format}")
+        if self.how in ("inverse", "delayed") and not (
+            self.format == FORMATS["binary32"] or self.format.precision == 1
+        ):
+            raise ValueError(f"{self.how} makes multipliers in binary32 or powers of two, got {self.format}")
         if self.how not in _HOWS:
             raise ValueError(f"a scale is made by {', '.join(_HOWS)}, got {shown(self.how)}")
         if not isinstance(self.block, str) and (len(self.block) not in (1, 2) or min(self.block) < 1):
@@ -87,20 +101,24 @@ class Scaling:
     def rounding(self) -> Rounding:
         """The rounding of a quotient to a scale."""
         modes = {"floor": "toward_zero", "even": "toward_zero", "ceil": "toward_positive", "up": "toward_positive"}
-        if self.how == "inverse" and self.format.precision == 1:
-            modes["inverse"] = "toward_zero"
+        if self.how in ("inverse", "delayed") and self.format.precision == 1:
+            modes[self.how] = "toward_zero"
         return Rounding(self.format, MODES[modes.get(self.how, "nearest_even")], "saturate")
 
     def divisor(self, element: Format) -> float:
         """The number by which the largest magnitude is divided."""
-        return 2.0**element.emax if self.how in ("floor", "ceil", "even") else element.maximum
+        if self.how in ("floor", "ceil", "even"):
+            return 2.0**element.emax
+        return math.ldexp(element.maximum, -self.margin)
 
     def __str__(self) -> str:
         block = self.block if isinstance(self.block, str) else "x".join(map(str, self.block))
         whole = f",{self.whole}" if self.whole is not None else ""
         percentile = f",percentile={self.percentile!r}" if self.percentile is not None else ""
         fit = f",fit={':'.join(map(repr, self.fit))}" if self.fit else ""
-        return f"{block},{self.format},{self.how}{whole}{percentile}{fit}"
+        delayed = f",history={self.history}" if self.history else ""
+        margin = f",margin={self.margin}" if self.margin else ""
+        return f"{block},{self.format},{self.how}{whole}{percentile}{fit}{delayed}{margin}"
 
 
 @dataclass(frozen=True)
@@ -168,35 +186,6 @@ class ScaledFormat:
 
 
 @dataclass(frozen=True)
-class Hadamard:
-    """A random Hadamard transform of ``size`` consecutive elements: x S H / sqrt(size).
-
-    H is Sylvester's matrix, and S changes the signs that are drawn from the seed. Its columns are orthogonal, so that
-    the product of two operands that were transformed along the sum is that of the operands.
-    """
-
-    size: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.size not in (4, 16, 64, 256):
-            raise ValueError(
-                f"hadamard({self.size}): expected 4, 16, 64 or 256 elements, whose square root is a power of two"
-            )
-
-    def __str__(self) -> str:
-        return f"hadamard({self.size}{f',{self.seed}' if self.seed else ''})"
-
-    def matrix(self) -> list[list[float]]:
-        """Return S H / sqrt(size); row i has the sign of bit 0 of the random word of element i."""
-        words = random_function().evaluate(np.arange(self.size, dtype=np.uint64), self.seed, 0, 0, 0)[0]
-        unit = self.size**-0.5
-        return [
-            [unit * (-1) ** (int(words[i]) + (i & j).bit_count()) for j in range(self.size)] for i in range(self.size)
-        ]
-
-
-@dataclass(frozen=True)
 class ScaledRounding:
     """A rounding to a scaled format: a scaled format, and the mode and overflow of its elements.
 
@@ -218,6 +207,9 @@ class ScaledRounding:
     def __post_init__(self) -> None:
         if self.overflow == "wrap" and self.format.span is None:
             raise ValueError(f"{self}: wrap goes with fixed point, as in fixed(8,4)/nearest_even/wrap")
+        scaling = self.format.scaling
+        if self.hadamard is not None and scaling is not None and scaling.how == "delayed":
+            raise ValueError(f"{self}: a delayed scale belongs to a value itself, and goes without a transform")
         self.element  # noqa: B018 - raises for an overflow that elements cannot have
 
     @property
@@ -424,7 +416,13 @@ def _full(inside: str, text: str) -> ScaledFormat:
         raise ValueError(f"{shown(text)}: expected scaled(element;block,scale,how[,whole][,option])")
     block, scale, made, *whole = words
     wide = Format.parse(whole[0]) if whole else None
-    extra = _known(options, ("percentile", "fit"), text)
+    extra = _known(options, ("percentile", "fit", "history", "margin"), text)
+    if made == "delayed":
+        extra = {"history": _HISTORY, **extra}
+    for key in ("history", "margin"):
+        if not float(extra.get(key, 0)).is_integer():
+            raise ValueError(f"{shown(text)}: expected an integer for {key}, got {extra[key]}")
+        extra |= {key: int(extra[key])} if key in extra else {}
     scaling = Scaling(_block(block, text), Format.parse(scale), made, wide, **extra)  # type: ignore[arg-type]
     return ScaledFormat(Format.parse(element), scaling)
 

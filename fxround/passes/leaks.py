@@ -21,12 +21,13 @@ from torch import fx
 from fxround.graph.dialect import BlockExpand, Call, HadamardTransform, Pointwise, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import rounded_in_blocks
-from fxround.graph.site import float_value, site
+from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.rewrite import decided
@@ -138,7 +139,8 @@ def _read_by(
             yield Edge(source_of(used), node, rounding, own, _is_on_grid(used, rounding))
         else:
             yield Edge(source_of(used), node, rounding.format, own, own.within(rounding.format))
-    operands = [origins[used] for used in node.all_input_nodes if used in origins and used not in wanted]
+    values = _returned(node) if node.op == "output" else node.all_input_nodes
+    operands = [origins[used] for used in values if used in origins and used not in wanted]
     # A result is a value of its own, the operands of an operation meet in it.
     for together in operands if node.op == "output" else [merged(operands)]:
         for origin, own in together.items():
@@ -147,6 +149,13 @@ def _read_by(
                 fmt, rule = required
                 proved = own.within(fmt)
                 yield Edge(origin, node, fmt, own, proved, None if proved else rule)
+
+
+def _returned(output: fx.Node) -> list[fx.Node]:
+    """Return the values that a graph returns to its caller: results and gradients, no magnitudes for scales."""
+    pairs = zip(output.args[0], output.meta[PORTS], strict=True)  # type: ignore[arg-type]
+    found = dict.fromkeys(value for value, port in pairs if port.kind != "magnitude")
+    return [value for value in found if isinstance(value, fx.Node)]
 
 
 def _required(
@@ -245,7 +254,7 @@ def _is_made(
     made: fx.Node, x: fx.Node, dtype: torch.dtype, rounding: ScaledRounding, sizes: Sequence[int] | None
 ) -> bool:
     try:
-        return _alike(rounded_in_blocks(x, dtype, rounding, sizes, _Existing()), made)
+        return _alike(rounded_in_blocks(x, dtype, rounding, sizes, _Existing(made)), made)
     except LookupError:
         return False
 
@@ -266,8 +275,20 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
     return own and all(map(_alike, a.all_input_nodes, b.all_input_nodes))
 
 
+@dataclass(frozen=True)
 class _Existing:
-    """A Writer (``graph.scaling``) that finds the operations in the graph; LookupError for one that is not there."""
+    """A Writer (``graph.scaling``) that finds the operations of ``made`` in the graph; LookupError for one that is not
+    there.
+    """
+
+    made: fx.Node
+
+    def multiplier(self, rounding: ScaledRounding) -> fx.Node:
+        """Return the multiplier of a delayed scale that ``made`` reads."""
+        for node in self.made.all_input_nodes:
+            if DELAYED in node.meta and node.meta[DELAYED].rounding == rounding:
+                return node
+        return _missing(f"a multiplier of {rounding}")
 
     def call(self, call: Call[fx.Node]) -> fx.Node:
         """Return the node of an operator on blocks."""

@@ -1,7 +1,8 @@
 """Partition: split a lowered joint graph into a forward and a backward graph.
 
-    joint(state, arguments, tangents, rng) -> (results, gradients)
-    forward(state, arguments, rng) -> (results, saved);  backward(saved, tangents, rng) -> gradients
+    joint(state, arguments, tangents, multipliers, rng) -> (results, gradients, magnitudes)
+    forward(state, arguments, multipliers, rng) -> (results, magnitudes, saved)
+    backward(saved, tangents, rng) -> (gradients, magnitudes)
 
 The forward graph holds what the results need, and nothing that depends on a tangent; the backward graph holds the rest.
 The tensors and sizes that the backward graph takes from the forward one are returned after the results. Both graphs get
@@ -31,12 +32,15 @@ _BACKWARD: Final = ("tangent", "gradient")
 class Parts:
     """The two graphs of a training step.
 
-    reached: for every gradient the positions of the tangents that it depends on.
+    reached: for every gradient the positions of the tangents that it depends on. early, late: the names of the delayed
+    scales whose magnitudes the forward and the backward graph return.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     reached: tuple[frozenset[int], ...]
+    early: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 def partition(joint: fx.GraphModule) -> Parts:
@@ -44,11 +48,15 @@ def partition(joint: fx.GraphModule) -> Parts:
     output = joint.graph.output_node()
     values: Any = output.args[0]
     ports: tuple[Port, ...] = output.meta[PORTS]
-    results = [_uncopied(joint, v) for v, port in zip(values, ports, strict=True) if port.kind != "gradient"]
-    gradients = [value for value, port in zip(values, ports, strict=True) if port.kind == "gradient"]
     late = _depend_on_tangents(joint)
+    pairs = list(zip(values, ports, strict=True))
+    later = [(v, port) for v, port in pairs if port.kind == "magnitude" and v in late]
+    sooner = [(v, port) for v, port in pairs if port.kind == "magnitude" and v not in late]
+    returned = [port for port in ports if port.kind not in ("gradient", "magnitude")]
+    results = [_uncopied(joint, v) for v, port in pairs if port in returned] + [v for v, _ in sooner]
+    gradients = [value for value, port in pairs if port.kind == "gradient"]
     forward = _needed(joint, [*results, *_effects(joint, late)])
-    wanted = _needed(joint, gradients)
+    wanted = _needed(joint, [*gradients, *(v for v, _ in later)])
     for node in joint.graph.nodes:
         if node in wanted and _is_early_size(node, forward, late):
             forward.add(node)
@@ -56,11 +64,15 @@ def partition(joint: fx.GraphModule) -> Parts:
     saved = [node for node in joint.graph.nodes if _crosses(node, forward, backward)]
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind not in _BACKWARD]
     tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[PORT].kind == "tangent"]
-    result_ports = tuple(port for port in ports if port.kind != "gradient")
+    result_ports = (*returned, *(port for _, port in sooner))
+    late_ports = (*(port for port in ports if port.kind == "gradient"), *(port for _, port in later))
+    values = [*gradients, *(v for v, _ in later)]
     return Parts(
         _extracted(joint, inputs, forward, [*results, *saved], result_ports),
-        _extracted(joint, [*saved, *tangents, rng_of(joint)], backward, gradients, ports[len(result_ports) :]),
+        _extracted(joint, [*saved, *tangents, rng_of(joint)], backward, values, late_ports),
         _reached(joint, tangents, gradients),
+        tuple(port.name for _, port in sooner),
+        tuple(port.name for _, port in later),
     )
 
 

@@ -25,9 +25,11 @@ from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import Hadamard
+from fxround.numerics.hadamard import Hadamard
+from fxround.numerics.scaled import ScaledRounding
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.contractions import summed_dims
+from fxround.passes.delayed_scales import DelayedScales
 from fxround.passes.inject_faults import flip_of, site_of
 from fxround.passes.rewrite import (
     RNG,
@@ -83,7 +85,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
         return
     streams: dict[fx.Node, list[str]] = {}
     matched: set[int] = set()
-    found = sites(graph)
+    found, scales = sites(graph), DelayedScales(graph)
     for node, place in found:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder"):
             continue
@@ -108,9 +110,10 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 stream = _stream(own, texts, f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said)
                 node.replace_input_with(operand, _rounded(graph, node, operand, placed, stream))
                 continue
+            multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
             for position, dims, groups in summed_dims(node, operand):
-                stream = _stream(own, texts, f"{wanted.said} {dims} {groups}")
-                node.update_arg(position, _in_groups(graph, node, operand, placed, dims, groups, stream))
+                writer = _Nodes(graph, node, placed, _stream(own, texts, f"{wanted.said} {dims} {groups}"), multiplier)
+                node.update_arg(position, _in_groups(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
     plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
@@ -133,36 +136,32 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     return _OPERAND_STREAMS + 8 * source.number + texts.index(text)
 
 
-def _in_groups(
-    graph: fx.GraphModule,
-    near: fx.Node,
-    operand: fx.Node,
-    place: Site,
-    dims: tuple[int, ...],
-    groups: int,
-    stream: int,
-) -> fx.Node:
+def _is_delayed(rounding: ScaledRounding) -> bool:
+    return rounding.format.scaling is not None and rounding.format.scaling.how == "delayed"
+
+
+def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Nodes) -> fx.Node:
     """Return ``_scaled`` with blocks that begin anew in each of the groups of the first of ``dims``."""
+    graph, near = writer.graph, writer.near
     # Images and weights of a convolution have tiles of both kinds of channels, or of images and channels.
     other = 1 - dims[0]
     if groups == 1:
-        return _scaled(graph, near, operand, place, dims, other, stream)
+        return _scaled(operand, dims, other, writer)
     reshape, first = torch.ops.aten.reshape.default, dims[0]
     other += other > first
     size = [size_of(graph, near, operand, d) for d in range(operand.meta["val"].dim())]
     each = operand.meta["val"].shape[first] // groups
     split = insert(graph, near, reshape, (operand, [*size[:first], groups, each, *size[first + 1 :]]))
-    rounded = _scaled(graph, near, split, place, tuple(d + 1 for d in dims), other, stream)
+    rounded = _scaled(split, tuple(d + 1 for d in dims), other, writer)
     return insert(graph, near, reshape, (rounded, size))
 
 
-def _scaled(
-    graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, dims: tuple[int, ...], other: int, stream: int
-) -> fx.Node:
+def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Nodes) -> fx.Node:
     """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone.
 
     other: the dimension of a convolution's tile beside the first of ``dims``.
     """
+    graph, near, place = writer.graph, writer.near, writer.place
     assert place.assignment is not None and place.assignment.scaled is not None
     rounding, value = place.assignment.scaled, operand.meta["val"]
     block = rounding.format.scaling.block if rounding.format.scaling is not None else "tensor"
@@ -173,17 +172,23 @@ def _scaled(
         operand = _inserted(graph, near, turned, place)
         operand._rename(f"{near.name}_hadamard")
     with locating(place):
-        return scaled(operand, value.dim(), value.dtype, rounding, along, _Nodes(graph, near, place, stream))
+        return scaled(operand, value.dim(), value.dtype, rounding, along, writer)
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A Writer (``graph.scaling``) that inserts nodes before ``near``."""
+    """A Writer (``graph.scaling``) that inserts nodes before ``near``; given: the multiplier of a delayed scale."""
 
     graph: fx.GraphModule
     near: fx.Node
     place: Site
     stream: int
+    given: fx.Node | None = None
+
+    def multiplier(self, rounding: ScaledRounding) -> fx.Node:
+        """Return the placeholder of the multiplier."""
+        assert self.given is not None
+        return self.given
 
     def call(self, call: Call[fx.Node]) -> fx.Node:
         """Return a node that calls an operator on blocks."""

@@ -4,7 +4,7 @@
 """
 
 from fxround.policy.policy import DEFINITIONS, OWN, Policy
-from fxround.policy.presets import PRESETS, block_scaling, current_scaling, nvfp4
+from fxround.policy.presets import PRESETS, block_scaling, current_scaling, delayed_scaling, nvfp4
 from fxround.policy.rule import DIRECTIONS, DTYPE, ENTERING, IDENTITY, NATIVE, ROLES, WIDE, Assignment, Rule
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "Rule",
     "block_scaling",
     "current_scaling",
+    "delayed_scaling",
     "nvfp4",
 ]

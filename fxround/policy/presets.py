@@ -41,6 +41,32 @@ def current_scaling(*, forward: str = _E4M3, backward: str = _E5M2, power_of_two
     )
 
 
+def delayed_scaling(
+    *,
+    forward: str = _E4M3,
+    backward: str = _E5M2,
+    history: int = 1024,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> Policy:
+    """Return FP8 with one scale for each tensor, from the largest magnitudes of earlier steps.
+
+    forward, backward: the formats of forward values and of errors. history: the number of steps of which the largest
+    magnitude is taken. margin: scales are 2^margin times as large as the magnitude asks for. most_recent: whether the
+    last step alone is taken, whatever the history.
+
+    Raises PolicyError for a history outside 1 to 65536, and a margin outside -32 to 32.
+    """
+    choices = {"forward": (forward, _E4M3), "backward": (backward, _E5M2), "history": (history, 1024)}
+    choices |= {"margin": (margin, 0), "most_recent": (most_recent, False)}
+    how = f"tensor,binary32,delayed,history={1 if most_recent else history},margin={margin}"
+    return of_operands(
+        _varied("fp8_delayed", choices),
+        Rule(operands=f"scaled({forward};{how})"),
+        Rule(direction="backward", operands=f"scaled({backward};{how})"),
+    )
+
+
 def block_scaling(*, element: str = _E4M3, power_of_two: bool = True) -> Policy:
     """Return FP8 with one scale for 128 values along the sum of a product, and for 128 x 128 values of a weight.
 
@@ -91,6 +117,7 @@ _PRESETS: Final = (
     in_format("bfloat16", Rounding.parse("bfloat16")),
     in_format("binary16", Rounding.parse("binary16")),
     current_scaling(),
+    delayed_scaling(),
     block_scaling(),
     nvfp4(),
 )

@@ -19,7 +19,7 @@ from fxround.graph.dialect.contractions import Matmul
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact
-from fxround.numerics.scaled import Hadamard
+from fxround.numerics.hadamard import Hadamard
 from fxround.runtime import buffers
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.matmul import begin_matmul

@@ -21,6 +21,7 @@ _HOW: Final = {
     "up": "largest magnitude / largest element, to the scale format's value above",
     "nearest": "largest magnitude / largest element, to the scale format's nearest value",
     "inverse": "largest element / largest magnitude is rounded, and elements are multiplied by it",
+    "delayed": "largest element / largest magnitude of earlier steps is rounded, and elements are multiplied by it",
     "affine": "range of the block and zero / largest element, with a zero point",
 }
 
@@ -223,6 +224,9 @@ def _scaled(rounding: ScaledRounding, named: Any) -> ScaledDescription:
 
 def _how(scaling: Scaling) -> str:
     said = _HOW[scaling.how]
+    if scaling.history:
+        said = said.replace("earlier steps", f"{scaling.history} earlier steps")
+        said = said.replace(" is rounded", f" / 2^{scaling.margin} is rounded") if scaling.margin else said
     if scaling.percentile is not None:
         said = said.replace("largest magnitude", f"magnitude that {scaling.percentile:g} % do not exceed")
     if scaling.fit:

@@ -170,7 +170,7 @@ def stepped(module: fxround.RoundedModule, args: tuple[Any, ...]) -> dict[str, A
 @pytest.mark.parametrize(
     "text",
     [
-        *("mxfp8", "nvfp4", "fixed(12,8)", "fp8", "fp8_blocks", "uint8:channel", "nvfp4:8,fit=6:4"),
+        *("mxfp8", "nvfp4", "fixed(12,8)", "fp8", "fp8_blocks", "fp8_delayed", "uint8:channel", "nvfp4:8,fit=6:4"),
         "int8:8,percentile=90",
     ],
 )

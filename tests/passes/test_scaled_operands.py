@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fxround
 from fxround.errors import PolicyError, UnsupportedRounding
 from fxround.numerics.exact import round_exact
+from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import Hadamard
-from fxround.policy import Policy, Rule, block_scaling, current_scaling, nvfp4
+from fxround.policy import Policy, Rule, block_scaling, current_scaling, delayed_scaling, nvfp4
 
 FORMS = [
     *("mxfp8", "nvfp4", "int8:channel", "mxfp4:8x16", "bfp(6,16)", "fixed(12,8)"),
@@ -220,6 +220,7 @@ def test_the_recipe_of_nvfp4() -> None:
 
 def test_recipes_name_their_choices() -> None:
     assert Policy.parse("fp8") == current_scaling() and Policy.parse("fp8_blocks") == block_scaling()
+    assert Policy.parse("fp8_delayed") == delayed_scaling()
     assert Policy.parse("nvfp4_training") == nvfp4()
     plain = nvfp4(stochastic_errors=False, square_weights=False, hadamard=None)
     assert plain.name == "nvfp4_training(stochastic_errors=False, square_weights=False, hadamard=None)"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator
 from fxround.graph.geometry import differ
-from fxround.numerics.scaled import Hadamard
+from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.storage import Storage
 
 

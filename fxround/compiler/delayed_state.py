@@ -1,0 +1,85 @@
+"""The state of delayed scales: multipliers, and the largest magnitudes of the steps of which they are made.
+
+A step that trains appends the largest magnitude m of each value, and the next multiplier is M / max(m) / 2^margin of
+the last ``history`` steps, rounded once as ``kernels.scaled`` says. Before the first step a multiplier is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxround.errors import FxroundError
+from fxround.graph.dtypes import FORMAT_OF
+from fxround.kernels.scaled import scale_program
+from fxround.numerics.formats import Format
+from fxround.passes.delayed_scales import DelayedScale
+from fxround.runtime.cpu.pointwise import run_map
+from fxround.runtime.draw import Draw
+
+# The prefix of the keys of a state_dict.
+SCALES: Final = "fxround_scales."
+
+
+class DelayedState:
+    """The state by the names of values: [multiplier, largest magnitudes of the last steps, newest first].
+
+    values: tensors of shape [1 + history], of float32, or float64 for values of that dtype.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        self.values = dict(values or {})
+
+    def multipliers(self, scales: Sequence[DelayedScale]) -> list[Tensor]:
+        """Return copies of the multipliers, of shape []. Raises FxroundError for a state of another history."""
+        return [self._of(scale)[0].clone() for scale in scales]
+
+    def copy(self) -> DelayedState:
+        """Return the same state in memory of its own."""
+        return DelayedState({name: value.clone() for name, value in self.values.items()})
+
+    def record(self, scales: Sequence[DelayedScale], magnitudes: Sequence[Tensor]) -> None:
+        """Append the largest magnitudes of a step, and make the next multipliers."""
+        groups: dict[tuple[Any, torch.dtype], list[tuple[DelayedScale, Tensor]]] = {}
+        for scale, most in zip(scales, magnitudes, strict=True):
+            groups.setdefault((scale.rounding, scale.dtype), []).append((scale, most))
+        for (rounding, dtype), rows in groups.items():
+            old = torch.stack([self._of(scale) for scale, _ in rows])
+            now = torch.stack([most.detach().reshape(()).to(dtype) for _, most in rows])
+            history = torch.cat([now[:, None], old[:, 1:-1]], 1)
+            program = scale_program(rounding, Format.parse(FORMAT_OF[dtype]))
+            following = run_map(program, (history.amax(1), old[:, 0].contiguous()), dtype, Draw())
+            state = torch.cat([following[:, None], history], 1)
+            self.values |= {scale.name: row.clone() for (scale, _), row in zip(rows, state, strict=True)}
+
+    def _of(self, scale: DelayedScale) -> Tensor:
+        scaling = scale.rounding.format.scaling
+        assert scaling is not None
+        fresh = torch.zeros(1 + scaling.history, dtype=scale.dtype)
+        fresh[0] = 1.0
+        found = self.values.setdefault(scale.name, fresh)
+        if found.shape != fresh.shape or found.dtype != fresh.dtype:
+            raise FxroundError(
+                f"the delayed scale {scale.name!r} has a state of {found.dtype} and {len(found) - 1} steps, and the "
+                f"policy needs {fresh.dtype} and {scaling.history}: load the state of a model with the same policy"
+            )
+        return found
+
+    def load(self, state: dict[str, Any], prefix: str, replace: bool) -> None:
+        """Take this state's keys out of a ``state_dict``; replace: whether a state without them is an empty one.
+
+        Raises RuntimeError for a value that is no such state.
+        """
+        start = f"{prefix}{SCALES}"
+        found = {key[len(start) :]: state.pop(key) for key in list(state) if key.startswith(start)}
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.dim() != 1 or len(value) < 2 or not value.is_floating_point():
+                raise RuntimeError(
+                    f"{start}{name} is {type(value).__name__} {tuple(getattr(value, 'shape', ()))}; expected a "
+                    "multiplier and the largest magnitudes of steps, a tensor of at least 2 floats"
+                )
+        if found or replace:
+            self.values = {name: value.clone() for name, value in found.items()}

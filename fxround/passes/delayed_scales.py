@@ -1,0 +1,78 @@
+"""Delayed scales: multipliers that enter a graph as state, and the largest magnitudes of which later ones are made.
+
+A delayed scale belongs to a value and a scaled format: every product that reads the value, forward or backward, rounds
+it with the same multiplier. A joint graph also returns the largest finite magnitude of the value, and
+``compiler.delayed_state`` makes the next multiplier of it. Names are those of modules and roles, ``first.weight0``, so
+that the graphs of one model share their state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import fx
+
+from fxround.graph.dialect import BlockMaximum
+from fxround.graph.site import PORT, PORTS, Port, Site
+from fxround.graph.values import fake_mode
+from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.rewrite import insert, rng_of
+
+DELAYED: Final = "fxround_delayed"
+
+
+@dataclass(frozen=True)
+class DelayedScale:
+    """A multiplier: the name of the value, the rounding that it serves, and the dtype of the multiplier."""
+
+    name: str
+    rounding: ScaledRounding
+    dtype: torch.dtype
+
+
+class DelayedScales:
+    """The delayed scales of one graph, which is changed."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        self._found: dict[tuple[fx.Node, ScaledRounding], fx.Node] = {}
+        self._names: Counter[str] = Counter()
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self._trains = any(node.meta[PORT].kind == "tangent" for node in placeholders)
+
+    def multiplier(self, source: fx.Node, place: Site, rounding: ScaledRounding, near: fx.Node) -> fx.Node:
+        """Return the placeholder of the multiplier of a value, which ``near`` reads; place: as ``near``'s operand."""
+        key = source, rounding
+        if key not in self._found:
+            kind = f"{place.path}.{place.role}".lstrip(".")
+            name = f"{kind}{self._names[kind]}"
+            self._names[kind] += 1
+            self._found[key] = self._entering(source, name, rounding)
+            if self._trains:
+                self._return_magnitude(source, name, near)
+        return self._found[key]
+
+    def _entering(self, source: fx.Node, name: str, rounding: ScaledRounding) -> fx.Node:
+        wide = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
+        with self.graph.graph.inserting_before(rng_of(self.graph)):
+            node = self.graph.graph.placeholder("delayed_multiplier")
+        node.target = node.name
+        node.meta[PORT], node.meta[DELAYED] = Port("multiplier", name), DelayedScale(name, rounding, wide)
+        node.meta["val"] = fake_mode(self.graph).from_tensor(torch.ones((), dtype=wide), static_shapes=True)
+        return node
+
+    def _return_magnitude(self, source: fx.Node, name: str, near: fx.Node) -> None:
+        call = BlockMaximum(source, [0] * source.meta["val"].dim())
+        largest = insert(self.graph, near, call.overload, call.arguments())
+        output = self.graph.graph.output_node()
+        output.args = ((*output.args[0], largest),)  # type: ignore[misc]
+        output.meta[PORTS] = (*output.meta[PORTS], Port("magnitude", name))
+
+
+def delayed_scales(graph: fx.GraphModule) -> tuple[DelayedScale, ...]:
+    """Return the delayed scales whose multipliers enter a lowered graph, in order."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return tuple(node.meta[DELAYED] for node in placeholders if DELAYED in node.meta)
