@@ -36,9 +36,9 @@ from fxround.numerics.orders import Order
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.pointwise import run_kernel, run_map
 from fxround.runtime.cpu.reduction import run_reduce
 from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_kernel, run_map
 from fxround.significance.provenance import processor
 from fxround.views.table import Table, Tabled
 

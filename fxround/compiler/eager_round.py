@@ -27,9 +27,9 @@ from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
 from fxround.runtime import buffers
-from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
+from fxround.runtime.run import run_map
 
 FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype

@@ -1,4 +1,4 @@
-"""Figures of each block, and scales as wide as the elements, on the CPU.
+"""Figures of each block, and scales as wide as the elements, on any device.
 
 PyTorch's own kernels copy, sort and take maxima, which are exact in any order, of magnitudes from which a kernel has
 removed NaNs and infinities. Only a sum rounds, once.
@@ -21,11 +21,9 @@ from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact
 from fxround.numerics.hadamard import Hadamard
 from fxround.runtime import buffers
-from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.matmul import begin_matmul
-from fxround.runtime.cpu.pointwise import run_kernel
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import storage_of
+from fxround.runtime.run import run_exact, run_kernel, run_matmul
 
 
 def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
@@ -76,11 +74,11 @@ def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
     call.require()
     x = call.x.detach().movedim(call.dim, -1)
     whole = x.shape[-1] - x.shape[-1] % call.size
-    matrix = _matrix(call.size, call.seed).to(x.dtype)
+    matrix = _matrix(call.size, call.seed).to(x)
     steps = "binary64/nearest_even/inf" if x.dtype == torch.float64 else "binary32/nearest_even/inf"
     own, rng = f"{FORMAT_OF[x.dtype]}/nearest_even/inf", torch.zeros(2, dtype=torch.int64)
     rows = x[..., :whole].reshape(-1, call.size)
-    product = begin_matmul(Matmul(rows, matrix, steps, own, rng, 0)).finish()
+    product = run_matmul(Matmul(rows, matrix, steps, own, rng, 0))
     result = buffers.empty(call.x.shape, x.dtype)
     last = result.movedim(call.dim, -1)
     last[..., :whole] = product.view(*x.shape[:-1], whole)

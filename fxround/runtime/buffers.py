@@ -171,6 +171,9 @@ def release(*dead: Tensor) -> None:
     Raises VerificationError for memory that is not in use: it was released before, or ``empty`` did not give it.
     """
     for tensor in dead:
+        if not tensor.is_cpu:
+            # PyTorch's own allocator takes it back with the last reference.
+            continue
         if _POOL.guard is not None:
             _POOL.guard.release(tensor)
             continue

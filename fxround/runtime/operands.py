@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxround.graph.dtypes import LOADS, STORAGES, stored_as
+from fxround.graph.dtypes import LOADS, STORAGES, dtype_of, stored_as
 from fxround.numerics.storage import Storage
 
 # The types of devices that have kernels.
@@ -36,3 +36,11 @@ def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
 
 def _is_dense(x: Tensor) -> bool:
     return (x.is_cpu or x.is_cuda) and x.layout is torch.strided
+
+
+def writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
+    """A caller's tensor, if a kernel may write results of this shape into it; else ValueError."""
+    if out.shape != shape or out.dtype != dtype_of(storage) or not out.is_contiguous() or out.is_neg():
+        wanted = f"row-major {dtype_of(storage)} {shape}"
+        raise ValueError(f"a kernel writes {wanted}; got {out.dtype} {tuple(out.shape)} of strides {out.stride()}")
+    return out

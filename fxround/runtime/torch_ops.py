@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from fxround.errors import FxroundError
 from fxround.graph import dialect
 from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
 from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
@@ -23,6 +22,10 @@ from fxround.runtime.cpu import convolution, matmul, reduction_ops
 from fxround.runtime.cpu.contraction import Pending
 from fxround.runtime.cpu.long_programs import run_parts
 from fxround.runtime.cpu.pointwise import run_kernel
+from fxround.runtime.cuda import contraction as cuda_contraction
+from fxround.runtime.cuda import pointwise as cuda_pointwise
+from fxround.runtime.cuda import reduction as cuda_reduction
+from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of
 
@@ -48,10 +51,6 @@ def fused(call: Fused[Tensor]) -> list[Tensor]:
 def _loads(call: ProgramCall[Tensor]) -> Any:
     """How the operands are stored; raises for what cannot be an operand."""
     return loads_of(call.xs) if call.xs else call.loads()
-
-
-def _refuse_cuda(*args: Any, **kwargs: Any) -> Tensor:
-    raise FxroundError("fxround's kernels run on the CPU; got a CUDA tensor: move the model and its inputs to 'cpu'")
 
 
 def _by_position(cls: type[Call[Tensor]], function: Callable[[Any], R]) -> Callable[..., R]:
@@ -84,9 +83,23 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     dialect.HadamardTransform: hadamard,
     **reduction_ops.KERNELS,
 }
+_TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
+    Pointwise: cuda_pointwise.pointwise,
+    Fused: cuda_pointwise.fused,
+    **cuda_contraction.KERNELS,
+    **cuda_reduction.KERNELS,
+}
+
+
+def _where(cls: type[Call[Any]]) -> Callable[[Any], Any]:
+    """The function of a call, on the CPU or as CUDA texts, wherever its operands are."""
+    here, texts = _KERNELS[cls], _TEXTS.get(cls)
+    return here if texts is None else lambda call: (texts if runs_texts(call.operands) else here)(call)
+
+
 # The function of each operator, for callers that need no dispatcher.
-KERNELS: Final = {cls.overload: _by_position(cls, _KERNELS[cls]) for cls in CALLS.values()}
+KERNELS: Final = {cls.overload: _by_position(cls, _where(cls)) for cls in CALLS.values()}
 
 for _overload, _kernel in KERNELS.items():
-    LIBRARY.impl(CALLS[_overload].name, _kernel, "CPU")
-    LIBRARY.impl(CALLS[_overload].name, _refuse_cuda, "CUDA")
+    for _device in ("CPU", "CUDA"):
+        LIBRARY.impl(CALLS[_overload].name, _kernel, _device)

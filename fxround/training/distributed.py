@@ -26,8 +26,8 @@ from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
 from fxround.numerics.storage import FORMAT_OF
 from fxround.policy import Policy
-from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_map
 
 # Parameter k draws as node 2^32 - 1 - k: a graph counts its nodes from 0.
 _LAST: Final = (1 << 32) - 1

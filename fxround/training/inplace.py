@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dialect import POINTWISE, Fused, Pointwise, read_map
 from fxround.graph.dtypes import dtype_of
-from fxround.runtime.cpu.pointwise import run_kernel
+from fxround.runtime.run import run_kernel
 from fxround.runtime.schedule.groups import key_of, map_of
 
 

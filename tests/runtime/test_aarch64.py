@@ -21,7 +21,7 @@ from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm import engine, environment
 from fxround.runtime.cpu.llvm.environment import Architecture
 from fxround.runtime.cpu.llvm.loops import I32, PTR, at, define
-from fxround.runtime.cpu.pointwise import run_map
+from fxround.runtime.run import run_map
 
 # Cases that need every builder, and random bits, directions of rounding and tables.
 SHAPES = (

@@ -30,8 +30,8 @@ from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
+from fxround.runtime.run import run_map
 
 
 def in_turn(cases: Sequence[str]) -> list[tuple[str, str]]:

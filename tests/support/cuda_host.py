@@ -1,63 +1,114 @@
-"""CUDA texts on the host: compiled as C++ with the intrinsics of ``HOST_PRELUDE``, run for every thread of a grid."""
+"""CUDA texts on the host: compiled by g++ after ``cuda_host.hpp``, run for every thread of a grid.
+
+``HostLauncher`` takes the place of a GPU's launcher: inside of ``launching(HostLauncher(folder))`` all operators of
+fxround run through the texts of the GPU, on CPU tensors. ``prepare`` compiles all texts that a function needs at once.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 from neighbours import Array
 
-from fxround.kernels.shapes import Kernel
 from fxround.numerics.scalar import DTYPES, Function
-from fxround.runtime.cuda.cpp.loops import MAX_DIMS, SHAPE, kernel_name, kernel_source
-from fxround.runtime.cuda.cpp.table import HOST_FLAGS, HOST_PRELUDE, TYPES, device_function
+from fxround.runtime.cuda.cpp.table import TYPES, device_function
+from fxround.runtime.cuda.launcher import Text, launching
+
+HEADER: Final = Path(__file__).with_suffix(".hpp")
+# -ffp-contract=off: g++ contracts by default.
+FLAGS: Final = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared", "-Wall")
+# The texts of a translation unit: several, since each repeats the header.
+_UNIT: Final = 12
 
 
-def function_wrapper(index: int, function: Function) -> str:
-    """``run<i>(count, parameters..., results...)``: the function over arrays."""
-    params = [f"const {TYPES[p.type]}* {p.attr}" for p in function.params]
-    results = [f"{TYPES[r.type]}* result{i}" for i, r in enumerate(function.results)]
-    arguments = [f"{p.attr}[i]" for p in function.params]
-    outputs = [f"result{i}[i]" for i in range(len(results))]
-    call = f"f{index}({', '.join([*arguments, *outputs])})" if len(results) > 1 else ""
-    body = call or f"result0[i] = f{index}({', '.join(arguments)})"
-    head = ", ".join(["unsigned long long count", *params, *results])
-    text = device_function(function, f"f{index}")
-    return f'{text}extern "C" void run{index}({head}) {{ for (unsigned long long i = 0; i < count; ++i) {body}; }}\n'
+class HostLauncher:
+    """Runs texts as host code. seed: draws the order of blocks and threads; every order gives the same bits.
+
+    An AssertionError names a race, a barrier that some threads do not meet, and an access beyond a shared array.
+    """
+
+    def __init__(self, folder: Path, compiler: str, seed: int = 0) -> None:
+        self.folder, self.compiler, self.seed = folder, compiler, seed
+        self.functions: dict[str, Any] = {}
+
+    def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Run a grid."""
+        if text.name not in self.functions:
+            self.compile([text])
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        problem = self.functions[text.name](blocks, text.threads, text.meets, self.seed, addresses)
+        assert not problem, f"{text.name}: {problem.decode()}"
+
+    def compile(self, texts: Iterable[Text]) -> None:
+        """Compile the texts that are new, two translation units at a time."""
+        new = list({t.name: t for t in texts if t.name not in self.functions}.values())
+        units = [new[i : i + _UNIT] for i in range(0, len(new), _UNIT)]
+        with ThreadPoolExecutor(2) as pool:
+            for found in pool.map(self._unit, units):
+                self.functions |= found
+
+    def _unit(self, texts: Sequence[Text]) -> dict[str, Any]:
+        parts = [f'#include "{HEADER}"\n']
+        for i, text in enumerate(texts):
+            parts.append(f"namespace unit_{i} {{\n{text.source()}}}\n")
+            parts.append(
+                f'extern "C" const char* launch_{text.name}(unsigned blocks, unsigned threads, bool meets, '
+                f"unsigned long long seed, void** arguments) "
+                f"{{ return host::launch(unit_{i}::{text.name}, blocks, threads, meets, seed, arguments); }}\n"
+            )
+        library = compiled("".join(parts), self.compiler, self.folder, f"unit_{texts[0].name}")
+        found = {}
+        for text in texts:
+            function = library[f"launch_{text.name}"]
+            function.restype = ctypes.c_char_p
+            function.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_bool, ctypes.c_ulonglong, ctypes.c_void_p)
+            found[text.name] = function
+        return found
 
 
-# A grid on the host: every thread in turn. Arguments come as cuLaunchKernel takes them, an array of their addresses.
-LAUNCH = """
-#include <utility>
-template <class... P, std::size_t... I>
-static void walk(void (*kernel)(P...), u32 blocks, u32 threads, void** arguments, std::index_sequence<I...>) {
-  gridDim = {blocks};
-  blockDim = {threads};
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(*(P*)arguments[I]...);
-}
-template <class... P> static void launch(void (*kernel)(P...), u32 blocks, u32 threads, void** arguments) {
-  walk(kernel, blocks, threads, arguments, std::index_sequence_for<P...>());
-}
-"""
+class Listing:
+    """A launcher that runs nothing and lists the texts: results are what their memory held."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, Text] = {}
+
+    def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Note the text."""
+        self.texts[text.name] = text
 
 
-def kernel_wrapper(kernel: Kernel) -> str:
-    """``launch_<kernel>(blocks, threads, arguments)``: the kernel over a grid."""
-    name = kernel_name(kernel)
-    head = f'extern "C" void launch_{name}(u32 blocks, u32 threads, void** arguments)'
-    return f"{head} {{ launch({name}, blocks, threads, arguments); }}\n"
+def prepare(host: HostLauncher, *runs: Callable[[], object]) -> None:
+    """Compile the texts that some functions need; they must not depend on their own results."""
+    listing = Listing()
+    with launching(listing):
+        for run in runs:
+            run()
+    host.compile(listing.texts.values())
+
+
+def compiled(source: str, compiler: str, folder: Path, name: str) -> ctypes.CDLL:
+    """A translation unit as a shared object; a warning is a failure."""
+    (folder / f"{name}.cpp").write_text(source)
+    command = [compiler, *FLAGS, "-Wno-unknown-pragmas", "-Wno-unused", "-o", f"{name}.so", f"{name}.cpp"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr[:3000]
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+# ---- scalar functions ----
 
 
 @dataclass(frozen=True)
-class Host:
-    """A shared object of functions, by name, and of kernels."""
+class Functions:
+    """A shared object of scalar functions, by name."""
 
     library: ctypes.CDLL
     functions: dict[str, Function]
@@ -72,50 +123,21 @@ class Host:
         call(ctypes.c_ulonglong(count), *(a.ctypes.data_as(ctypes.c_void_p) for a in (*arrays, *results)))
         return results
 
-    def launch(self, kernel: Kernel, grid: tuple[int, int], *arguments: Any) -> None:
-        """arguments: ctypes values and structures, or arrays (passed as pointers)."""
-        boxed = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
-        addresses = (ctypes.c_void_p * len(boxed))(*(ctypes.addressof(b) for b in boxed))
-        self.library[f"launch_{kernel_name(kernel)}"](*map(ctypes.c_uint, grid), addresses)
+
+def built(functions: dict[str, Function], compiler: str, folder: Path) -> Functions:
+    """Scalar functions as one shared object."""
+    wrapped = "".join(_wrapper(i, f) for i, f in enumerate(functions.values()))
+    return Functions(compiled(f'#include "{HEADER}"\n{wrapped}', compiler, folder, "functions"), functions)
 
 
-def built(functions: dict[str, Function], kernels: Sequence[Kernel], compiler: str, folder: Path) -> Host:
-    """The texts of functions and kernels as one shared object in this folder; a warning is a failure."""
-    text = HOST_PRELUDE + kernel_source(kernels) + LAUNCH + "".join(map(kernel_wrapper, _unique(kernels)))
-    text += "".join(function_wrapper(i, f) for i, f in enumerate(functions.values()))
-    (folder / "host.cpp").write_text(text)
-    command = [compiler, *HOST_FLAGS, "-Wall", "-Wno-unknown-pragmas", "-o", "host.so", "host.cpp"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr[:3000]
-    return Host(ctypes.CDLL(str(folder / "host.so")), functions)
-
-
-def _unique(kernels: Sequence[Kernel]) -> list[Kernel]:
-    return list({kernel_name(k): k for k in kernels}.values())
-
-
-class Key(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_uint32) for n in ("seed_low", "seed_high", "sample", "node"))
-
-
-class Shape(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_int64) for n in SHAPE)
-
-
-def layout(shape: tuple[int, ...], operands: list[Array]) -> ctypes.Structure:
-    """Layout<N> of ``loops``: sizes of the result, steps in elements of operands broadcast to it."""
-
-    class Layout(ctypes.Structure):
-        _fields_ = (
-            ("count", ctypes.c_uint64),
-            ("dims", ctypes.c_uint64),
-            ("sizes", ctypes.c_uint64 * MAX_DIMS),
-            ("steps", (ctypes.c_int64 * MAX_DIMS) * len(operands)),
-        )
-
-    found = Layout(count=math.prod(shape), dims=len(shape))
-    found.sizes[: len(shape)] = shape
-    for n, x in enumerate(operands):
-        steps = [s // x.itemsize for s in np.broadcast_to(x, shape).strides]
-        found.steps[n][: len(shape)] = steps
-    return found
+def _wrapper(index: int, function: Function) -> str:
+    """``run<i>(count, parameters..., results...)``: the function over arrays."""
+    params = [f"const {TYPES[p.type]}* {p.attr}" for p in function.params]
+    results = [f"{TYPES[r.type]}* result{i}" for i, r in enumerate(function.results)]
+    arguments = [f"{p.attr}[i]" for p in function.params]
+    outputs = [f"result{i}[i]" for i in range(len(results))]
+    call = f"f{index}({', '.join([*arguments, *outputs])})" if len(results) > 1 else ""
+    body = call or f"result0[i] = f{index}({', '.join(arguments)})"
+    head = ", ".join(["unsigned long long count", *params, *results])
+    text = device_function(function, f"f{index}")
+    return f'{text}extern "C" void run{index}({head}) {{ for (unsigned long long i = 0; i < count; ++i) {body}; }}\n'

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, Rule
 from fxround.compiler.module import RoundedModule
-from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_map
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")

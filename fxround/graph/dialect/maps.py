@@ -98,11 +98,15 @@ class Fused(ProgramCall[T]):
 
     def kernel(self, loads: tuple[Storage, ...]) -> Map | None:
         """Return the kernel; None for a program that runs in parts. Raises ValueError for too few node numbers."""
+        self.require_nodes()
         long = is_long(self.program, loads, self.results)
-        kernel, drawn = None if long else parsed.fused(self.program, loads, self.stored), parsed.drawn(self.program)
+        return None if long else parsed.fused(self.program, loads, self.stored)
+
+    def require_nodes(self) -> None:
+        """Raise ValueError for too few node numbers."""
+        drawn = parsed.drawn(self.program)
         if len(self.nodes) < drawn:
             raise ValueError(f"{shown(self.program)} draws {drawn} times, got {len(self.nodes)} node numbers")
-        return kernel
 
     def fake(self: Fused[Tensor]) -> list[Tensor]:
         """Return a tensor of the operands' shape for each result."""

@@ -14,22 +14,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
-import torch
 from torch import Tensor
 
-from fxround.graph.dtypes import dtype_of, result_storage
+from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
-from fxround.kernels.maps import map_kernel
-from fxround.kernels.program import Program
 from fxround.kernels.shapes import Map
 from fxround.numerics.randomness import BLOCK
-from fxround.numerics.storage import Storage
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.cpu.threads import pieces_of, spread
-from fxround.runtime.draw import Draw
-from fxround.runtime.operands import loads_of
+from fxround.runtime.layouts import collapse, expanded
+from fxround.runtime.operands import writable
 
 _MAP: Final = signature(4, 5)
 # The elements that make another thread worth its start.
@@ -51,24 +47,6 @@ def array(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
-def _collapse(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dimensions that every operand walks as one, and drop those of size 1."""
-    sizes: list[int] = []
-    merged: list[list[int]] = [[] for _ in strides]
-    for d, size in enumerate(shape):
-        if size == 1:
-            continue
-        if sizes and all(m[-1] == s[d] * size for m, s in zip(merged, strides, strict=True)):
-            sizes[-1] *= size
-            for m, s in zip(merged, strides, strict=True):
-                m[-1] = s[d]
-            continue
-        sizes.append(size)
-        for m, s in zip(merged, strides, strict=True):
-            m.append(s[d])
-    return sizes, merged
-
-
 def _access(sizes: list[int], strides: list[int]) -> Access:
     """How a map reads an operand with these strides (``llvm.map.Access``)."""
     if all(s == 0 for s in strides):
@@ -86,19 +64,6 @@ def _access(sizes: list[int], strides: list[int]) -> Access:
     return "strided"
 
 
-def run_map(
-    program: Program,
-    operands: Sequence[Tensor],
-    dtype: torch.dtype,
-    draw: Draw,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Run a program over operands that broadcast; ``out`` is a row-major tensor to write into."""
-    kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
-    (result,) = run_kernel(kernel, operands, draw.key(), (out,))
-    return result
-
-
 def run_kernel(
     kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
@@ -108,7 +73,7 @@ def run_kernel(
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
     results = [
-        buffers.empty(call.shape, dtype_of(storage)) if out is None else _writable(out, call.shape, storage)
+        buffers.empty(call.shape, dtype_of(storage)) if out is None else writable(out, call.shape, storage)
         for storage, out in zip(kernel.results, outs or (None,) * len(kernel.results), strict=True)
     ]
     if call.total == 0:
@@ -116,14 +81,6 @@ def run_kernel(
     sources, targets = array(addresses(operands)), array(addresses(results))
     call.over(range(call.blocks), sources, targets, key)
     return results
-
-
-def _writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
-    """A caller's tensor, if a kernel may write results of this shape into it; else ValueError."""
-    if out.shape != shape or out.dtype != dtype_of(storage) or not out.is_contiguous() or out.is_neg():
-        wanted = f"row-major {dtype_of(storage)} {shape}"
-        raise ValueError(f"a kernel writes {wanted}; got {out.dtype} {tuple(out.shape)} of strides {out.stride()}")
-    return out
 
 
 @lru_cache(maxsize=4096)
@@ -163,7 +120,7 @@ class MapCall:
         total = math.prod(shape)
         if total == 0:
             return MapCall(None, shape, 0, 0, None, None)
-        sizes, strides = _collapse(shape, [_expanded(shape, *operand) for operand in layout])
+        sizes, strides = collapse(shape, [expanded(shape, *operand) for operand in layout])
         if len(sizes) > MAX_DIMS:
             return None
         variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine(), told)
@@ -191,12 +148,3 @@ class MapCall:
     def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
         """Run some blocks, split over threads; ``sources`` and ``targets`` are arrays of addresses of elements 0."""
         spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
-
-
-def _expanded(shape: Sequence[int], own: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides of an operand after broadcasting to ``shape``."""
-    missing = len(shape) - len(own)
-    kept = (
-        0 if n == 1 and size != 1 else stride for n, stride, size in zip(own, strides, shape[missing:], strict=True)
-    )
-    return [0] * missing + list(kept)

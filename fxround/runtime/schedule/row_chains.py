@@ -41,6 +41,7 @@ from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, scratch, spread
+from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import NO_KEY
 from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
 
@@ -208,6 +209,8 @@ class Rows(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """Run as the graph says, or a few rows at a time: the same bits."""
+        if runs_texts(inputs):
+            return list(self.whole(*inputs))
         # Everything that the plan's code and tables depend on; addresses are passed with each call.
         key = (current_set(), *((x.shape, x.stride(), x.dtype) for x in inputs))
         plan = self.plans.get(key, _UNKNOWN)

@@ -1,19 +1,19 @@
 """The CUDA C++ table: every operator of the scalar IR as one expression of text.
 
 ``device_function`` writes a function's schedule as straight-line C++, one ``const`` for each node; it knows nothing
-about rounding. The text is CUDA C++ and, after ``HOST_PRELUDE``, plain C++: the tests run the GPU's text on any
-machine.
+about rounding. The text is CUDA C++ and, where the intrinsics are defined, plain C++: the tests run the GPU's text on
+any machine.
 
-Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which nvcc and NVRTC neither contract
-nor reassociate. ``DEVICE_FLAGS`` keeps subnormal numbers, and ``HOST_FLAGS`` forbids contraction on a host. Integers
-are unsigned, so they wrap. Constants are written by their encoding.
+Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which NVRTC neither contracts nor
+reassociates. ``DEVICE_OPTIONS`` keep subnormal numbers. Integers are unsigned, so they wrap. Constants are written by
+their encoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from fxround.numerics.scalar import Expr, Function
 
@@ -65,43 +65,14 @@ TABLE: Final[Mapping[str, str | Mapping[str, str] | Callable[..., str]]] = Mappi
     }
 )
 
-# The definitions that a C++ compiler needs before the text.
-HOST_PRELUDE: Final = """\
-#include <cmath>
-#include <cstring>
-#define __device__
-#define __global__
-#define __restrict__
-#define __forceinline__ inline
-struct Dim3 { unsigned int x; };
-static thread_local Dim3 blockIdx = {0}, blockDim = {1}, threadIdx = {0}, gridDim = {1};
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
-static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-static inline double __dadd_rn(double a, double b) { return a + b; }
-static inline double __dsub_rn(double a, double b) { return a - b; }
-static inline double __dmul_rn(double a, double b) { return a * b; }
-static inline double __ddiv_rn(double a, double b) { return a / b; }
-static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
-static inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
-static inline double __ll2double_rn(long long a) { return (double)a; }
-static inline float __int2float_rn(int a) { return (float)a; }
-static inline float __double2float_rn(double a) { return (float)a; }
-template <class To, class From> static inline To as_bits(From a) { To b; std::memcpy(&b, &a, sizeof b); return b; }
-static inline unsigned int __float_as_uint(float a) { return as_bits<unsigned int>(a); }
-static inline float __uint_as_float(unsigned int a) { return as_bits<float>(a); }
-static inline long long __double_as_longlong(double a) { return as_bits<long long>(a); }
-static inline double __longlong_as_double(long long a) { return as_bits<double>(a); }
-"""
-# The defaults, written out: -use_fast_math would flush subnormal operands of intrinsics and comparisons.
-DEVICE_FLAGS: Final = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false", "--std=c++17")
-# -ffp-contract=off: g++ contracts by default.
-HOST_FLAGS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared")
-
-
+# The defaults, written out: fast math would flush subnormal operands of intrinsics and comparisons. Warnings are of
+# comparisons with zero, which a format's constants make.
+DEVICE_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "ftz": False, "prec_div": True, "prec_sqrt": True, "fma": False, "std": "c++17", "use_fast_math": False,
+        "disable_warnings": True,
+    }
+)
 def constant(node: Expr) -> str:
     """A constant by its encoding."""
     code = int(node.attr or 0)

@@ -1,0 +1,52 @@
+"""The arguments of CUDA kernels as C values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from fxround.runtime.cuda.cpp.contract import SHAPE
+from fxround.runtime.cuda.cpp.map import MAX_DIMS
+
+
+class Key(ctypes.Structure):
+    """Seed, sample and node, as ``Key`` of the texts."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "sample", "node"))
+
+
+class Shape(ctypes.Structure):
+    """A contraction's sizes and steps, as ``Shape`` of the texts."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in SHAPE)
+
+
+def key_of(words: Sequence[int]) -> tuple[Any, ...]:
+    """The key, and the numbers of further nodes, from the words of ``Draw.key`` or ``Draw.keys``."""
+    return Key(*words[:4]), *(ctypes.c_uint32(word) for word in words[4:])
+
+
+def count(value: int) -> Any:
+    """An unsigned 64-bit number."""
+    return ctypes.c_uint64(value)
+
+
+@cache
+def _layout(operands: int) -> Any:
+    fields = (
+        ("count", ctypes.c_uint64),
+        ("sizes", ctypes.c_uint64 * MAX_DIMS),
+        ("steps", ctypes.c_int64 * MAX_DIMS * operands),
+    )
+    return type("Layout", (ctypes.Structure,), {"_fields_": fields})
+
+
+def layout(total: int, sizes: Sequence[int], steps: Sequence[Sequence[int]]) -> Any:
+    """A map's sizes, and the steps of its operands in elements."""
+    found = _layout(len(steps))(count=total)
+    found.sizes[: len(sizes)] = sizes
+    for n, own in enumerate(steps):
+        found.steps[n][: len(own)] = own
+    return found

@@ -1,0 +1,110 @@
+"""What all texts have in common: memory, random streams, and the frame of a ``__global__`` function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+from fxround.kernels.shapes import Contract, Exact, Kernel, Reduce, Scan, Scatter
+from fxround.numerics.randomness import coins_function, seed_function, stream_functions
+from fxround.numerics.storage import Storage
+from fxround.runtime.cuda.cpp.limbs import LIMBS
+from fxround.runtime.cuda.cpp.table import device_function
+
+MEMORY: Final = MappingProxyType(
+    {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
+)
+
+# SHARED declares an array that the threads of a block share; a host that runs the text may define it otherwise.
+_HEAD: Final = """\
+#ifndef SHARED
+#define SHARED(type, name, count) __shared__ type name[count]
+#endif
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct Key { u32 seed_low, seed_high, sample, node; };
+__device__ __forceinline__ u64 first_item() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ u64 item_step() { return (u64)gridDim.x * blockDim.x; }
+"""
+_DRAW: Final = """\
+__device__ __forceinline__ u32 draw(u64& state) {
+  u32 bits;
+  u64 next;
+  advance_stream(state, bits, next);
+  state = next;
+  return bits;
+}
+__device__ __forceinline__ u32 toss(u64& state) { return spread_coins(draw(state)); }
+"""
+
+
+def structure(name: str, fields: Iterable[str]) -> str:
+    """A structure of 64-bit integers."""
+    return f"struct {name} {{ i64 {', '.join(fields)}; }};\n"
+
+
+@cache
+def preamble(shape: tuple[str, ...]) -> str:
+    """The text before all kernels, once in a translation unit. shape: the fields of a contraction's ``Shape``."""
+    functions = "".join(device_function(f) for f in (seed_function(), *stream_functions(), coins_function()))
+    return _HEAD + structure("Shape", shape) + functions + _DRAW + LIMBS
+
+
+def global_(name: str, parameters: Iterable[str], body: str, threads: int = 0) -> str:
+    """A ``__global__`` function; ``threads`` says that its blocks have that many."""
+    bounds = f" __launch_bounds__({threads})" if threads else ""
+    return f'extern "C" __global__ void{bounds} {name}({", ".join(parameters)}) {{\n{body}}}\n'
+
+
+def pointer(storage: Storage, name: str, readonly: bool = True) -> str:
+    """A parameter that points to stored elements."""
+    return f"{'const ' if readonly else ''}{MEMORY[storage]}* __restrict__ {name}"
+
+
+def element(storage: Storage, place: str) -> str:
+    """A stored element as a scalar body takes it: a 16-bit code or a mask as a u32."""
+    return f"(u32){place}" if MEMORY[storage].startswith("unsigned") else place
+
+
+def stored(storage: Storage, value: str) -> str:
+    """A body's result as it is stored."""
+    return f"(unsigned short){value}" if MEMORY[storage] == "unsigned short" else value
+
+
+def bodies(kernel: Reduce | Scan | Contract | Scatter | Exact, name: str) -> str:
+    """The scalar functions of a kernel, named ``name_role``."""
+    functions = {"finish": kernel.finish}
+    if isinstance(kernel, Exact):
+        functions["read"] = kernel.read
+    else:
+        functions["step"] = kernel.step
+    if isinstance(kernel, Scatter):
+        functions["lift"] = kernel.lift
+    if isinstance(kernel, Reduce):
+        functions["combine"] = kernel.combine
+    if isinstance(kernel, Contract):
+        functions["lift_a"], functions["lift_b"] = kernel.lifts
+        if kernel.combine is not None:
+            functions["combine"] = kernel.combine
+    return "".join(device_function(f, f"{name}_{role}") for role, f in functions.items())
+
+
+def stream(kernel: Kernel, declaration: str, number: str) -> str:
+    """The first state of stream ``number``, assigned to ``declaration``; nothing if the kernel does not draw."""
+    if not _draws(kernel):
+        return ""
+    return f"{declaration} = start_stream({number}, stream_seed(key.seed_low, key.seed_high, key.sample, key.node));\n"
+
+
+def _draws(kernel: Kernel) -> bool:
+    if isinstance(kernel, Exact):
+        return any(kernel.draws)
+    return bool(kernel.draws) or (isinstance(kernel, Reduce | Scan | Contract) and kernel.finish_draws)
+
+
+def bits(wanted: bool, state: str) -> str:
+    """The next random bits of a stream, or zeros."""
+    return f"draw({state})" if wanted else "0u"

@@ -1,0 +1,123 @@
+"""Texts on a GPU: compiled by NVRTC for the device's architecture, launched on PyTorch's current stream.
+
+NVRTC comes with the wheel ``cuda-core[cu13]`` (the extra ``cuda``), so no compiler is needed. Binaries are kept in the
+disk cache under the architecture's name and NVRTC's version, and in memory for each device. A launch allocates nothing,
+copies nothing and waits for nothing: it may be captured in a CUDA graph, but a text must have run once before, since a
+module cannot be loaded during a capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fxround.errors import FxroundError
+from fxround.locks import waited_for
+from fxround.runtime import disk_cache
+from fxround.runtime.cuda.cpp.table import DEVICE_OPTIONS
+
+if TYPE_CHECKING:
+    from fxround.runtime.cuda.launcher import Text
+
+_OLDEST: Final = (7, 0)
+_INSTALL: Final = "install fxround with the extra 'cuda': pip install 'fxround[cuda]'"
+
+
+class DeviceLauncher:
+    """Launches texts on CUDA devices. Raises FxroundError where that is impossible, with the reason."""
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[int, str], Any] = {}
+        self.lock = waited_for()
+
+    def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Run a text on PyTorch's current stream of the device."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index):
+            found = self.functions.get((index, text.name)) or self._load(index, text)
+            stream = torch.cuda.current_stream(index).cuda_stream
+            addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+            driver = _bindings()
+            grid, block = (blocks, 1, 1), (text.threads, 1, 1)
+            code = found[1], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
+            (status,) = driver.cuLaunchKernel(*code)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise FxroundError(f"the launch of {text.name} on {device} with {blocks} blocks failed: {status.name}")
+
+    def _load(self, index: int, text: Text) -> Any:
+        """Compile or read the text's binary, and load it."""
+        with self.lock:
+            found = self.functions.get((index, text.name))
+            if found is None:
+                if torch.cuda.is_current_stream_capturing():
+                    raise FxroundError(
+                        f"{text.name} was never launched on cuda:{index}, and a CUDA graph is being captured: run the "
+                        "model once with inputs of these shapes before the capture"
+                    )
+                arch = architecture(torch.cuda.get_device_capability(index))
+                from cuda.core import ObjectCode
+
+                module = ObjectCode.from_cubin(binary(text, arch))
+                # The module must live as long as its function.
+                found = self.functions[index, text.name] = module, int(module.get_kernel(text.name).handle)
+            return found
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The name of an architecture for NVRTC. Raises FxroundError for one that is too old."""
+    if capability < _OLDEST:
+        major, minor = capability
+        raise FxroundError(f"this GPU has compute capability {major}.{minor}; fxround needs 7.0 or later")
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def binary(text: Text, arch: str) -> bytes:
+    """The text's binary for an architecture, from the disk cache or compiled."""
+    key = disk_cache.key("cuda", arch, _version(), text.name)
+    code, _ = disk_cache.fetch(key, lambda: compiled(text.source(), arch)[0])
+    return code
+
+
+def compiled(source: str, arch: str) -> tuple[bytes, str]:
+    """A translation unit's binary and the compiler's notes: registers, spills and shared memory of each function.
+
+    Raises FxroundError if NVRTC refuses the text, which it names with the first error.
+    """
+    _bindings()
+    import io
+
+    from cuda.core import Program, ProgramOptions
+
+    notes = io.StringIO()
+    options = ProgramOptions(arch=arch, ptxas_options=["-v"], **DEVICE_OPTIONS)
+    try:
+        code = Program(source, "c++", options).compile("cubin", logs=notes)
+    except Exception as error:
+        # cuda-core has no common class of errors.
+        raise FxroundError(f"NVRTC cannot compile a kernel for {arch}: {str(error)[:2000]}") from error
+    return bytes(code.code), notes.getvalue()
+
+
+@cache
+def _version() -> str:
+    """NVRTC's version."""
+    _bindings()
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+@cache
+def _bindings() -> Any:
+    """The driver's interface. Raises FxroundError without cuda-core."""
+    try:
+        from cuda.bindings import driver
+        from cuda.core import Program  # noqa: F401  (cuda-core too must be there)
+    except ImportError as error:
+        raise FxroundError(f"CUDA tensors need the packages cuda-core and NVRTC ({error}); {_INSTALL}") from error
+    return driver

@@ -1,0 +1,121 @@
+"""Reductions, scans, exact sums and scatters over CUDA tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Final
+
+from torch import Tensor
+
+from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd
+from fxround.graph.dialect.reductions import dims_of
+from fxround.graph.dtypes import dtype_of
+from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.runtime.contributions import Contributions, put_rows, scatter_rows
+from fxround.runtime.cuda.arguments import count, key_of
+from fxround.runtime.cuda.cpp.common import preamble
+from fxround.runtime.cuda.cpp.contract import SHAPE
+from fxround.runtime.cuda.cpp.loops import GROUP, loop_name, loop_text
+from fxround.runtime.cuda.launcher import Text, device_of, empty, launch
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import storage_of
+
+_LONGEST_EXACT: Final = 1 << 35
+
+
+@cache
+def _text(kernel: Reduce | Scan | Scatter | Exact) -> Text:
+    """The text of a kernel."""
+    meets = isinstance(kernel, Reduce) and kernel.order.chains > 1
+    return Text(loop_name(kernel), lambda: preamble(SHAPE) + loop_text(kernel), GROUP, meets)
+
+
+def reduce(call: ReductionCall[Tensor]) -> Tensor:
+    """The sum or product over ``dims`` by the chains of the call's kernel, or exactly."""
+    reduced = call.reduced()
+    kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
+    return run_reduce(kernel, call.x, Draw.of(call.rng, call.node), reduced).reshape(call.size())
+
+
+def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int]) -> Tensor:
+    """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    shape = [x.shape[d] for d in kept]
+    length, lines = math.prod(x.shape[d] for d in dims), math.prod(shape)
+    if isinstance(kernel, Exact) and length >= _LONGEST_EXACT:
+        raise ValueError(f"an exact sum of {length} elements: its limbs hold sums of fewer than 2^35")
+    result = empty(shape, dtype_of(kernel.result), x.device)
+    if lines:
+        inner = math.prod(x.shape[d] for d in kept if dims and d > dims[-1])
+        if list(dims) != list(range(dims[0], dims[-1] + 1) if dims else ()):
+            # Lines of reduced dimensions that are not adjacent are gathered.
+            x, inner = x.detach().permute(*kept, *dims), 1
+        _run_lines(kernel, x, (lines, length, inner if dims else 1), result, draw)
+    return result
+
+
+def scan(call: ScanCall[Tensor]) -> Tensor:
+    """Every prefix sum or product along ``dim``, k ascending."""
+    x = call.x.detach()
+    kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
+    (axis,) = dims_of(x, [call.dim]) or (0,)
+    shape = x.shape or (1,)
+    result = empty(shape, dtype_of(kernel.result), x.device)
+    if result.numel():
+        length, inner = shape[axis], math.prod(shape[axis + 1 :])
+        _run_lines(kernel, x, (result.numel() // length, length, inner), result, Draw.of(call.rng, call.node))
+    return result.reshape(x.shape)
+
+
+def _run_lines(
+    kernel: Reduce | Scan | Exact, x: Tensor, sizes: tuple[int, int, int], result: Tensor, draw: Draw
+) -> None:
+    """Run a kernel over (lines, their length, the lines that are stored side by side)."""
+    text = _text(kernel)
+    chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
+    items = -(-sizes[0] * chains // GROUP) if text.meets else sizes[0]
+    arguments = [*map(count, sizes), result, x.detach().contiguous(), *key_of(draw.key())]
+    launch(text, items, arguments, x.device)
+
+
+def scatter_add(call: ScatterAdd[Tensor]) -> Tensor:
+    """``x`` with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
+    kernel = call.kernel(call.loads())
+    call.require()
+    for x, what in ((call.x, "scatter_add's destination"), (call.src, "scatter_add's source")):
+        storage_of(x, what)
+    device_of([call.x, call.src, call.index], "scatter_add")
+    rows = scatter_rows(call.x, call.dim, call.index, call.src)
+    return run_scatter(kernel, call.x, rows, Draw.of(call.rng, call.node))
+
+
+def index_put(call: IndexPut[Tensor]) -> Tensor:
+    """``x`` with values added at the indexed places, in index order of values."""
+    kernel = call.kernel(call.loads())
+    call.require()
+    for x, what in ((call.x, "index_put's destination"), (call.values, "index_put's values")):
+        storage_of(x, what)
+    return run_scatter(kernel, call.x, put_rows(call.x, call.indices, call.values), Draw.of(call.rng, call.node))
+
+
+def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
+    """x with the contributions added, row-major."""
+    x = x.detach().contiguous()
+    result = empty(x.shape, x.dtype, x.device)
+    if result.numel():
+        source = contributions.source.contiguous()
+        inner = source.shape[1]
+        order, starts = contributions.sorted(x.numel() // inner)
+        sizes = count(x.numel()), count(inner)
+        launch(_text(kernel), x.numel(), [*sizes, result, x, source, starts, order, *key_of(draw.key())], x.device)
+    return result
+
+
+KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
+    **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
+    **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
+    ScatterAdd: scatter_add,
+    IndexPut: index_put,
+}

@@ -1,0 +1,54 @@
+"""Kernels run where their operands are: on the CPU, or as CUDA texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxround.graph.dialect import Matmul
+from fxround.graph.dtypes import result_storage
+from fxround.kernels.maps import map_kernel
+from fxround.kernels.program import Program
+from fxround.kernels.shapes import Exact, Map
+from fxround.runtime.cpu import exact_sum, matmul, pointwise
+from fxround.runtime.cuda import contraction as cuda_contraction
+from fxround.runtime.cuda import pointwise as cuda_pointwise
+from fxround.runtime.cuda import reduction as cuda_reduction
+from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import loads_of
+
+
+def run_kernel(
+    kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Run a map over operands that broadcast. ``outs`` are row-major tensors to write into, None for a new one."""
+    run = cuda_pointwise.run_kernel if runs_texts(operands) else pointwise.run_kernel
+    return run(kernel, operands, key, outs)
+
+
+def run_map(
+    program: Program,
+    operands: Sequence[Tensor],
+    dtype: torch.dtype,
+    draw: Draw,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run a program over operands that broadcast; ``out`` is a row-major tensor to write into."""
+    kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
+    (result,) = run_kernel(kernel, operands, draw.key(), (out,))
+    return result
+
+
+def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
+    """Sum ``dims`` (ascending, none negative) of x exactly; the result has the other dimensions."""
+    run = cuda_reduction.run_reduce if runs_texts([x]) else exact_sum.run_exact
+    return run(kernel, x, draw, dims)
+
+
+def run_matmul(call: Matmul[Tensor]) -> Tensor:
+    """The product of two matrices, or of two batches of them."""
+    return cuda_contraction.matmul(call) if runs_texts(call.operands) else matmul.begin_matmul(call).finish()
