@@ -1,29 +1,31 @@
-"""CUDA texts: compiled as host C++ and run, they give NumPy's bits; compiled for sm_90, they compile.
+"""CUDA texts: compiled as host C++ and run, they give NumPy's bits; compiled by NVRTC, they compile.
 
-The host runs the very text of the GPU: ``HOST_PRELUDE`` supplies the intrinsics, and a wrapper walks the grid.
-Every function and kernel of this file goes into one shared object.
+The host runs the very text of the GPU (``cuda_host``), through the functions that launch it on one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import shutil
-import subprocess
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import product
-from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from cuda_host import Host, Key, Shape, built, layout
+import torch
+from cuda_host import Functions, HostLauncher, built, prepare
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
+from torch import Tensor
 
+from fxround.graph.dialect import Cumsum
+from fxround.graph.dtypes import dtype_of
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, exact_kernel, largest_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Contract, Exact, Kernel, Map, Reduce, Scan, Scatter
+from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
@@ -40,10 +42,18 @@ from fxround.numerics.rounding import rounding_function
 from fxround.numerics.scalar import DTYPES, OPS, Function
 from fxround.numerics.storage import Storage
 from fxround.runtime import reference
-from fxround.runtime.cuda.cpp.loops import kernel_source
-from fxround.runtime.cuda.cpp.table import DEVICE_FLAGS, TABLE, device_function
+from fxround.runtime.contractions import Product, Right
+from fxround.runtime.contributions import Contributions
+from fxround.runtime.cuda import contraction as contraction_module
+from fxround.runtime.cuda import pointwise, reduction
+from fxround.runtime.cuda.contraction import run_product
+from fxround.runtime.cuda.cpp.contract import Tile
+from fxround.runtime.cuda.cpp.table import TABLE
+from fxround.runtime.cuda.launcher import launching
+from fxround.runtime.draw import Draw
 
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)
+DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 FORMATS_HERE = ("bfloat16", "binary16", "tf32", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush", "ieee(11,12)")
 BINARY32 = Rounding.parse("binary32")
 
@@ -175,27 +185,45 @@ def contraction(name: str) -> Contract:
     return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(rounding), loads, result)
 
 
-@cache
-def kernels() -> tuple[Kernel, ...]:
-    """Every kernel of this file."""
-    return (
-        *map(operator_kernel, OPERATOR_KERNELS),
-        *map(layout_kernel, MAP_KERNELS),
-        *(sum_of(*row) for row in SUM_KERNELS),
-        largest_kernel("f32"),
-        *map(scan_of, SCAN_KERNELS),
-        *map(contraction, CONTRACT_KERNELS),
-        *(scatter_of(*row) for row in SCATTER_KERNELS),
-        *(exact_of(*row) for row in EXACT_KERNELS),
-    )
+def every_run() -> Iterator[Callable[[], object]]:
+    """What the tests run, for the texts alone."""
+    for name in OPERATOR_KERNELS:
+        kernel = operator_kernel(name)
+        yield partial(pointwise.run_kernel, kernel, [elements((70,), s, 0) for s in kernel.loads], KEY)
+    for name in MAP_KERNELS:
+        for operands in (map_operands(name), rows_of(map_operands(name))):
+            yield partial(pointwise.run_kernel, layout_kernel(name), operands, KEY)
+    for reduce in (*(sum_of(*row) for row in SUM_KERNELS), *(exact_of(*row) for row in EXACT_KERNELS)):
+        yield partial(reduction.run_reduce, reduce, elements((2, 3, 2), reduce.loads[0], 0), DRAW, [1])
+    yield partial(reduction.run_reduce, largest_kernel("f32"), elements((2, 3, 2), "f32", 0), DRAW, [1])
+    for accumulate in SCAN_KERNELS:
+        yield partial(run_scan, accumulate, elements((2, 3, 2), "f32", 0))
+    for row in SCATTER_KERNELS:
+        yield partial(run_scatter, row)
+    for name, side in product(CONTRACT_KERNELS, SIDES):
+        yield partial(contract, name, 0, side)
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+def compiler() -> str:
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
         pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
-    return built(functions(), kernels(), compiler, tmp_path_factory.mktemp("cuda"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def scalars(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functions:
+    return built(functions(), compiler, tmp_path_factory.mktemp("functions"))
+
+
+@pytest.fixture(scope="module")
+def host(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostLauncher]:
+    """A launcher that has all texts of this file; operators run through it."""
+    found = HostLauncher(tmp_path_factory.mktemp("cuda"), compiler, seed=11)
+    prepare(found, *every_run())
+    with launching(found):
+        yield found
 
 
 def codes(x: Array) -> Array:
@@ -211,191 +239,186 @@ def test_the_table_spells_every_operator() -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDING_FUNCTIONS)
-def test_rounding_functions_equal_numpy(host: Host, name: str) -> None:
+def test_rounding_functions_equal_numpy(scalars: Functions, name: str) -> None:
     rounding, carrier = name.split()
     x = boundaries(Rounding.parse(rounding).format, carrier)
     random = random_words(x.size)
-    (got,) = host.run(name, x, random)
+    (got,) = scalars.run(name, x, random)
     np.testing.assert_array_equal(encodings(got), encodings(functions()[name].evaluate(x, random)[0]))
 
 
 @pytest.mark.parametrize("name", RANDOM_FUNCTIONS)
-def test_random_functions_equal_numpy(host: Host, name: str) -> None:
+def test_random_functions_equal_numpy(scalars: Functions, name: str) -> None:
     function, rng = functions()[name], np.random.default_rng(4)
     args = [rng.integers(0, 2 ** (48 if p.type == "u64" else 32), 500, dtype=DTYPES[p.type]) for p in function.params]
-    for got, want in zip(host.run(name, *args), function.evaluate(*args), strict=True):
+    for got, want in zip(scalars.run(name, *args), function.evaluate(*args), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 # ---- kernels ----
 
 
-def memory(storage: Storage) -> type[np.generic]:
-    """Stored elements as the texts declare them: 16-bit codes as unsigned short."""
-    return {"f32": np.float32, "f64": np.float64}.get(storage, np.uint16)
-
-
-def elements(shape: tuple[int, ...], storage: Storage, seed: int) -> Array:
+def elements(shape: tuple[int, ...], storage: Storage, seed: int) -> Tensor:
     """Stored elements: ordinary numbers, every sixth special."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
     special = rng.choice([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-8, 65504.0, -(2.0**-126)], shape)
-    return as_stored(np.where(rng.random(shape) < 1 / 6, special, x).astype(np.float32), storage)
+    return as_stored(np.where(rng.random(shape) < 1 / 6, special, x), storage)
 
 
-def as_stored(x: Array, storage: Storage) -> Array:
-    if storage == "f64":
-        return x.astype(np.float64)
-    x = x.astype(np.float32)
-    if storage == "f16":
-        return x.astype(np.float16).view(np.uint16)
-    if storage == "bf16":
-        return (x.view(np.uint32) >> 16).astype(np.uint16)
-    return x.astype(memory(storage))
+def as_stored(x: Array, storage: Storage) -> Tensor:
+    return torch.from_numpy(x.astype(np.float32)).to(dtype_of(storage))
 
 
-def widened(x: Array) -> Array:
+def widened(x: Tensor) -> Array:
     """Stored elements in the form that ``reference`` takes."""
-    return x.astype(np.uint32) if x.dtype == np.uint16 else x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return x.numpy()
 
 
-def assert_same(got: Array, want: Array) -> None:
-    np.testing.assert_array_equal(codes(widened(got)), codes(want))
-
-
-def run_map(host: Host, kernel: Map, operands: list[Array], grid: tuple[int, int]) -> Array:
-    shape = np.broadcast_shapes(*(x.shape for x in operands))
-    out = np.empty(shape, memory(kernel.results[0]))
-    host.launch(kernel, grid, layout(shape, operands), out, *operands, Key(*KEY))
-    return out
+def assert_same(got: Tensor, want: Array) -> None:
+    np.testing.assert_array_equal(codes(widened(got)), codes(want.reshape(got.shape)))
 
 
 @pytest.mark.parametrize("name", OPERATOR_KERNELS)
-def test_every_operator(host: Host, name: str) -> None:
+def test_every_operator(host: HostLauncher, name: str) -> None:
     kernel = operator_kernel(name)
     operands = [elements((70,), s, seed) for seed, s in enumerate(kernel.loads)]
-    assert_same(run_map(host, kernel, operands, (1, 16)), reference.map_(kernel, operands, KEY))
+    (got,) = pointwise.run_kernel(kernel, operands, KEY)
+    assert_same(got, reference.map_(kernel, [widened(x) for x in operands], KEY))
+
+
+def map_operands(name: str) -> list[Tensor]:
+    """Operands of any strides that broadcast to (9, 5, 3), one of them a number."""
+    kernel = layout_kernel(name)
+    storages = (kernel.loads * 3)[:3]
+    shapes: list[tuple[int, ...]] = [(5, 3, 9), (9,), ()]
+    full, row, number = (elements(s, t, i) for i, (s, t) in enumerate(zip(shapes, storages, strict=True)))
+    return [full.permute(2, 0, 1), row.flip(0)[:, None, None], number][: len(kernel.loads)]
+
+
+def rows_of(operands: list[Tensor]) -> list[Tensor]:
+    return [x.expand(operands[0].shape).contiguous() for x in operands]
 
 
 @pytest.mark.parametrize("name", MAP_KERNELS)
-@pytest.mark.parametrize("grid", [(1, 1), (2, 32), (7, 5)])
-def test_maps_of_any_layout(host: Host, name: str, grid: tuple[int, int]) -> None:
-    kernel = layout_kernel(name)
-    storages = (kernel.loads * 3)[:3]
-    full, row, column = (
-        elements((5, 3, 9), storages[0], 0),
-        elements((9,), storages[1], 1),
-        elements((3,), storages[2], 2),
-    )
-    operands = [full.transpose(2, 0, 1), row[::-1, None, None], column[::-1]][: len(kernel.loads)]
-    want = reference.map_(kernel, [widened(x) for x in operands], KEY)
-    assert_same(run_map(host, kernel, operands, grid), want)
+@pytest.mark.parametrize("seed", range(3))
+def test_maps_of_any_layout(host: HostLauncher, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of blocks and threads, which the seed draws, changes nothing."""
+    monkeypatch.setattr(host, "seed", seed)
+    kernel, operands = layout_kernel(name), map_operands(name)
+    (got,) = pointwise.run_kernel(kernel, operands, KEY)
+    assert_same(got, reference.map_(kernel, [widened(x.contiguous()).reshape(x.shape) for x in operands], KEY))
+    rows = rows_of(operands)
+    (got,) = pointwise.run_kernel(kernel, rows, KEY)
+    assert_same(got, reference.map_(kernel, [widened(x) for x in rows], KEY))
 
 
-def test_a_map_of_nothing(host: Host) -> None:
-    kernel = layout_kernel("exact")
-    assert run_map(host, kernel, [elements((0, 4), "f32", 0)], (2, 4)).shape == (0, 4)
+def test_a_map_of_nothing(host: HostLauncher) -> None:
+    (got,) = pointwise.run_kernel(layout_kernel("exact"), [elements((0, 4), "f32", 0)], KEY)
+    assert got.shape == (0, 4)
 
 
-def lines_of(x: Array) -> Array:
+def lines_of(x: Tensor) -> Array:
     """(outer, length, inner) as (lines, length), the form that ``reference`` takes."""
-    return widened(x.transpose(0, 2, 1).reshape(x.shape[0] * x.shape[2], x.shape[1]))
+    return widened(x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1]))
 
 
-def run_lines(host: Host, kernel: Reduce | Scan | Exact, x: Array, shape: tuple[int, ...]) -> Array:
-    outer, length, inner = x.shape
-    out = np.zeros(shape, memory(kernel.result))
-    sizes = [ctypes.c_uint64(v) for v in (outer * inner, length, inner)]
-    host.launch(kernel, (2, 3), *sizes, out, x, Key(*KEY))
-    return out
-
-
-SHAPES = [(3, 37, 2), (1, 16, 5), (4, 1, 1), (2, 5, 3), (2, 0, 2)]
+SHAPES = [(3, 37, 2), (1, 16, 5), (4, 1, 1), (2, 5, 3), (2, 0, 2), (20, 33, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("row", SUM_KERNELS, ids=" ".join)
-def test_sums(host: Host, row: tuple[str, str, str, Storage], shape: tuple[int, int, int]) -> None:
+def test_sums(host: HostLauncher, row: tuple[str, str, str, Storage], shape: tuple[int, int, int]) -> None:
     kernel, x = sum_of(*row), elements(shape, row[3], 5)
-    want = reference.reduce(kernel, lines_of(x), KEY).reshape(shape[0], shape[2])
-    assert_same(run_lines(host, kernel, x, want.shape), want)
+    want = reference.reduce(kernel, lines_of(x), KEY)
+    assert_same(reduction.run_reduce(kernel, x, DRAW, [1]), want)
+    # The dimensions around the lines are reduced together: they are not adjacent.
+    assert_same(reduction.run_reduce(kernel, x, DRAW, [0, 2]), reference.reduce(kernel, across(x), KEY))
+
+
+def across(x: Tensor) -> Array:
+    """(outer, length, inner) as (length, lines)."""
+    return widened(x.permute(1, 0, 2).reshape(x.shape[1], x.shape[0] * x.shape[2]).contiguous())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_maxima(host: Host, shape: tuple[int, int, int]) -> None:
+def test_maxima(host: HostLauncher, shape: tuple[int, int, int]) -> None:
     """The first value is -inf, which C++ has no literal for."""
     kernel, x = largest_kernel("f32"), elements(shape, "f32", 5)
-    want = reference.reduce(kernel, lines_of(x), KEY).reshape(shape[0], shape[2])
-    assert_same(run_lines(host, kernel, x, want.shape), want)
+    assert_same(reduction.run_reduce(kernel, x, DRAW, [1]), reference.reduce(kernel, lines_of(x), KEY))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("accumulate", SCAN_KERNELS)
-def test_scans(host: Host, accumulate: str, shape: tuple[int, int, int]) -> None:
-    kernel, x = scan_of(accumulate), elements(shape, "f32", 5)
-    lines = reference.scan(kernel, lines_of(x), KEY).reshape(shape[0], shape[2], shape[1])
-    assert_same(run_lines(host, kernel, x, shape), np.ascontiguousarray(lines.transpose(0, 2, 1), np.float32))
+def test_scans(host: HostLauncher, accumulate: str, shape: tuple[int, int, int]) -> None:
+    x = elements(shape, "f32", 5)
+    got = run_scan(accumulate, x)
+    lines = reference.scan(scan_of(accumulate), lines_of(x), KEY).reshape(shape[0], shape[2], shape[1])
+    assert_same(got, np.ascontiguousarray(lines.transpose(0, 2, 1), np.float32))
 
 
-@pytest.mark.parametrize("row", EXACT_KERNELS, ids=" ".join)
-def test_exact_sums(host: Host, row: tuple[str, str, Storage]) -> None:
+def run_scan(accumulate: str, x: Tensor) -> Tensor:
+    rng = torch.tensor([DRAW.seed, DRAW.sample])
+    return reduction.scan(Cumsum(x, 1, str(Rounding.parse(accumulate)), "binary16/stochastic/inf", rng, DRAW.node))
+
+
+def exact_operands(storage: Storage) -> Iterator[Tensor]:
     """Ordinary and special numbers, both ends of the range, and sums that cancel to their last bit."""
-    kernel, storage = exact_of(*row), row[2]
-    for shape in (*SHAPES, (2, 300, 3)):
-        x = elements(shape, storage, 5)
-        assert_same(run_exact(host, kernel, x), reference.exact(kernel, lines_of(x), KEY))
-    finite = elements((1, 64, 5), "f64", 6)
+    yield from (elements(shape, storage, 5) for shape in (*SHAPES, (2, 300, 3)))
+    finite = elements((1, 64, 5), "f64", 6).numpy()
     finite = np.where(np.isfinite(finite), finite, 1.0)
     far = {"f64": 900, "f16": 8}.get(storage, 100)
     spread = finite * np.exp2(np.linspace(-far, far, 64))[:, None]
-    x = as_stored(np.concatenate([finite, spread, -finite, -spread, finite[:, :1] * 2.0**-20], 1), storage)
-    assert_same(run_exact(host, kernel, x), reference.exact(kernel, lines_of(x), KEY))
+    x = np.concatenate([finite, spread, -finite, -spread, finite[:, :1] * 2.0**-20], 1)
+    yield torch.from_numpy(x).to(dtype_of(storage))
 
 
-def run_exact(host: Host, kernel: Exact, x: Array) -> Array:
-    return run_lines(host, kernel, x, (x.shape[0] * x.shape[2],))
+@pytest.mark.parametrize("row", EXACT_KERNELS, ids=" ".join)
+def test_exact_sums(host: HostLauncher, row: tuple[str, str, Storage]) -> None:
+    kernel = exact_of(*row)
+    for x in exact_operands(row[2]):
+        assert_same(reduction.run_reduce(kernel, x, DRAW, [1]), reference.exact(kernel, lines_of(x), KEY))
 
 
-@pytest.mark.parametrize("row", SCATTER_KERNELS, ids=" ".join)
-def test_scatters(host: Host, row: tuple[str, Storage]) -> None:
+def run_scatter(row: tuple[str, Storage]) -> tuple[Tensor, Array]:
+    """A scatter on the launcher in place, and by the reference."""
     kernel, storage = scatter_of(*row), row[1]
     own, source = elements((6, 3), storage, 1), elements((40, 3), storage, 2)
     rows = np.random.default_rng(3).integers(0, 5, 40)
-    order, starts = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(7))
-    out = np.empty((6, 3), memory(storage))
-    sizes = [ctypes.c_uint64(v) for v in (own.size, 3)]
-    host.launch(kernel, (2, 3), *sizes, out, own, source, starts.astype(np.int64), order.astype(np.int64), Key(*KEY))
+    got = reduction.run_scatter(kernel, own, Contributions(torch.from_numpy(rows), source), DRAW)
     places = (rows[:, None] * 3 + np.arange(3)).reshape(-1)
-    want = reference.scatter(kernel, widened(own).reshape(-1), places, widened(source).reshape(-1), KEY)
-    assert_same(out.reshape(-1), want)
+    return got, reference.scatter(kernel, widened(own).reshape(-1), places, widened(source).reshape(-1), KEY)
+
+
+@pytest.mark.parametrize("row", SCATTER_KERNELS, ids=" ".join)
+def test_scatters(host: HostLauncher, row: tuple[str, Storage]) -> None:
+    assert_same(*run_scatter(row))
+
+
+SIDES = (1, 2, 4, 8)
+
+
+def contract(name: str, groups: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A product of tiles with edges in both dimensions and a last round of a few steps, and its operands."""
+    batch, rows, length, columns = 4, 19, 37, 21
+    kernel = contraction(name)
+    # a is stored transposed, b with its batch innermost: any steps will do.
+    a = elements((groups or batch, length, rows), kernel.loads[0], 1).transpose(1, 2)
+    b = elements((length, columns, batch), kernel.loads[1], 2).permute(2, 0, 1)
+    right = Right.matrices(b.shape, b.stride())
+    with patch.object(contraction_module, "_tile", lambda product, *sizes: Tile(product.kernel, side)):
+        got = run_product(Product(kernel, a, b, right, groups, DRAW, (batch, rows, columns)))
+    return got, a[torch.arange(batch) % (groups or batch)], b
 
 
 @pytest.mark.parametrize("groups", [0, 2])
 @pytest.mark.parametrize("name", CONTRACT_KERNELS)
-def test_contractions(host: Host, name: str, groups: int) -> None:
-    kernel, (batch, rows, length, columns) = contraction(name), (4, 3, 11, 5)
-    # a is stored transposed, b with its batch innermost: any steps will do.
-    a = elements((groups or batch, length, rows), kernel.loads[0], 1).transpose(0, 2, 1)
-    b = elements((length, columns, batch), kernel.loads[1], 2).transpose(2, 0, 1)
-    out = np.empty((batch, rows, columns), memory(kernel.result))
-    steps = [s // x.itemsize for x in (a, b) for s in x.strides]
-    shape = Shape(batch, rows, length, columns, groups, *steps)
-    host.launch(kernel, (3, 4), shape, out, a, b, Key(*KEY))
-    repeated = a[np.arange(batch) % (groups or batch)]
-    assert_same(out, reference.contract(kernel, widened(repeated), widened(b), KEY))
-
-
-# ---- for the device ----
-
-
-def test_every_text_compiles_for_sm_90(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc: install the CUDA toolkit to compile the texts for sm_90")
-    text = kernel_source(kernels())
-    text += "".join(device_function(f, f"f{i}") for i, f in enumerate(functions().values()))
-    (tmp_path / "device.cu").write_text(text)
-    command = [nvcc, "-arch=sm_90", "-cubin", *DEVICE_FLAGS, "-o", "device.cubin", "device.cu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:3000]
-    assert (tmp_path / "device.cubin").stat().st_size > 0
+def test_contractions(host: HostLauncher, name: str, groups: int) -> None:
+    """Tiles of every size give the same bits."""
+    for side in SIDES:
+        got, a, b = contract(name, groups, side)
+        if side == SIDES[0]:
+            want = reference.contract(contraction(name), widened(a.contiguous()), widened(b.contiguous()), KEY)
+        assert_same(got, want)

@@ -17,9 +17,7 @@ from fxround.runtime.cuda.cpp.common import element, global_, pointer, stored
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 
 MAX_DIMS: Final = 8
-LAYOUT: Final = (
-    f"template <int N> struct Layout {{ u64 count; u64 sizes[{MAX_DIMS}]; i64 steps[N][{MAX_DIMS}]; }};\n"
-)
+LAYOUT: Final = f"template <int N> struct Layout {{ u64 count; u64 sizes[{MAX_DIMS}]; i64 steps[N][{MAX_DIMS}]; }};\n"
 Access = Literal["contiguous", "scalar", "strided"]
 
 

@@ -69,10 +69,17 @@ TABLE: Final[Mapping[str, str | Mapping[str, str] | Callable[..., str]]] = Mappi
 # comparisons with zero, which a format's constants make.
 DEVICE_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
-        "ftz": False, "prec_div": True, "prec_sqrt": True, "fma": False, "std": "c++17", "use_fast_math": False,
+        "ftz": False,
+        "prec_div": True,
+        "prec_sqrt": True,
+        "fma": False,
+        "std": "c++17",
+        "use_fast_math": False,
         "disable_warnings": True,
     }
 )
+
+
 def constant(node: Expr) -> str:
     """A constant by its encoding."""
     code = int(node.attr or 0)
