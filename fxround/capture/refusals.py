@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from fxround.errors import CaptureError
-from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.dtypes import DEVICES, FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
 
 EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
@@ -34,7 +34,7 @@ def refused_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for a complex, quantized, sparse or non-CPU tensor among the state and the arguments."""
+    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels."""
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
@@ -45,8 +45,8 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. {advice}.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
-        if tensor.device.type != "cpu":
-            raise CaptureError(f"{name} is on {tensor.device}; this version of fxround runs on the CPU: move it there.")
+        if tensor.device.type not in DEVICES:
+            raise CaptureError(f"{name} is on {tensor.device}; fxround runs on {' and '.join(DEVICES)}: move it there.")
 
 
 # The kind of an object that a model makes and returns and that is no tensor, tuple, list or dict.

@@ -10,6 +10,8 @@ import torch
 
 from fxround.numerics.storage import Storage
 
+# The types of devices that have kernels.
+DEVICES: Final = ("cpu", "cuda")
 # The format of every floating-point dtype that may occur in a model.
 FORMAT_OF: Final = MappingProxyType(
     {

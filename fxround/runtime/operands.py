@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxround.graph.dtypes import LOADS, STORAGES, dtype_of, stored_as
+from fxround.graph.dtypes import DEVICES, LOADS, STORAGES, dtype_of, stored_as
 from fxround.numerics.storage import Storage
-
-# The types of devices that have kernels.
-DEVICES: Final = ("cpu", "cuda")
 
 
 def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:
@@ -21,7 +17,7 @@ def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STOR
         raise TypeError(f"{what}: got a {x.layout} {x.dtype} tensor; expected a dense one (call .to_dense() first)")
     storage = stored_as(x.dtype, what, known)
     if x.device.type not in DEVICES:
-        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on the CPU or with CUDA (call .cpu() first)")
+        raise ValueError(f"{what}: got a tensor on {x.device}; kernels run on {' and '.join(DEVICES)}: move it there")
     if x.is_neg():
         raise ValueError(f"{what}: got a view with the negative bit; pass x.resolve_neg()")
     return storage
