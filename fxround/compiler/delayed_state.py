@@ -17,8 +17,8 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import scale_program
 from fxround.numerics.formats import Format
 from fxround.passes.delayed_scales import DelayedScale
-from fxround.runtime.cpu.pointwise import run_map
 from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_map
 
 # The prefix of the keys of a state_dict.
 SCALES: Final = "fxround_scales."
