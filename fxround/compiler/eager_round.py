@@ -7,6 +7,7 @@ gradient passes straight through, is zeroed where the rounding clamped, or is ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, overload
@@ -25,11 +26,14 @@ from fxround.kernels.program import Program, Statement
 from fxround.numerics.formats import Format
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
 from fxround.numerics.modes import Rounding
+from fxround.numerics.randomness import BLOCK
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
 from fxround.runtime import buffers
+from fxround.runtime.cpu.llvm.map import MAX_DIMS
+from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
-from fxround.runtime.run import run_map
+from fxround.runtime.run import run_map, run_part
 
 FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
@@ -226,10 +230,17 @@ def _computed(
     if _reads_all(rounding):
         maxima = [torch.ops.fxround.block_maximum(part, [0] * x.dim()) for part in parts]
         most = torch.stack(maxima).amax(0)
-    for part, into in zip(parts, result.split(size, d), strict=True):
+    for i, (part, into) in enumerate(zip(parts, result.split(size, d), strict=True)):
         program, operands = _scaled(part, rounding, dims, most)
-        run_map(program, operands, x.dtype, draw, into)
+        if _draws(rounding):
+            run_part(program, x, operands[1:], result, draw, d, i * size, part.shape[d])
+        else:
+            run_map(program, operands, x.dtype, draw, into)
     return result
+
+
+def _draws(rounding: ScaledRounding) -> bool:
+    return rounding.mode.random_bits > 0 or rounding.mode.jitter
 
 
 def _reads_all(rounding: ScaledRounding) -> bool:
@@ -241,19 +252,22 @@ def _reads_all(rounding: ScaledRounding) -> bool:
 def _pieces(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[int, int]:
     """Return a dimension along which x can be rounded piece by piece, and the size of a piece, or of all of it.
 
-    Scales are as large as x; those of a piece stay in the cache. No block may cross pieces, a piece of the result has
-    to be row-major, and the modes that draw number the elements of all of x.
+    Scales are as large as x; those of a piece stay in the cache. No block may cross pieces, and a piece of the result
+    has to be row-major. The modes that draw number the elements of all of x, in blocks (``BLOCK``) that no piece may
+    part.
     """
     scaling = rounding.format.scaling
     d = next((i for i, n in enumerate(x.shape) if n > 1), 0)
     size = x.shape[d] if x.dim() else 1
-    if scaling is None or x.numel() <= _PIECE or rounding.mode.random_bits or rounding.mode.jitter:
+    if scaling is None or x.numel() <= _PIECE or (_draws(rounding) and (x.dim() > MAX_DIMS or runs_texts([x]))):
         return d, size
     block = 1 if scaling.block == "tensor" else block_sizes(scaling.block, dims, x.dim())[d]
     # Only a largest magnitude of the tensor is that of the pieces' largest magnitudes.
     other = scaling.block == "tensor" and (scaling.how == "affine" or scaling.percentile is not None or scaling.fit)
     if block == 0 or other:
         return d, size
+    if _draws(rounding):
+        block = math.lcm(block, BLOCK // math.gcd(x.numel() // size, BLOCK))
     return d, max(1, _PIECE * size // x.numel() // block) * block
 
 

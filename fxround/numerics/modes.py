@@ -88,7 +88,7 @@ class Mode:
         name, colon, count = text.strip().partition(":")
         if name not in MODES:
             near = get_close_matches(name[:40], MODES, n=2, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(MODES)}")
         mode = MODES[name]
         if not colon:

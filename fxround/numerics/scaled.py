@@ -176,7 +176,7 @@ class ScaledFormat:
         found = _parsed(text.strip())
         if found is None:
             near = get_close_matches(text[:40], SCALED, n=2, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ValueError(
                 f"no scaled format is named {shown(text)}{hint} Known: {', '.join(SCALED)}, int2 to int16, uint2 to "
                 "uint16, bfp(bits,block), each with :block, :channel or :tensor; fixed(bits,fraction), "
@@ -258,16 +258,21 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
     try:
         return Rounding.parse(text)
     except ValueError as error:
-        near = get_close_matches(str(text).partition("/")[0][:40].lower(), _SPELLINGS, n=2, cutoff=0.7)
+        near = get_close_matches(str(text).partition("/")[0][:40].lower(), SPELLINGS, n=2, cutoff=0.7)
         if not near:
             raise
         raise ValueError(f"{error}; or did you mean {' or '.join(near)}?") from error
 
 
-# What a misspelt name of another kind than a plain format may be meant for.
-_SPELLINGS: Final = (
+# What a misspelt name of another kind than a plain format may be meant for, and how such names are listed.
+SPELLINGS: Final = (
     *("mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "int4", "int8", "uint4", "uint8", "bfp(8,32)", "fixed(16,8)"),
     *("nf4", "posit8", "posit16", "posit32", "binary8p3", "binary8p4"),
+)
+OTHERS: Final = (
+    "nf4, int2 to int16, uint2 to uint16, bfp(bits,block), fixed(bits,fraction), ufixed(bits,fraction), "
+    "scaled(element;block,scale,how), ieee(exponent_bits,precision), table(value,value,...), "
+    "posit(bits,exponent_bits), binary8p3"
 )
 
 

@@ -25,7 +25,7 @@ from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
-from fxround.numerics.scaled import SCALED, ScaledRounding, is_scaled
+from fxround.numerics.scaled import OTHERS, SCALED, SPELLINGS, ScaledRounding, is_scaled
 from fxround.policy.rule import (
     DIRECTIONS,
     DTYPE,
@@ -208,8 +208,9 @@ class Policy:
                 raise PolicyError(f"policy {shown(name)}: {error}") from error
             known = list(dict.fromkeys([*NAMED, *FORMATS, *SCALED]))
             other = candidates(name)
-            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, known)
-            raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}") from error
+            spellings = dict.fromkeys([*known, *SPELLINGS])
+            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, spellings)
+            raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}, {OTHERS}") from error
 
     @staticmethod
     def parse(source: Any) -> Policy:

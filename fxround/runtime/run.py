@@ -43,6 +43,14 @@ def run_map(
     return result
 
 
+def run_part(
+    program: Program, x: Tensor, parts: Sequence[Tensor], out: Tensor, draw: Draw, d: int, start: int, size: int
+) -> None:
+    """Run a program over ``size`` rows of x from ``start`` on along d (``pointwise.run_part``); x is on the CPU."""
+    kernel = map_kernel(program, loads_of((x, *parts)), result_storage(out.dtype))
+    pointwise.run_part(kernel, x, parts, out, draw.key(), d, start, size)
+
+
 def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Sum ``dims`` (ascending, none negative) of x exactly; the result has the other dimensions."""
     run = cuda_reduction.run_reduce if runs_texts([x]) else exact_sum.run_exact

@@ -175,6 +175,31 @@ def test_pieces_of_a_large_tensor_change_nothing(text: str, monkeypatch: pytest.
             assert same(fxround.round(x, text, dim=dim, out=out), wanted)
 
 
+@pytest.mark.parametrize("mode", ["stochastic", "up_down", "stochastic_equal"])
+def test_pieces_draw_the_bits_of_the_whole_tensor(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece begins where a block of random words does, in rows of 1, 7, 48 and 64 elements and in transposes."""
+    started: list[int] = []
+    whole = eager_round.run_part
+
+    def run_part(*arguments: Any) -> None:
+        started.append(arguments[-2])
+        whole(*arguments)
+
+    monkeypatch.setattr(eager_round, "run_part", run_part)
+    shapes = ((700,), (130, 7), (1, 13, 48), (9, 64), (130, 3, 5))
+    for text in ("mxfp8", "nvfp4", "int8", "int8:channel", "uint4:8"):
+        for shape in shapes:
+            for x in (
+                operand(shape, torch.float32, seed=7),
+                operand(shape[::-1], torch.float32, seed=7).permute(*range(len(shape))[::-1]),
+            ):
+                wanted = fxround.round(x, f"{text}/{mode}", seed=5)
+                with monkeypatch.context() as patched:
+                    patched.setattr(eager_round, "_PIECE", 100)
+                    assert same(fxround.round(x, f"{text}/{mode}", seed=5), wanted), (text, shape)
+    assert len(started) > 100 and max(started) > 100
+
+
 def test_strides_change_nothing() -> None:
     x = operand((6, 33), torch.float32, seed=3)
     for view in (x.t(), x[:, ::2], x[1:, 3:], x.flip(0)):

@@ -352,3 +352,10 @@ def test_other_names_in_longer_texts() -> None:
     toml = '[[rules]]\nrounding = "half"\naccumulate = "float32 chunk=8 combine=torch.float32"\n'
     assert Policy.from_toml(toml).rules == (Rule(rounding="binary16", accumulate="binary32 chunk=8 combine=binary32"),)
     assert Policy.parse("fp8") is PRESETS["fp8"]
+
+
+def test_an_unknown_name_has_the_nearest_of_all_kinds_and_the_list_of_all_kinds() -> None:
+    with pytest.raises(PolicyError, match=r"did you mean 'nf4'.* Known: identity, .*, int2 to int16, .*binary8p3$"):
+        Policy.parse("nf3")
+    with pytest.raises(PolicyError, match=r"no rounding mode is named 'wrap'\. Known: nearest_even"):
+        Policy.parse("e4m3fn/wrap")

@@ -64,6 +64,28 @@ def _access(sizes: list[int], strides: list[int]) -> Access:
     return "strided"
 
 
+def run_part(
+    kernel: Map, x: Tensor, parts: Sequence[Tensor], out: Tensor, key: Any, d: int, start: int, size: int
+) -> None:
+    """Run a kernel over ``size`` rows of x from ``start`` on along d, with the numbers that elements have in x.
+
+    d is the first dimension of more than one element, and the rows begin with a block of elements. parts: the other
+    operands, of the rows alone. out: a row-major tensor of x's shape, of which these rows are written.
+    """
+    layout: list[tuple[Sequence[int], Sequence[int]]] = [(x.shape, x.stride())]
+    shifts = [0]
+    for part in parts:
+        wide = part.shape[d] == size > 1  # one row is read by all
+        layout.append(((*part.shape[:d], x.shape[d], *part.shape[d + 1 :]) if wide else part.shape, part.stride()))
+        shifts.append(start * part.stride(d) * part.itemsize if wide else 0)
+    call = _map_call(kernel, tuple(layout), current_set())
+    assert call is not None and call.shape == out.shape
+    row = x.numel() // x.shape[d]
+    blocks = range(start * row // BLOCK, -(-(start + size) * row // BLOCK))
+    found = zip(addresses((x, *parts)), shifts, strict=True)
+    call.over(blocks, array([at - shift for at, shift in found]), array(addresses((out,))), key)
+
+
 def run_kernel(
     kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
