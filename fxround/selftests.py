@@ -1,9 +1,9 @@
 """``fxround.selftest``: compare the kernels of this machine with the specification, in a few seconds.
 
 Roundings, products of matrices and sums are compared with ``numerics.exact``, which uses rational numbers and Python's
-integers alone; Philox with its published vectors; elementary functions with stored hashes of their correctly rounded
-values (``tests/test_selftests.py`` makes them with MPFR). The expected values use neither the algorithm nor the code
-generator of the kernels, and the kernels are those that models run.
+integers alone; Philox and SplitMix64 with published vectors; elementary functions with stored hashes of their correctly
+rounded values (``tests/test_selftests.py`` makes them with MPFR). The expected values use neither the algorithm nor the
+code generator of the kernels, and the kernels are those that models run.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ _PHILOX: Final = (
         (0xA4093822, 0x299F31D0),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
+)
+# The first outputs of SplitMix64 for a seed, from Rosetta Code, "Pseudo-random numbers/Splitmix64".
+_SPLITMIX64: Final = (
+    1234567,
+    (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821),
 )
 # fxround.hash of the correctly rounded values at ``arguments(name)``.
 STORED: Final = MappingProxyType(
@@ -132,7 +137,7 @@ def selftest() -> SelftestReport:
 
         print(fxround.selftest())
     """
-    checks = (_philox, _roundings, _contractions, _sums, _elementary)
+    checks = (_generators, _roundings, _contractions, _sums, _elementary)
     found = tuple(comparison for check in checks for comparison in check())
     return SelftestReport(processor(), current_set(), found)
 
@@ -147,9 +152,14 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
     return c0, c1, c2, c3
 
 
-def word(element: int, node: int) -> int:
-    """Return the 32 random bits of an element of a node's result, as docs/numerics.md defines them."""
-    return _block(element // 64 * 16 + element % 16, 0, node)[element % 64 // 16]
+def word(element: int, node: int, bits: int = 32) -> int:
+    """Return the random bits of an element of a node's result, as docs/numerics.md defines them.
+
+    bits: 1, 16 or 32. They are the highest of 32, and the others are zero.
+    """
+    words, share = _block(0, 0, node), 64 // bits
+    output = splitmix64(words[1] << 32 | words[0], element // share)
+    return (output >> bits * (element % share) & (1 << bits) - 1) << 32 - bits
 
 
 def stream(element: int, node: int) -> Iterator[int]:
@@ -174,10 +184,13 @@ def _block(counter: int, draw: int, node: int) -> tuple[int, ...]:
     return philox((counter & _WORD, (counter >> 32) + (draw << 16), node, _DRAW.sample), (low, high))
 
 
-def _philox() -> Iterator[Comparison]:
+def _generators() -> Iterator[Comparison]:
     for counter, key, expected in _PHILOX:
         _same(f"Philox4x32-10 of {counter}", list(philox(counter, key)), list(expected))
     yield Comparison("Philox4x32-10", 4 * len(_PHILOX), "its published vectors")
+    seed, outputs = _SPLITMIX64
+    _same(f"SplitMix64 of {seed}", [splitmix64(seed, i) for i in range(len(outputs))], list(outputs))
+    yield Comparison("SplitMix64", len(outputs), "its published vector")
 
 
 def _roundings() -> Iterator[Comparison]:
@@ -194,7 +207,8 @@ def _roundings() -> Iterator[Comparison]:
         found = run_kernel(kernel, (x,), _DRAW.keys(range(1, 1 + len(drawing))))
         for rounding, got in zip(roundings, found, strict=True):
             node = 1 + drawing.index(rounding) if rounding in drawing else 0
-            want = [round_float(v, rounding, word(i, node) if node else 0) for i, v in enumerate(x.tolist())]
+            bits = 1 if rounding.mode.random_bits == 1 else 32
+            want = [round_float(v, rounding, word(i, node, bits) if node else 0) for i, v in enumerate(x.tolist())]
             _equal(str(rounding), got, want, partial(_argument, x))
         yield Comparison(f"{fmt.name}, {len(roundings)} modes", x.numel() * len(roundings), "the specification")
 

@@ -7,6 +7,7 @@ store) raises ValueError here, before any code is compiled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -14,9 +15,11 @@ from fxround.errors import shown
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.shapes import Map, Word
 from fxround.numerics.exact import round_float
+from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
+from fxround.numerics.randomness import width_of
 from fxround.numerics.scalar import Expr, Function, Type, const, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
@@ -47,6 +50,13 @@ def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[St
 def draws(statement: Statement) -> bool:
     """Whether a statement's rounding draws random bits."""
     return statement.rounding is not None and statement.rounding.mode.random_bits > 0
+
+
+def _width(statement: Statement) -> int:
+    """The random bits that a statement takes. A fault decides by all bits of a word."""
+    if statement.rounding is None or numbers_of(statement.operator) is not None:
+        return 32
+    return width_of(statement.rounding.mode.random_bits)
 
 
 def program_carrier(program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> Type:
@@ -85,7 +95,7 @@ def _map_kernel(
         random = param(f"r{number}", "u32") if draws(s) else None
         if random is not None:
             randoms.append(random)
-            drawn.append(word)
+            drawn.append(replace(word, width=_width(s)))
         operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
         values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))

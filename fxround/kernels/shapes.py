@@ -11,10 +11,10 @@ the digest is the key of all compiled code.
     Scatter   acc = lift(self[i]); acc = step(acc, x, random) for each x that goes to i, ascending; out = finish(acc)
     Exact     out = finish(the sum of all x, no rounding before)                  one result per output element
 
-Random words of a Map: draw d of node n for element i is ``randomness.random_bits(i, d, key of n)``; each operation of a
-fused chain draws what it would have drawn alone. Random words of the other kernels come from one stream per output
-element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that draw
-advance it once each, in the order of the formula. If each step of a Contract tosses one coin (``coins``), 32 steps
+Random words of a Map: draw d of node n for element i is ``randomness.random_bits`` of i and the seed of (d, n); each
+operation of a fused chain draws what it would have drawn alone. Random words of the other kernels come from one stream
+per output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
+draw advance it once each, in the order of the formula. If each step of a Contract tosses one coin (``coins``), 32 steps
 share a word: step k sees the coins of word k div 32 shifted left by k mod 32.
 """
 
@@ -37,10 +37,14 @@ def _digest(*parts: object) -> str:
 
 @dataclass(frozen=True)
 class Word:
-    """A random word of a Map: draw ``draw`` of the ``node``-th node number that the call is given."""
+    """A random word of a Map: draw ``draw`` of the ``node``-th node number that the call is given.
+
+    ``width``: the bits that it has, at its top (``randomness.WIDTHS``).
+    """
 
     node: int
     draw: int
+    width: int = 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,15 +1,18 @@
 """Random bits as a function of (seed, sample, node, element, draw), without a state.
 
-The bits of a rounding are Philox4x32-10 of these numbers. No generator is advanced, so threads, tiles, vector width,
-device and order of evaluation cannot change them. The four words of a Philox block serve four elements of the same
-64-element block, 16 apart, so that vectors of any width fill their lanes without shuffles:
+No generator is advanced, so threads, tiles, vector width, device and order of evaluation cannot change the bits. Each
+draw of a node has a seed of 64 bits, words 1 and 0 of Philox4x32-10:
 
-    counter = (element div 64) * 16 + element mod 16       word = (element mod 64) div 16
-    Philox input  (counter low, counter high + draw * 2^16, node, sample)      key (seed low, seed high)
+    Philox input  (0, draw * 2^16, node, sample)      key (seed low, seed high)
+
+It seeds a SplitMix64 sequence, whose output number n is a function of n alone. A rounding that draws at most b = 1, 16
+or 32 bits uses the smallest such b, and 64 / b neighbouring elements share an output:
+
+    element i    bits b (i mod (64 / b)) to b (i mod (64 / b)) + b - 1 of output number i div (64 / b)
 
 Inside a contraction or a reduction each output element owns a stream, which advances once per rounding: the linear
-congruential sequence x -> A x + C modulo 2^52, whose 32 highest bits are drawn. Its first state is number ``element``
-of the SplitMix64 sequence that is seeded with words 0 and 1 of Philox block 0 with draw 0xffff.
+congruential sequence x -> A x + C modulo 2^52, whose 32 highest bits are drawn. Its first state is output number
+``element`` of the SplitMix64 sequence of draw 0xffff.
 
 Philox and SplitMix64 pass BigCrush; the tests check them against published vectors. The linear congruential sequence
 has period 2^52 from any state (Hull and Dobell: C is odd, A mod 4 is 1), and the tests compute how far its lattices in
@@ -23,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.scalar import Expr, Function, const, narrow, param, select, widen
+from fxround.numerics.scalar import Expr, Function, const, narrow, param, widen
 
 # Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -32,7 +35,7 @@ _ROUNDS: Final = 10
 _WORD: Final = (1 << 32) - 1
 
 # Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16 (Stafford's variant 13).
-_GAMMA: Final = 0x9E3779B97F4A7C15
+GAMMA: Final = 0x9E3779B97F4A7C15
 _MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 # Among 20,000 multipliers of 32 bits that are 5 modulo 8, drawn at random, the one whose lattices in two to eight
@@ -42,8 +45,10 @@ STREAM_INCREMENT: Final = 0x9E3779B97F4A7
 # A product modulo 2^52, plus a constant, is one instruction of processors that multiply 52-bit integers.
 STREAM_BITS: Final = 52
 
+# The numbers of bits that a map draws for an element, and the elements that a kernel takes at once: a whole number of
+# outputs of SplitMix64 for each of them.
+WIDTHS: Final = (1, 16, 32)
 BLOCK: Final = 64
-STRIDE: Final = 16
 STREAM_DRAW: Final = 0xFFFF
 
 
@@ -88,18 +93,42 @@ def block_words(counter: Expr, draw: int | Expr, key: Key) -> tuple[Expr, Expr, 
     return philox((narrow(counter), high, key.node, key.sample), (key.seed_low, key.seed_high))
 
 
-def random_bits(element: Expr, draw: int, key: Key) -> Expr:
-    """Return the 32 random bits of one element (u64, its row-major index in the result)."""
-    words = block_words((element >> 6) * STRIDE + (element & (STRIDE - 1)), draw, key)
-    word = narrow(element >> 4) & 3
-    low, high = select(word.equals(0), words[0], words[1]), select(word.equals(2), words[2], words[3])
-    return select(word < 2, low, high)
+def draw_seed(draw: int | Expr, key: Key) -> Expr:
+    """Return the u64 seed that all elements of a draw share. draw: its number, below 2^16."""
+    words = block_words(const("u64", 0), draw, key)
+    return (widen(words[1]) << 32) | widen(words[0])
 
 
 def stream_seed(key: Key) -> Expr:
     """Return the u64 seed that all streams of a node share."""
-    words = block_words(const("u64", 0), STREAM_DRAW, key)
-    return (widen(words[1]) << 32) | widen(words[0])
+    return draw_seed(STREAM_DRAW, key)
+
+
+def mix(x: Expr) -> Expr:
+    """Return SplitMix64's output for a u64 state: each bit of the state changes half of its bits."""
+    for shift, factor in _MIXING:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)
+
+
+def splitmix64(number: Expr, seed: Expr) -> Expr:
+    """Return output ``number`` (u64) of the SplitMix64 sequence with this seed (u64): a u64."""
+    return mix((number + 1) * GAMMA + seed)
+
+
+def width_of(bits: int) -> int:
+    """Return how many random bits an element takes of a shared output, for a rounding that draws 1 to 32."""
+    return next(width for width in WIDTHS if bits <= width)
+
+
+def random_bits(element: Expr, seed: Expr, width: int = 32) -> Expr:
+    """Return the random bits of one element (u64, its row-major index in the result) as the top of a u32.
+
+    seed: that of the draw. width: one of ``WIDTHS``; the other bits are zero.
+    """
+    shared, size = (64 // width).bit_length() - 1, width.bit_length() - 1
+    word = splitmix64(element >> shared, seed) >> ((element & ((1 << shared) - 1)) << size)
+    return narrow(word) if width == 32 else narrow(word) << (32 - width)
 
 
 def start_stream(element: Expr, seed: Expr) -> Expr:
@@ -107,10 +136,7 @@ def start_stream(element: Expr, seed: Expr) -> Expr:
 
     The state is a u64, of which the 52 lowest bits count.
     """
-    x = (element + 1) * _GAMMA + seed
-    for shift, factor in _MIXING:
-        x = (x ^ (x >> shift)) * factor
-    return x ^ (x >> 31)
+    return splitmix64(element, seed)
 
 
 def advance_stream(state: Expr) -> tuple[Expr, Expr]:
@@ -131,10 +157,28 @@ def philox_function() -> Function:
     return Function("philox4x32_10", counter + key, philox(counter, key))
 
 
-def random_function(draw: int = 0) -> Function:
-    """Return (element, key) to 32 random bits as a function of the IR."""
+def random_function(draw: int = 0, width: int = 32) -> Function:
+    """Return (element, key) to the random bits of an element as a function of the IR."""
     element, key = param("element", "u64"), Key.params()
-    return Function("random_bits", (element, *key.exprs), (random_bits(element, draw, key),))
+    return Function("random_bits", (element, *key.exprs), (random_bits(element, draw_seed(draw, key), width),))
+
+
+def shared_function(width: int) -> Function:
+    """Return (element, seed of the draw) to the random bits of an element as a function of the IR."""
+    element, seed = param("element", "u64"), param("seed", "u64")
+    return Function(f"random_{width}", (element, seed), (random_bits(element, seed, width),))
+
+
+def draw_function() -> Function:
+    """Return (key, draw) to the seed of a draw as a function of the IR."""
+    key, draw = Key.params(), param("draw", "u32")
+    return Function("draw_seed", (*key.exprs, draw), (draw_seed(draw, key),))
+
+
+def mix_function() -> Function:
+    """Return ``mix`` as a function of the IR."""
+    state = param("state", "u64")
+    return Function("mix", (state,), (mix(state),))
 
 
 def seed_function() -> Function:

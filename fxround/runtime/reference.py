@@ -33,7 +33,7 @@ def maps(kernel: Map, operands: list[Array], key: tuple[int, int, int], nodes: t
     """A map of several results and nodes. ``key`` is seed low, seed high and sample."""
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     index = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
-    words = [random_function(word.draw).evaluate(index, *key, nodes[word.node])[0] for word in kernel.draws]
+    words = [random_function(w.draw, w.width).evaluate(index, *key, nodes[w.node])[0] for w in kernel.draws]
     full = [np.broadcast_to(x, shape) for x in operands]
     return tuple(kernel.body.evaluate(*full, *words))
 

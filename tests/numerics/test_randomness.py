@@ -1,5 +1,5 @@
-"""Random bits: the published Philox vectors, Philox and the streams over Python integers, the lattices of the streams'
-multiplier, and the layout of words."""
+"""Random bits: published vectors of Philox and SplitMix64, both and the streams over Python integers, the lattices of
+the streams' multiplier, and the layout of words."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxround.numerics.modes import MODES
 from fxround.numerics.randomness import (
     BLOCK,
+    GAMMA,
     STREAM_BITS,
     STREAM_DRAW,
     STREAM_INCREMENT,
     STREAM_MULTIPLIER,
-    STRIDE,
+    WIDTHS,
     coins_function,
+    draw_function,
+    mix_function,
     philox_function,
     random_function,
     seed_function,
+    shared_function,
     stream_functions,
+    width_of,
 )
 
 MASK = 2**32 - 1
@@ -61,11 +67,11 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
     return c0, c1, c2, c3
 
 
-def word(element: int, draw: int, seed_low: int, seed_high: int, sample: int, node: int) -> int:
+def word(element: int, draw: int, width: int, seed_low: int, seed_high: int, sample: int, node: int) -> int:
     """The layout that the module states, over Python integers."""
-    counter = (element // BLOCK) * STRIDE + element % STRIDE
-    block = philox((counter & MASK, (counter >> 32) + (draw << 16), node, sample), (seed_low, seed_high))
-    return block[(element % BLOCK) // STRIDE]
+    words, share = philox((0, draw << 16, node, sample), (seed_low, seed_high)), 64 // width
+    output = splitmix64(words[1] << 32 | words[0], element // share)
+    return (output >> width * (element % share)) % 2**width << (32 - width)
 
 
 @pytest.mark.parametrize("counter, key, result", KNOWN_ANSWERS)
@@ -74,10 +80,29 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], result: t
     assert philox(counter, key) == result
 
 
-@given(st.lists(u48, min_size=1, max_size=20), st.integers(0, STREAM_DRAW - 1), st.tuples(u32, u32, u32, u32))
-def test_words_of_elements(elements: list[int], draw: int, key: tuple[int, int, int, int]) -> None:
-    got = random_function(draw).evaluate(np.array(elements, np.uint64), *key)[0]
-    assert got.tolist() == [word(e, draw, *key) for e in elements]
+@given(
+    st.lists(u48, min_size=1, max_size=20),
+    st.integers(0, STREAM_DRAW - 1),
+    st.sampled_from(WIDTHS),
+    st.tuples(u32, u32, u32, u32),
+)
+def test_words_of_elements(elements: list[int], draw: int, width: int, key: tuple[int, int, int, int]) -> None:
+    array = np.array(elements, np.uint64)
+    expected = [word(e, draw, width, *key) for e in elements]
+    assert random_function(draw, width).evaluate(array, *key)[0].tolist() == expected
+    (seed,) = draw_function().evaluate(*key, draw)
+    assert shared_function(width).evaluate(array, seed)[0].tolist() == expected
+
+
+def test_the_least_width_that_has_the_bits() -> None:
+    assert [width_of(bits) for bits in (1, 2, 16, 17, 31, 32)] == [1, 16, 16, 32, 32, 32]
+    assert {mode.name: width_of(mode.random_bits) for mode in MODES.values() if mode.random_bits} == {
+        "stochastic": 32,
+        "stochastic_b": 32,
+        "stochastic_c": 32,
+        "stochastic_equal": 1,
+        "up_down": 1,
+    }
 
 
 def test_bits_do_not_depend_on_order_or_neighbours() -> None:
@@ -91,12 +116,15 @@ def test_bits_do_not_depend_on_order_or_neighbours() -> None:
     ].tolist()
 
 
-def test_no_two_uses_share_a_philox_input() -> None:
-    """Elements, draws and streams map to distinct (counter, draw) pairs and words, so that none is used twice."""
-    elements = [*range(300), 2**40, 2**48 - 1]
-    places = {((e // BLOCK) * STRIDE + e % STRIDE, (e % BLOCK) // STRIDE) for e in elements}
-    assert len(places) == len(elements)
-    assert max(c for c, _ in places) < 2**48
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_bit_of_an_output_belongs_to_one_element(width: int) -> None:
+    """The words of the elements that share an output, put side by side, are the output."""
+    elements, key = np.arange(15 * BLOCK, 16 * BLOCK, dtype=np.uint64), (1, 2, 3, 4)
+    words = random_function(5, width).evaluate(elements, *key)[0].astype(np.uint64) >> np.uint64(32 - width)
+    share = 64 // width
+    joined = [sum(int(w) << width * i for i, w in enumerate(row)) for row in words.reshape(-1, share)]
+    seed = int(draw_function().evaluate(*key, 5)[0])
+    assert joined == [splitmix64(seed, int(elements[0]) // share + n) for n in range(width)]
 
 
 @pytest.mark.parametrize("changed", range(4))
@@ -147,6 +175,11 @@ def test_first_states_are_splitmix64s() -> None:
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert start.evaluate(np.arange(5, dtype=np.uint64), np.uint64(1234567))[0].tolist() == known
     assert [splitmix64(1234567, i) for i in range(5)] == known
+    states = np.uint64(1234567) + np.arange(1, 6, dtype=np.uint64) * np.uint64(GAMMA)
+    assert mix_function().evaluate(states)[0].tolist() == known
+    # Words of a map are the halves of the outputs, the lower one first.
+    halves = shared_function(32).evaluate(np.arange(10, dtype=np.uint64), np.uint64(1234567))[0].tolist()
+    assert halves == [half for x in known for half in (x % 2**32, x >> 32)]
 
 
 def test_streams_have_the_full_period() -> None:

@@ -107,7 +107,7 @@ def specified(x: Tensor, text: str, dim: int = -1, seed: int = 0) -> list[float]
     if draws:
         (word,) = draws
         elements = np.arange(len(values), dtype=np.uint64)
-        randoms = random_function(word.draw).evaluate(elements, seed, 0, 0, 0)[0].tolist()
+        randoms = random_function(word.draw, word.width).evaluate(elements, seed, 0, 0, 0)[0].tolist()
     whole, found = largest(values), [math.nan] * len(values)
     for block in blocks_of(tuple(x.shape), rounding.format, dim):
         results = round_block([values[i] for i in block], rounding, stored, [randoms[i] for i in block], whole)

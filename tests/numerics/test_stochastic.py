@@ -19,7 +19,7 @@ from neighbours import Array, random_words
 from fxround.numerics.exact import quantum, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Mode, Rounding
-from fxround.numerics.randomness import random_function, seed_function, stream_functions
+from fxround.numerics.randomness import GAMMA, WIDTHS, random_function, seed_function, stream_functions, width_of
 from fxround.numerics.rounding import rounding_function
 
 N = 2**16
@@ -41,11 +41,11 @@ def between(fmt: Format, lost: Fraction) -> tuple[float, float, float, float]:
     return x, 2.0, 2.0 + gap, (x - 2.0) / gap
 
 
-def words(**changed: int) -> Array:
+def words(width: int = 32, elements: Array = ELEMENTS, **changed: int) -> Array:
     """One word an element, as a kernel draws them; the arguments change the key."""
     key = dict(zip(("seed_low", "seed_high", "sample", "node"), KEY, strict=True)) | changed
     draw = key.pop("draw", 0)
-    return random_function(draw).evaluate(ELEMENTS, *key.values())[0]
+    return random_function(draw, width).evaluate(elements, *key.values())[0]
 
 
 def within_six_sigma(total: float, mean: float, variance: float) -> bool:
@@ -166,11 +166,13 @@ def test_equal_and_up_down_are_one_fair_coin() -> None:
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_unbiased(fmt: Format) -> None:
-    function, random = rounding_function(stochastic(fmt), "f32"), words()
-    for lost in LOST:
-        x, _, high, p = between(fmt, lost)
-        up = int((function.evaluate(np.float32(x), random)[0] == high).sum())
-        assert within_six_sigma(up, N * p, N * p * (1 - p)), (lost, up)
+    for bits in (16, 32):
+        function, random = rounding_function(stochastic(fmt, bits), "f32"), words(width_of(bits))
+        for lost in LOST:
+            x, _, high, really = between(fmt, lost)
+            p = math.floor(really * 2**bits) / 2**bits
+            up = int((function.evaluate(np.float32(x), random)[0] == high).sum())
+            assert within_six_sigma(up, N * p, N * p * (1 - p)), (bits, lost, up)
 
 
 def test_unbiased_over_many_values() -> None:
@@ -188,7 +190,7 @@ def test_unbiased_over_many_values() -> None:
 @pytest.mark.parametrize("mode", ["stochastic_equal", "up_down"])
 def test_fair_coins(mode: str) -> None:
     x, _, high, _ = between(FORMATS["e5m2"], Fraction(1, 10))
-    rounded = rounding_function(Rounding.parse(f"e5m2/{mode}"), "f32").evaluate(np.float32(x), words())[0]
+    rounded = rounding_function(Rounding.parse(f"e5m2/{mode}"), "f32").evaluate(np.float32(x), words(1))[0]
     assert within_six_sigma(int((rounded == high).sum()), N / 2, N / 4)
 
 
@@ -227,11 +229,75 @@ def test_roundings_uncorrelated_with(other: str) -> None:
     assert within_six_sigma(float((errors[0] * errors[1]).sum()), 0.0, float((variance**2).sum()))
 
 
-@pytest.mark.parametrize("lag", [1, 2, 16, 48, 64, 1024])
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 16, 64, 1024])
 def test_neighbouring_elements_are_uncorrelated(lag: int) -> None:
-    """16 and 64: the strides of the layout of words in Philox blocks."""
+    """2, 4 and 64: the elements that share an output of SplitMix64."""
     a = centred(words())
     assert within_six_sigma(float((a[:-lag] * a[lag:]).sum()), 0.0, (N - lag) / 9)
+    short, coins = centred(words(16)), centred(words(1)) + 0.5
+    # 16 bits have mean -2^-16 and variance 1/3 to 2^-31: a product's mean of 2^-32 moves the sum by 2^-16.
+    assert within_six_sigma(float((short[:-lag] * short[lag:]).sum()), 0.0, (N - lag) / 9)
+    assert within_six_sigma(float((coins[:-lag] * coins[lag:]).sum()), 0.0, (N - lag) / 16)
+
+
+def chi_square_sigmas(cells: Array, count: int) -> float:
+    """How many sigma the chi-square statistic of equally likely cells is from its mean, by the normal approximation of
+    its cube root (Wilson and Hilferty 1931); with 255 degrees of freedom and 6 sigma it is a false alarm in 1e8."""
+    expected, free = len(cells) / count, count - 1
+    statistic = float(((np.bincount(cells, minlength=count) - expected) ** 2 / expected).sum())
+    return ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+
+
+MANY = np.arange(2**18, dtype=np.uint64)
+
+
+def top(random: Array, bits: int) -> Array:
+    return (random >> np.uint32(32 - bits)).astype(np.int64)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_cells_are_equally_likely(width: int) -> None:
+    """The highest byte of an element, the lowest, pairs of half-bytes of neighbours and of elements of two nodes, two
+    samples, two seeds, two draws: 256 cells each. Of coins, eight neighbours, and four of each of a pair."""
+    drawn = words(width, MANY)
+    if width == 1:
+        coins = top(drawn, 1)
+        octets, four = coins.reshape(-1, 8) @ (1 << np.arange(8)), 1 << np.arange(4)
+        assert abs(chi_square_sigmas(octets, 256)) < SIX_SIGMA
+        halves = coins.reshape(-1, 4) @ four
+        others = {name: top(words(1, MANY, **key), 1).reshape(-1, 4) @ four for name, key in OTHERS.items()}
+    else:
+        highest, lowest = top(drawn, 8), top(drawn, width) & 255
+        assert abs(chi_square_sigmas(highest, 256)) < SIX_SIGMA and abs(chi_square_sigmas(lowest, 256)) < SIX_SIGMA
+        halves = top(drawn, 4)
+        others = {name: top(words(width, MANY, **key), 4) for name, key in OTHERS.items()}
+    for lag in (1, 2, 3, 64):
+        pairs = (16 * halves[:-lag] + halves[lag:])[:: 2 * lag]  # pairs that do not overlap
+        assert abs(chi_square_sigmas(pairs, 256)) < SIX_SIGMA, lag
+    for name, other in others.items():
+        assert abs(chi_square_sigmas(16 * halves + other, 256)) < SIX_SIGMA, name
+
+
+def test_the_chi_square_test_finds_what_is_not_random() -> None:
+    """The states of SplitMix64 before they are mixed, whose highest bytes are too even and whose pairs are few."""
+    weyl = ((MANY + np.uint64(1)) * np.uint64(GAMMA) >> np.uint64(32)).astype(np.uint32)
+    assert chi_square_sigmas(top(weyl, 8), 256) < -SIX_SIGMA
+    halves = top(weyl, 4)
+    assert chi_square_sigmas((16 * halves[:-1] + halves[1:])[::2], 256) > SIX_SIGMA
+
+
+def test_words_of_many_nodes_and_samples_at_one_element_are_uniform() -> None:
+    """The seeds of draws, and what the first and the last of 64 elements draw from them."""
+    node, sample = (x.ravel() for x in np.meshgrid(np.arange(2**10), np.arange(2**7), indexing="ij"))
+    for element in (0, 63):
+        for width in (16, 32):
+            key = (np.uint32(KEY[0]), np.uint32(0), sample.astype(np.uint32), node.astype(np.uint32))
+            drawn = random_function(0, width).evaluate(np.uint64(element), *key)[0]
+            assert abs(chi_square_sigmas(top(drawn, 8), 256)) < SIX_SIGMA
+            for step in (1, 2**7):  # the next sample of the node; the next node
+                halves = top(drawn, 4)
+                pairs = 16 * halves.reshape(-1, 2, step)[:, 0] + halves.reshape(-1, 2, step)[:, 1]
+                assert abs(chi_square_sigmas(pairs.ravel(), 256)) < SIX_SIGMA, (element, width, step)
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ OTHERS_HERE = (
 )
 ROUNDING_FUNCTIONS = [f"{r} {c}" for r in ROUNDINGS for c in ("f32", "f64") if held(r.format, c)]
 ROUNDING_FUNCTIONS += [f"{text} {c}" for text in OTHERS_HERE for c in ("f32", "f64")]
-RANDOM_FUNCTIONS = ("philox", "random draw 0", "random draw 7", "seed", "start", "advance", "coins")
+RANDOM_FUNCTIONS = ("philox", "random 0", "random 7", "random 16", "random 1", "seed", "start", "advance", "coins")
 OPERATOR_KERNELS = [
     *(f"{name} @ binary32" for name in OPERATORS),
     *(f"{name} @ bfloat16/stochastic" for name, row in OPERATORS.items() if row.native),
@@ -138,6 +138,8 @@ def functions() -> dict[str, Function]:
         philox_function(),
         random_function(0),
         random_function(7),
+        random_function(7, 16),
+        random_function(7, 1),
         seed_function(),
         *stream_functions(),
         coins_function(),

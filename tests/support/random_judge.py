@@ -120,7 +120,7 @@ class Maps:
             )
             values.append(elements[offsets - low].astype(_ELEMENT[storage]))
         words = [_u32(key, 3 + kernel.nodes)[n] for n in range(3 + kernel.nodes)]
-        drawn = [drawing(w.draw).evaluate(index, *words[:3], words[3 + w.node])[0] for w in kernel.draws]
+        drawn = [drawing(w.draw, w.width).evaluate(index, *words[:3], words[3 + w.node])[0] for w in kernel.draws]
         results = kernel.body.evaluate(*values, *drawn)
         for i, (storage, result) in enumerate(zip(kernel.results, results, strict=True)):
             target = _memory(_words(outs + 8 * i, 1)[0], first, last, storage)

@@ -24,8 +24,9 @@ from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.operands import loads_of, writable
 
-# A thread computes this many elements.
+# A thread computes this many elements; where it computes seeds first, it takes more.
 _EACH: Final = 4
+_EACH_THAT_DRAWS: Final = 16
 
 
 def pointwise(call: Pointwise[Tensor]) -> Tensor:
@@ -72,7 +73,8 @@ def run_kernel(
     ]
     if call.total:
         words = (*key, *[0] * (3 + kernel.nodes - len(key)))
-        launch(call.text, -(-call.total // _EACH), [call.layout, *results, *operands, *key_of(words)], device)
+        each = _EACH_THAT_DRAWS if kernel.draws else _EACH
+        launch(call.text, -(-call.total // each), [call.layout, *results, *operands, *key_of(words)], device)
     return results
 
 

@@ -1,15 +1,15 @@
 """The Map shape as LLVM: blocks of 64 elements, vectors inside a block.
 
 Element i of the row-major result belongs to block i div 64. A block finds each operand as 64 consecutive elements, in
-place where they are adjacent, copied to a stack buffer where they are strided, broadcast or too few; draws its random
-words (16 Philox counters give 64 words); and runs the body vector by vector. So a map is one pass over memory whatever
-the strides are. Blocks are fixed by the index of the element, so threads may take any of them with the same bits. Only
-elements below ``total`` are stored.
+place where they are adjacent, copied to a stack buffer where they are strided, broadcast or too few; draws the random
+bits of its 64 elements (1, 16 or 32 outputs of SplitMix64); and runs the body vector by vector. So a map is one pass
+over memory whatever the strides are. Blocks are fixed by the index of the element, so threads may take any of them with
+the same bits. Only elements below ``total`` are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal
@@ -17,12 +17,13 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.randomness import BLOCK, STRIDE, Key, block_words
-from fxround.numerics.scalar import Function, param
+from fxround.numerics.randomness import BLOCK, GAMMA, draw_function, mix_function
+from fxround.numerics.scalar import Function
 from fxround.numerics.storage import Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import (
+    I16,
     I32,
     I64,
     MEMORY,
@@ -33,7 +34,6 @@ from fxround.runtime.cpu.llvm.loops import (
     copy_elements,
     count,
     define,
-    iota,
     load_vector,
     scratch,
     store_vector,
@@ -44,6 +44,9 @@ from fxround.runtime.cpu.llvm.render import emit, needed, splat
 # the operand, or are all one element of it, and are not copied.
 Access = Literal["contiguous", "scalar", "inner", "row", "strided"]
 MAX_DIMS: Final = 16
+# 64-bit lanes in which the outputs of SplitMix64 are computed, and lanes in which a row is copied.
+_OUTPUTS: Final = 8
+_COPIED: Final = 16
 # The largest number of operators of a body that LLVM optimizes: optimizing saves a tenth of a call's time, and doubles
 # that of compiling.
 _OPTIMIZED: Final = 2000
@@ -67,11 +70,7 @@ class MapVariant:
         return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.numbered else ''}"
 
 
-@cache
-def words_function() -> Function:
-    """The function (counter, key, draw) -> the four Philox words of one lane of a block."""
-    counter, key, draw = param("counter", "u64"), Key.params(), param("draw", "u32")
-    return Function("words", (counter, *key.exprs, draw), block_words(counter, draw, key))
+draw_seed, mixed = cache(draw_function), cache(mix_function)
 
 
 def lanes_of(body: Function) -> int:
@@ -100,8 +99,7 @@ def build_map(variant: MapVariant) -> str:
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
     random = scratch(b, I32, BLOCK * len(kernel.draws))
-    numbers = _numbers(b, a["key"], variant) if kernel.draws else None
-    seed = [b.load(at(b, a["key"], I64(i), I32), typ=I32) for i in range(3)]
+    seeds = _seeds(b, a["key"], variant)
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
     with count(b, a["begin"], a["end"]) as block:
@@ -115,10 +113,7 @@ def build_map(variant: MapVariant) -> str:
             else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
             for i, access in enumerate(variant.access)
         ]
-        if numbers is not None:
-            with count(b, I64(0), I64(len(kernel.draws))) as d:
-                node, draw = numbers(d)
-                _draw(b, at(b, random, b.mul(d, I64(BLOCK)), I32), block, [*seed, node], draw)
+        _draw(b, random, block, seeds, [w.width for w in kernel.draws])
         heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
         # The body always computes 64 elements. In a short block those beyond ``total`` are stale, and stay on the
         # stack: the results go to ``ends``, from which only ``number`` are copied.
@@ -130,11 +125,10 @@ def build_map(variant: MapVariant) -> str:
                 else load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
                 for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
             ]
-            vector = ir.VectorType(I32, lanes)
-            # Word 64 d + i of ``random`` is that of draw d for element i of the block: the element alone gives its
-            # number.
-            words = [b.add(i, I64(d * BLOCK)) for d in range(len(kernel.draws))]
-            values += [b.load(at(b, random, word, I32), typ=vector, align=4) for word in words]
+            values += [
+                _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, word.width)
+                for d, word in enumerate(kernel.draws)
+            ]
             for value, target, s in zip(
                 emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
             ):
@@ -150,18 +144,27 @@ def build_map(variant: MapVariant) -> str:
     return str(module)
 
 
-def _numbers(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Callable[[Any], tuple[Any, Any]]:
-    """A function from the place of a draw in the kernel to its node number and draw number (u32)."""
+def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
+    """An array on the stack of the u64 seeds of a kernel's draws."""
+    words = variant.kernel.draws
+    seeds = scratch(b, I64, len(words))
+    if not words:
+        return seeds
 
     def load(array: Any, index: Any) -> Any:
         return b.load(at(b, array, index, I32), typ=I32)
 
-    if variant.numbered:
-        own = at(b, key, I64(3), I32)
-        return lambda d: (load(own, b.mul(d, I64(2))), load(own, b.add(b.mul(d, I64(2)), I64(1))))
-    words = variant.kernel.draws
+    parts = [load(key, I64(i)) for i in range(3)]
     nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw for w in words])
-    return lambda d: (load(key, load(nodes, d)), load(draws, d))
+    with count(b, I64(0), I64(len(words))) as d:
+        if variant.numbered:
+            first = b.add(I64(3), b.mul(d, I64(2)))
+            node, draw = load(key, first), load(key, b.add(first, I64(1)))
+        else:
+            node, draw = load(key, load(nodes, d)), load(draws, d)
+        (seed,) = emit(draw_seed(), b, [*parts, node, draw], 1)
+        b.store(seed, at(b, seeds, d, I64))
+    return seeds
 
 
 def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
@@ -172,12 +175,33 @@ def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
     return table.bitcast(PTR)
 
 
-def _draw(b: ir.IRBuilder, words: Any, block: Any, key: list[Any], draw: Any) -> None:
-    """Emit 64 random words: Philox of 16 counters, word w of counter l for element 16 w + l of the block."""
-    first = b.add(splat(b, b.mul(block, I64(STRIDE)), STRIDE), iota(STRIDE))
-    results = emit(words_function(), b, [first, *(splat(b, k, STRIDE) for k in (*key, draw))], STRIDE)
-    for w, value in enumerate(results):
-        b.store(value, at(b, words, I64(w * STRIDE), I32), align=4)
+def _draw(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence[int]) -> None:
+    """Emit the outputs of SplitMix64 that the elements of a block share, at place 64 d of ``random`` for draw d."""
+    for width in sorted(set(widths)):
+        places = [d for d, w in enumerate(widths) if w == width]
+        listed = None if len(places) == len(widths) else _table(b, f"draws{width}", places)
+        with count(b, I64(0), I64(len(places))) as n:
+            d = n if listed is None else b.zext(b.load(at(b, listed, n, I32), typ=I32), I64)
+            words, lanes = at(b, random, b.mul(d, I64(BLOCK)), I32), min(width, _OUTPUTS)
+            first = b.add(b.mul(b.mul(block, I64(width)), I64(GAMMA)), b.load(at(b, seeds, d, I64), typ=I64))
+            for i in range(0, width, lanes):
+                steps = [I64((i + lane + 1) * GAMMA % 2**64) for lane in range(lanes)]
+                more = ir.Constant(ir.VectorType(I64, lanes), steps) if lanes > 1 else steps[0]
+                (outputs,) = emit(mixed(), b, [b.add(splat(b, first, lanes), more)], lanes)
+                b.store(outputs, at(b, words, I64(i), I64), align=64)
+
+
+def _words(b: ir.IRBuilder, words: Any, i: Any, lanes: int, width: int) -> Any:
+    """The random words of a block's elements i to i + lanes - 1: the bits of the outputs, in ascending order."""
+    vector = ir.VectorType(I32, lanes)
+    if width == 32:
+        return b.load(at(b, words, i, I32), typ=vector, align=4)
+    if width == 1:
+        coins = b.trunc(b.lshr(b.load(words, typ=I64), i), ir.IntType(lanes))
+        short = b.bitcast(coins, ir.VectorType(ir.IntType(1), lanes))
+    else:
+        short = b.load(at(b, words, i, I16), typ=ir.VectorType(I16, lanes), align=2)
+    return b.shl(b.zext(short, vector), ir.Constant(vector, [I32(32 - width)] * lanes))
 
 
 def _fetch(
@@ -308,7 +332,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
 
 def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: Any, storage: Storage) -> None:
     """Copy ``length`` elements of a row that are ``stride`` apart; may write up to 64 elements after the first."""
-    memory, lanes = MEMORY[storage], STRIDE
+    memory, lanes = MEMORY[storage], _COPIED
     vector, align = ir.VectorType(memory, lanes), MEMORY_BYTES[storage]
 
     def move(first: Any) -> None:

@@ -8,7 +8,14 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.kernels.shapes import Contract, Exact, Kernel, Reduce, Scan, Scatter
-from fxround.numerics.randomness import coins_function, seed_function, stream_functions
+from fxround.numerics.randomness import (
+    WIDTHS,
+    coins_function,
+    draw_function,
+    seed_function,
+    shared_function,
+    stream_functions,
+)
 from fxround.numerics.storage import Storage
 from fxround.runtime.cuda.cpp.limbs import LIMBS
 from fxround.runtime.cuda.cpp.table import device_function
@@ -49,8 +56,8 @@ def structure(name: str, fields: Iterable[str]) -> str:
 @cache
 def preamble(shape: tuple[str, ...]) -> str:
     """The text before all kernels, once in a translation unit. shape: the fields of a contraction's ``Shape``."""
-    functions = "".join(device_function(f) for f in (seed_function(), *stream_functions(), coins_function()))
-    return _HEAD + structure("Shape", shape) + functions + _DRAW + LIMBS
+    randoms = (draw_function(), *map(shared_function, WIDTHS), seed_function(), *stream_functions(), coins_function())
+    return _HEAD + structure("Shape", shape) + "".join(map(device_function, randoms)) + _DRAW + LIMBS
 
 
 def global_(name: str, parameters: Iterable[str], body: str, threads: int = 0) -> str:
