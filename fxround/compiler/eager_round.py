@@ -21,13 +21,15 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from fxround.capture.dynamo import aside
 from fxround.errors import shown
 from fxround.graph.dialect import BlockMaximum, Call, block_sizes
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program, Statement
+from fxround.kernels.scaled import clamped_program
 from fxround.numerics.formats import Format
-from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, unclamped
+from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.numerics.randomness import BLOCK
-from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
+from fxround.numerics.scaled import ScaledRounding, any_rounding
 from fxround.runtime import buffers
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
 from fxround.runtime.cuda.launcher import runs_texts
@@ -97,7 +99,8 @@ def round(
             memory with x.
         gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
             rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
-            example ``"zero_clamped e5m2/stochastic"``. ``"zero_clamped"`` is not defined for scaled formats.
+            example ``"zero_clamped e5m2/stochastic"``. An element of a scaled format is clamped
+            if its quotient by the scale, rounded as if elements had any size, is beyond the largest one.
         dim: the dimension along which the blocks of a scaled format run; for ``:channel``, the dimensions in which all
             elements share a scale.
 
@@ -133,16 +136,11 @@ def _dims(dim: Any) -> tuple[int, ...]:
 def _rounded(
     x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dims: tuple[int, ...]
 ) -> Any:
-    if is_scaled(gradient):
-        raise ValueError(
-            f"gradient = {shown(gradient)}: a gradient is rounded to no scaled format; expected another one"
-        )
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
         raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
-    if how.zero_clamped and isinstance(parsed, ScaledRounding):
-        raise ValueError(f"gradient = {str(how)!r}: not defined for a scaled format, got {parsed}")
-    if how.zero_clamped and not clamps(parsed):  # type: ignore[arg-type]
+    found = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
+    if how.zero_clamped and not found:
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
     if isinstance(x, Tensor):
         _check_out(x, out, Tensor)
@@ -362,6 +360,11 @@ class _Round(torch.autograd.Function):
         if how.zero_clamped and isinstance(rounding, Rounding):
             wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
             ctx.save_for_backward(wide.abs() > rounding.format.maximum)
+        elif how.zero_clamped:
+            assert isinstance(rounding, ScaledRounding)
+            _, operands = _scaled(x.resolve_neg(), rounding, dims)
+            program = clamped_program(rounding, Format.parse(FORMAT_OF[x.dtype]))
+            ctx.save_for_backward(run_map(program, operands, x.dtype, Draw(seed, sample, stream)) > 0)
         return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims)
 
     @staticmethod

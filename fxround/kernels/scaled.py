@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from fxround.kernels.program import Program, Statement
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.gradients import unclamped
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledFormat, ScaledRounding, Scaling, integers
 
@@ -117,6 +118,29 @@ def element_program(rounding: ScaledRounding, stored: Format) -> Program:
         written.add("mul", written.add("sub", kept, "x2", exact), "x1", _nearest(stored))
     else:
         written.add("mul", written.add("div", "x0", "x1", rounding.element), "x1", _nearest(stored))
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def clamped_program(rounding: ScaledRounding, stored: Format) -> Program:
+    """Return the program that yields 1 where an element is clamped, else 0; operands as for ``element_program``.
+
+    An element is clamped if its quotient, rounded as if the element had any size, is beyond the bounds. The first
+    statement draws the bits that the element draws.
+    """
+    written, form, scaling = _Statements(), rounding.format, rounding.format.scaling
+    wide = unclamped(rounding.element)
+    least, most = form.span or (-form.element.maximum, form.element.maximum)
+    if scaling is None:
+        found = written.add("identity", "x0", wide) if form.unit is None else written.add("div", "x0", form.unit, wide)
+    elif scaling.how == "inverse":
+        found = written.add("mul", "x0", "x1", wide)
+    else:
+        found = written.add("div", "x0", "x1", wide)
+    if scaling is not None and scaling.how == "affine":
+        found, least = written.add("add", found, "x2", _nearest(carrier_of(stored))), 0.0
+    below = written.add("where_lt", found, least, 1.0, 0.0, None)
+    written.add("where_lt", most, found, 1.0, below, None)
     return Program(tuple(written.statements))
 
 

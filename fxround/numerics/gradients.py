@@ -21,6 +21,7 @@ from typing import Any, Final
 from fxround.errors import shown
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.modes import Rounding
+from fxround.numerics.scaled import ScaledRounding, any_rounding
 
 STRAIGHT: Final = "straight_through"
 ZEROED: Final = "zero_clamped"
@@ -34,7 +35,7 @@ class Gradient:
     """
 
     zero_clamped: bool = False
-    rounding: Rounding | None = None
+    rounding: Rounding | ScaledRounding | None = None
 
     def __str__(self) -> str:
         said = [ZEROED] * self.zero_clamped + [str(self.rounding)] * (self.rounding is not None)
@@ -48,7 +49,7 @@ class Gradient:
         """
         if isinstance(text, Gradient):
             return text
-        text = str(text) if isinstance(text, Rounding) else spelt(text)
+        text = str(text) if isinstance(text, Rounding | ScaledRounding) else spelt(text)
         words = text.split() if isinstance(text, str) else []
         if words == [STRAIGHT]:
             return Gradient()
@@ -60,7 +61,10 @@ class Gradient:
         near = get_close_matches(rest[0][:40], (STRAIGHT, ZEROED), n=1) if rest else []
         if near:
             raise ValueError(f"no gradient is named {shown(rest[0])}; did you mean {near[0]!r}?")
-        return Gradient(zeroed, Rounding.parse(rest[0]) if rest else None)
+        found = any_rounding(rest[0]) if rest else None
+        if isinstance(found, ScaledRounding) and found.of_products:
+            raise ValueError(f"{found}: a transform and a delayed scale belong to operands of products")
+        return Gradient(zeroed, found)
 
 
 def clamps(rounding: Rounding) -> bool:
@@ -71,6 +75,11 @@ def clamps(rounding: Rounding) -> bool:
     """
     row = rounding.format
     return rounding.overflow == "saturate" and row.signed and row.is_grid and not rounding.mode.jitter
+
+
+def clamps_elements(rounding: ScaledRounding) -> bool:
+    """Whether a scaled rounding clamps elements, and does nothing else to them. Tables have no values beyond."""
+    return rounding.overflow == "saturate" and rounding.format.element.is_grid and not rounding.mode.jitter
 
 
 def unclamped(rounding: Rounding) -> Rounding:

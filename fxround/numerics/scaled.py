@@ -218,6 +218,12 @@ class ScaledRounding:
         fmt = self.format.element
         return Rounding(fmt, self.mode, fmt.default_overflow if self.overflow == "wrap" else self.overflow)
 
+    @property
+    def of_products(self) -> bool:
+        """Whether the rounding is one of operands alone: a transform that cancels, or a scale of earlier steps."""
+        scaling = self.format.scaling
+        return self.hadamard is not None or (scaling is not None and scaling.how == "delayed")
+
     def multiples(self, carrier: Format) -> Rounding:
         """The rounding to multiples of the element's quantum, without a bound on their size.
 

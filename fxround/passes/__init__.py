@@ -33,6 +33,7 @@ from fxround.passes.rewrite import Pass, Plan
 from fxround.passes.round_fallbacks import round_results, round_selections
 from fxround.passes.round_inputs import add_random_state, round_entries, round_operands
 from fxround.passes.rounding_gradients import treat_gradients
+from fxround.passes.scaled_results import round_scaled_results
 from fxround.passes.verify import verify, verify_accounted
 
 PIPELINE: Final[tuple[Pass, ...]] = (
@@ -40,6 +41,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     classify,
     assign,
     add_random_state,
+    round_scaled_results,
     treat_gradients,
     round_operands,
     lower_draws,

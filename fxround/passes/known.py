@@ -112,7 +112,7 @@ def declaration(node: fx.Node) -> Rounding | Format | None:
     None if the policy says nothing, and for elements of a scaled format.
     """
     place, values = site(node), float_values(node)
-    if place is None or place.assignment is None or not values or place.assignment.scaled is not None:
+    if place is None or place.assignment is None or not values or place.assignment.is_scaled:
         return None
     wanted = decided(place)
     return wanted[1] if wanted is not None else _of_dtype(values[0].dtype)

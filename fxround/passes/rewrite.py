@@ -117,7 +117,7 @@ def round_after(
 
 def follow(graph: fx.GraphModule, node: fx.Node, call: Call[fx.Node], place: Site, name: str) -> fx.Node:
     """Insert a call that reads a node after it, and let every use of the node as a tensor use the new one."""
-    after = _last_placeholder(graph) if node.op == "placeholder" else node
+    after = last_placeholder(graph) if node.op == "placeholder" else node
     with graph.graph.inserting_after(after):
         new = graph.graph.create_node("call_function", call.overload, call.arguments(), name=name)
     new.meta = {**node.meta, META: place}
@@ -137,7 +137,8 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
-def _last_placeholder(graph: fx.GraphModule) -> fx.Node:
+def last_placeholder(graph: fx.GraphModule) -> fx.Node:
+    """Return the last node through which something enters the graph."""
     last: fx.Node = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     return last
 

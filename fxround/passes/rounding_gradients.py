@@ -15,11 +15,16 @@ import torch
 from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dialect import Pointwise, read
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, site
-from fxround.numerics.gradients import Gradient, clamps, unclamped
-from fxround.numerics.modes import Rounding
+from fxround.kernels.scaled import clamped_program
+from fxround.numerics.formats import Format
+from fxround.numerics.gradients import Gradient, clamps, clamps_elements, unclamped
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.rewrite import Plan, become, decided, insert, round_after, rounded
+from fxround.passes.scaled_results import round_in_blocks
 from fxround.policy import Assignment
 
 aten = torch.ops.aten
@@ -44,7 +49,10 @@ def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
         if gradient is None or value is None:
             continue
         how = value.assignment.gradient
-        if how.zero_clamped and clamps(value.rounding):
+        blocks = value.assignment.blocks
+        if how.zero_clamped and blocks is not None:
+            _zero_clamped_elements(graph, value, gradient, blocks)
+        elif how.zero_clamped and clamps(value.rounding):
             _zero_clamped(graph, value, gradient)
         if how.rounding is not None:
             _round(graph, gradient, value, how.rounding)
@@ -78,21 +86,44 @@ def _zero_clamped(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> 
     final.meta[META] = replace(final.meta[META], kind="pointwise")
     wide = replace(value.assignment, rounding=unclamped(value.rounding))
     value.node.meta[META] = replace(value.place, assignment=wide)
-    source, last = value.node, final
-    for move in reversed(value.moves):
-        sizes = {used: used for used in move.all_input_nodes}
-        args = fx.map_arg(move.args, {**sizes, last: source}.__getitem__)
-        source, last = insert(graph, gradient, move.target, args, **move.kwargs), move
+    source = _moved(graph, value, value.node, final, gradient)
     magnitude = insert(graph, gradient, aten.abs.default, (source,))
     clamped = insert(graph, gradient, aten.gt.Scalar, (magnitude, value.rounding.format.maximum))
     gradient.update_arg(0, insert(graph, gradient, aten.masked_fill.Scalar, (gradient.args[0], clamped, 0.0)))
 
 
-def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: Rounding) -> None:
+def _moved(graph: fx.GraphModule, value: _Rounded, source: fx.Node, last: fx.Node, near: fx.Node) -> fx.Node:
+    """Return ``source`` after the movements that lead from ``last`` to the mark, before ``near``."""
+    for move in reversed(value.moves):
+        sizes = {used: used for used in move.all_input_nodes}
+        args = fx.map_arg(move.args, {**sizes, last: source}.__getitem__)
+        source, last = insert(graph, near, move.target, args, **move.kwargs), move
+    return source
+
+
+def _zero_clamped_elements(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node, blocks: ScaledRounding) -> None:
+    """Fill the gradient with zeros where an element of a block was clamped."""
+    call = read(value.node)
+    if not isinstance(call, Pointwise) or not clamps_elements(blocks):
+        return
+    program = clamped_program(blocks, Format.parse(FORMAT_OF[call.dtype]))
+    flags = Pointwise(call.xs, str(program), call.dtype, call.rng, call.node)
+    flag = insert(graph, gradient, flags.overload, flags.arguments())
+    flag.meta[META] = replace(value.place, operator="fxround.round", kind="operand", status="rounded", reason="")
+    clamped = insert(graph, gradient, aten.gt.Scalar, (_moved(graph, value, flag, value.node, gradient), 0.0))
+    gradient.update_arg(0, insert(graph, gradient, aten.masked_fill.Scalar, (gradient.args[0], clamped, 0.0)))
+
+
+def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: Rounding | ScaledRounding) -> None:
     place, dtype = site(gradient), gradient.meta["val"].dtype
     assert place is not None
     source = gradient.args[0]
     assert isinstance(source, fx.Node)
+    if isinstance(rounding, ScaledRounding):
+        kept = Rounding(Format.parse(FORMAT_OF[dtype]), MODES["nearest_even"], "inf")
+        said = replace(value.assignment, rounding=kept, gradient=Gradient(), faults=None, blocks=rounding)
+        round_in_blocks(graph, gradient, replace(place, assignment=said), rounding, place.number)
+        return
     become(graph, gradient, rounded(graph, source, rounding, place.number, dtype))
-    own = replace(value.assignment, rounding=rounding, gradient=Gradient(), faults=None)
+    own = replace(value.assignment, rounding=rounding, gradient=Gradient(), faults=None, blocks=None)
     gradient.meta[META] = replace(place, operator="fxround.round", kind="pointwise", assignment=own, status="rounded")

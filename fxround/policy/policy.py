@@ -160,7 +160,9 @@ class Policy:
         chosen = (said["rounding"] or rules)[-1]
         if last.get("rounding") == IDENTITY:
             return Assignment(None, None, LANES, str(chosen))
-        rounding = resolve(last.get("rounding", DTYPE), dtype)
+        text = last.get("rounding", DTYPE)
+        blocks = ScaledRounding.parse(text) if is_scaled(text) else None
+        rounding = resolve(DTYPE if blocks else text, dtype)
         accumulate = last.get("accumulate", WIDE)
         _require_within(rounding, dtype, str(chosen), operator, path)
         how: Accumulation | Literal["native"] = NATIVE
@@ -168,7 +170,10 @@ class Policy:
             how = Accumulation.parse(with_dtype(with_wide(accumulate, dtype), dtype))
         gradient = Gradient.parse(with_dtype(last.get("gradient", STRAIGHT), dtype))
         faults = Faults.parse(last["faults"]).possible if "faults" in last else None
-        return Assignment(rounding, how, Order.parse(last.get("order", LANES)), str(chosen), gradient, faults=faults)
+        if blocks is not None and faults is not None:
+            raise PolicyError(f"rule {str(chosen)!r}: bits of values in a scaled format do not flip yet")
+        order = Order.parse(last.get("order", LANES))
+        return Assignment(rounding, how, order, str(chosen), gradient, faults=faults, blocks=blocks)
 
     def require_matched(
         self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS

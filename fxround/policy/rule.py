@@ -11,7 +11,7 @@ from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import spelt
-from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps
+from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps, clamps_elements
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
@@ -53,6 +53,7 @@ class Assignment:
     gradient    what the rounding does to the gradient that passes it
     scaled      the scaled rounding of an operand, whose elements have ``rounding``; None for any other
     faults      the bits that flip by chance in the rounded value; None for none
+    blocks      the scaled rounding of a result, after ``rounding``, which is that of its dtype; None for none
     """
 
     rounding: Rounding | None
@@ -62,11 +63,17 @@ class Assignment:
     gradient: Gradient = _STRAIGHT
     scaled: ScaledRounding | None = None
     faults: Faults | None = None
+    blocks: ScaledRounding | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a value of this assignment has elements of a scaled format."""
+        return self.scaled is not None or self.blocks is not None
 
     @property
     def said(self) -> str:
         """The text of the rounding, scaled or not."""
-        return str(self.scaled or self.rounding)
+        return str(self.scaled or self.blocks or self.rounding)
 
     def __str__(self) -> str:
         return IDENTITY if self.rounding is None else f"{self.said} accumulate {self.accumulate} order {self.order}"
@@ -177,6 +184,10 @@ class Rule:
         _parsed(lambda text: Gradient.parse(with_dtype(text, "binary32")), self.gradient, "gradient")
         words = [w if w in (STRAIGHT, ZEROED) else _full_rounding(w) for w in str(self.gradient).split()]
         if ZEROED in words and self.rounding not in (None, IDENTITY):
+            if is_scaled(self.rounding):
+                if not clamps_elements(ScaledRounding.parse(str(self.rounding))):
+                    raise PolicyError(f"gradient = {self.gradient!r}: {self.rounding} clamps nothing")
+                return " ".join(words)
             rounding = resolve(str(self.rounding), "binary32")
             if not clamps(rounding):
                 raise PolicyError(
@@ -246,12 +257,14 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     if not isinstance(text, str | Rounding | ScaledRounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
     if _parsed(is_scaled, str(text), field):
-        if field != "operands":
+        found: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
+        if field == "accumulate":
+            raise PolicyError(f"{field} = {shown(str(text))}: an accumulator has no scale; expected another format")
+        if field == "rounding" and found.of_products:
             raise PolicyError(
-                f"{field} = {shown(str(text))}: a scaled format is a format of operands; write operands= (a scale is "
-                "shared along the dimension over which a product sums)"
+                f"{field} = {shown(str(text))}: a transform and a delayed scale belong to operands; write operands="
             )
-        return str(_parsed(ScaledRounding.parse, str(text), field))
+        return str(found)
     if field != "accumulate":
         if str(text).partition("/")[0] == WIDE:
             raise PolicyError(
@@ -270,6 +283,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
 
 
 def _full_rounding(text: str) -> str:
+    if is_scaled(text):
+        return str(ScaledRounding.parse(text))
     word = text.partition("/")[0]
     parsed = resolve(with_wide(text, DTYPE), "binary32")
     return f"{word}/{parsed.mode}/{parsed.overflow}" if word in (DTYPE, WIDE) else str(parsed)

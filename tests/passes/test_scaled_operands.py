@@ -146,10 +146,10 @@ def test_policies_with_scaled_operands_are_stored_without_loss() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(PolicyError, match="format of operands; write operands="):
-        Rule(rounding="mxfp8")
-    with pytest.raises(PolicyError, match="format of operands"):
-        Rule(accumulate="int8")
+    with pytest.raises(PolicyError, match="an accumulator has no scale"):
+        Rule(accumulate="mxfp8")
+    with pytest.raises(PolicyError, match="belong to operands; write operands="):
+        Rule(rounding="hadamard(16)+nvfp4")
     with pytest.raises(PolicyError, match="2 to 16 bits"):
         Policy.parse("int40")
     with pytest.raises(UnsupportedRounding, match=r"aten.mm.default in the root module: .*precision 39"):
