@@ -27,6 +27,7 @@ from torch._guards import tracing
 
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
+from fxround.capture.loops import own_loops
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -50,6 +51,7 @@ from fxround.errors import CaptureError
 
 if TYPE_CHECKING:
     pass
+from fxround.graph.dialect import graphs_of
 from fxround.graph.site import PORT, PORTS, Port, located
 from fxround.graph.values import fake_mode, module_of
 
@@ -203,6 +205,7 @@ def _trace(
         try:
             graph, reads = dynamo_graph(model, args, kwargs)
             redefine(graph, decompositions)
+            own_loops(graph)
             if doubled and _excludes_one(graph):
                 return None
             if torch.is_grad_enabled():
@@ -211,14 +214,15 @@ def _trace(
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
             joint = joint_of(stack, graph, args, kwargs, decompositions)
-        except LeftToPython:
+        except CaptureError:
             raise
         except Exception as e:  # whatever the model's own code raises
             made = re.match(r"Found <class '([^']+)'> in output", str(e))
             if made:
                 raise LeftToPython(model, [(made[1], RESULT, "")]) from None
             raise explained(model, e) from e
-    refuse_unsupported_nodes(joint.graph_module)
+    for part in graphs_of(joint.graph_module):
+        refuse_unsupported_nodes(part)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads)
 
 
@@ -239,13 +243,15 @@ def describe(joint: Any, arguments: int) -> Captured:
     """
     graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
-    _drop_aliases(graph)
+    for part in graphs_of(graph):
+        _drop_aliases(part)
     ask_arguments_for_sizes(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
     for node, port in zip(placeholders, inputs, strict=True):
         node.meta[PORT] = port
-    _describe_constants(graph)
+    for part in graphs_of(graph):
+        _describe_constants(part)
     output = graph.graph.output_node()
     outputs = tuple(_port(desc) for desc in output.meta["desc"])
     output.meta[PORTS] = outputs

@@ -45,6 +45,8 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # every set_flags gives this warning
+        # The loops of torch.scan are not compiled by torch.compile while they are captured.
+        warnings.filterwarnings("ignore", "torch.compile is ignored when called inside")
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(mock.patch.object(fake_tensor.log, "disabled", True))  # what it logs is raised too
         stack.enter_context(
@@ -66,6 +68,9 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
 def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
     """Replace functions and methods in Dynamo's graph by their definitions, which apply before differentiation."""
     functions = {key: f for key, f in definitions.items() if not isinstance(key, torch._ops.OperatorBase)}
+    for body in graph.children():
+        if isinstance(body, fx.GraphModule):
+            redefine(body, definitions)
     for node in graph.graph.nodes:
         method = node.op == "call_method"
         called = getattr(torch.Tensor, str(node.target), None) if method else node.target

@@ -21,6 +21,7 @@ from torch import fx, nn
 from fxround.capture import Captured, Decompositions, describe, refuse_unsupported_nodes
 from fxround.capture.dynamo import alone
 from fxround.capture.gradient_marks import mark_values
+from fxround.capture.loops import own_loops
 from fxround.capture.refusals import explained, refuse_unsupported_tensors
 from fxround.capture.torch_private import (
     copy_results,
@@ -68,6 +69,7 @@ def _captured(
         stack.enter_context(quickened())
         try:
             redefine(graph, decompositions)
+            own_loops(graph)
             if torch.is_grad_enabled():
                 copy_results(graph)
                 if marked:

@@ -69,11 +69,20 @@ class Port:
     A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or position
     of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the parameter
     ``name`` or the argument ``index``. A multiplier is that of the delayed scale ``name``, and a magnitude the largest
-    one of its value in this call.
+    one of its value in this call. An input of a loop's body is carried, in the order of the loop's operands.
     """
 
     kind: Literal[
-        "parameter", "buffer", "argument", "result", "random", "tangent", "gradient", "multiplier", "magnitude"
+        "parameter",
+        "buffer",
+        "argument",
+        "result",
+        "random",
+        "tangent",
+        "gradient",
+        "multiplier",
+        "magnitude",
+        "carried",
     ]
     name: str = ""
     index: int = -1

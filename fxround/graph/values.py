@@ -9,6 +9,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from fxround.graph.dialect.loops import is_loop
+
 if TYPE_CHECKING:
     pass
 
@@ -43,11 +45,22 @@ def refresh(graph: fx.GraphModule) -> dict[str, tuple[Any, Any]]:
 
 
 def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
-    """Give a call_function node the fake value of its operator on its operands' fake values."""
+    """Give a call_function node the fake value of its operator on its operands' fake values.
+
+    A loop keeps its own, because the values in its body are verified one by one.
+    """
+    if is_loop(node):
+        return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     target: Any = node.target
     with fake_mode(graph):
         node.meta["val"] = target(*args, **kwargs)
+
+
+def outputs_of(graph: fx.GraphModule) -> list[Any]:
+    """Return what the graph returns as a list, whether it returns one value or several."""
+    found: Any = graph.graph.output_node().args[0]
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:

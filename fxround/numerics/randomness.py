@@ -14,6 +14,9 @@ Inside a contraction or a reduction each output element owns a stream, which adv
 congruential sequence x -> A x + C modulo 2^52, whose 32 highest bits are drawn. Its first state is output number
 ``element`` of the SplitMix64 sequence of draw 0xffff.
 
+An iteration of a loop has a seed of its own, and the sample of the call: words 0 and 1 of the Philox block whose number
+is that of the iteration, with draw 0xfffe and the number of the loop, less the highest of their 64 bits.
+
 Philox and SplitMix64 pass BigCrush; the tests check them against published vectors. The linear congruential sequence
 has period 2^52 from any state (Hull and Dobell: C is odd, A mod 4 is 1), and the tests compute how far its lattices in
 two to eight dimensions are from the densest ones. Its high bits are the best ones: bit j of a word alone repeats after
@@ -50,6 +53,7 @@ STREAM_BITS: Final = 52
 WIDTHS: Final = (1, 16, 32)
 BLOCK: Final = 64
 STREAM_DRAW: Final = 0xFFFF
+ITERATION_DRAW: Final = 0xFFFE
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,12 @@ def random_bits(element: Expr, seed: Expr, width: int = 32) -> Expr:
     return narrow(word) if width == 32 else narrow(word) << (32 - width)
 
 
+def iteration_seed(iteration: Expr, key: Key) -> tuple[Expr, Expr]:
+    """Return the seed of an iteration (u64, below 2^48) as its lower 32 and its upper 31 bits. key.node: the loop."""
+    words = block_words(iteration, ITERATION_DRAW, key)
+    return words[0], words[1] & 0x7FFFFFFF
+
+
 def start_stream(element: Expr, seed: Expr) -> Expr:
     """Return the first state of an element's stream: SplitMix64's output number ``element``.
 
@@ -185,6 +195,12 @@ def seed_function() -> Function:
     """Return (key) to the seed of a node's streams as a function of the IR."""
     key = Key.params()
     return Function("stream_seed", key.exprs, (stream_seed(key),))
+
+
+def iteration_function() -> Function:
+    """Return (iteration, key) to the seed of an iteration, low and high, as a function of the IR."""
+    iteration, key = param("iteration", "u64"), Key.params()
+    return Function("iteration_seed", (iteration, *key.exprs), iteration_seed(iteration, key))
 
 
 def stream_functions() -> tuple[Function, Function]:

@@ -1,8 +1,9 @@
 """The rules of operators: what each ATen overload does to numbers, one row per operator.
 
 An operator yields R(f(x, ...)) with one rounding (pointwise, elementary), accumulates (contraction, reduction), selects
-among its operands (exact), moves them (movement), yields no floating point (integer), draws (random), or hides
-arithmetic that fxround has no kernel for (opaque). ``rule_of(node).body``, for example, is ``"mul({0}, {1})"``.
+among its operands (exact), moves them (movement), yields no floating point (integer), draws (random), runs graphs of
+such operators (loop), or hides arithmetic that fxround has no kernel for (opaque). ``rule_of(node).body``, for
+example, is ``"mul({0}, {1})"``.
 Composite operators have no row: ``formulas`` splits them into these operators while the model is captured. ``rule_of``
 returns None for an operator without a row, and its callers report that operator.
 """
@@ -19,10 +20,11 @@ import torch
 from torch import fx
 
 from fxround.graph.dialect import CALLS
+from fxround.graph.dialect.loops import BODIES
 from fxround.numerics.elementary import ELEMENTARY
 
 Kind = Literal[
-    "pointwise", "elementary", "contraction", "reduction", "exact", "movement", "integer", "random", "opaque"
+    "pointwise", "elementary", "contraction", "reduction", "exact", "movement", "integer", "random", "opaque", "loop"
 ]
 
 
@@ -232,6 +234,8 @@ _TABLE: Final = (
     | _rows("random", "aten", _RANDOM, "drawn from PyTorch's global generator, not from (seed, sample)")
 )
 RULES: Final = MappingProxyType(
+    {str(loop): OpRule("loop") for loop in BODIES}
+    |
     # A new function overrides its row in _OPAQUE.
     {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
     | _TABLE

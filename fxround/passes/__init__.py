@@ -14,7 +14,7 @@ from typing import Final
 from torch import fx
 
 from fxround.capture.torch_private import quickened, uncollected
-from fxround.graph.dialect import Fused, read_map
+from fxround.graph.dialect import Fused, graphs_of, loops_of, read_map
 from fxround.graph.site import ORIGIN
 from fxround.graph.values import module_of, settle
 from fxround.kernels.program import EXACT
@@ -23,6 +23,7 @@ from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.dropout_masks import lower_draws
 from fxround.passes.inject_faults import inject_faults
+from fxround.passes.loops import own_bodies
 from fxround.passes.normalize import normalize
 from fxround.passes.optimizations.choose import choose
 from fxround.passes.optimizations.fuse import fuse
@@ -55,6 +56,10 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 )
 
 
+# The passes that ask the policy treat the bodies of loops together with the graph around them.
+_OF_ALL: Final = (assign, round_operands)
+
+
 @uncollected()
 @quickened()
 def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -68,12 +73,22 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     lowered = module_of(graph, copy.deepcopy(graph.graph))
     for node in lowered.graph.nodes:
         node.meta[ORIGIN] = node.name
-    settle(lowered)
+    own_bodies(lowered)
+    for part in graphs_of(lowered):
+        settle(part)
     for step in PIPELINE:
-        step(lowered, plan)
-        verify(lowered, step.__name__)
-    verify_accounted(lowered)
+        for part in (lowered,) if step in _OF_ALL else _outer_first(lowered):
+            step(part, plan)
+        for part in graphs_of(lowered):
+            verify(part, step.__name__)
+    for part in graphs_of(lowered):
+        verify_accounted(part)
     return lowered
+
+
+def _outer_first(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return the graph and the bodies of its loops. What a pass finds out about a body begins with its surroundings."""
+    return list(graphs_of(graph))[::-1]
 
 
 @uncollected()
@@ -84,6 +99,9 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
     Raises VerificationError if a fused value has another shape or dtype than it had.
     """
     fused = fuse(hoist(choose(lowered)))
+    for loop, bodies in loops_of(fused):
+        for name, body in zip(loop.bodies, bodies, strict=True):
+            setattr(fused, name, optimize(body))
     settle(fused, [node for node in fused.graph.nodes if _is_made(node)])
     verify(fused, fuse.__name__)
     return fused

@@ -13,10 +13,12 @@ from typing import Final
 
 from torch import fx
 
+from fxround.graph.dialect import graphs_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ROLE, Site, float_values
 from fxround.numerics.modes import MODES
 from fxround.operators.rules import CONSTANTS
+from fxround.passes.loops import carried_role
 from fxround.passes.rewrite import Plan, sites
 from fxround.policy import ENTERING, Assignment
 
@@ -26,7 +28,7 @@ _ASKED: Final = frozenset(
 
 
 def assign(graph: fx.GraphModule, plan: Plan) -> None:
-    """Attach the policy's assignments; raise PolicyError for a rule that matches nothing."""
+    """Attach the policy's assignments, in loops too; raise PolicyError for a rule that matches nothing."""
     matched: set[int] = set()
 
     @cache
@@ -35,7 +37,8 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         matched.update(plan.policy.matching(**place))
         return plan.policy.assign(**place, dtype=dtype)
 
-    for node, place in sites(graph):
+    everywhere = [pair for part in graphs_of(graph) for pair in sites(part) if carried_role(pair[0]) is None]
+    for node, place in everywhere:
         values = float_values(node)
         entry = (place.role in ENTERING and _enters(node)) or _is_stored(node, place)
         if not values or not (place.kind in _ASKED or entry):
@@ -43,7 +46,7 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         dtype = FORMAT_OF[values[0].dtype]
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=_of_an_integer(node, assignment))
-    found = sites(graph)
+    found = everywhere
     matched.update(i for i, rule in enumerate(plan.policy.rules) if not rule.speaks_of_results)
     plan.policy.require_matched(matched, [p.path for _, p in found], {p.direction for _, p in found})
 

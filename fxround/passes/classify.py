@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.graph.dialect import is_loop, loops_of
 from fxround.graph.site import (
     DIRECTION,
     META,
@@ -37,13 +38,22 @@ from fxround.graph.site import (
     operator_name,
     operator_of,
 )
+from fxround.graph.values import outputs_of
 from fxround.operators.formulas.table import makes_statistics
 from fxround.operators.rules import CONSTANTS, rule_of
+from fxround.passes.loops import carried_role, enter
 from fxround.passes.rewrite import Plan
 
 _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
-_ROLE_OF_PORT: Final = {"parameter": "weight", "buffer": "buffer", "argument": "input", "tangent": "error"}
+_ROLE_OF_PORT: Final = {
+    "parameter": "weight",
+    "buffer": "buffer",
+    "argument": "input",
+    "tangent": "error",
+    "carried": "activation",
+    "random": "constant",
+}
 _COMPLEX: Final = "fxround has no kernels for complex numbers"
 _INDEX: Final = "it becomes an index and depends on no data: it only chooses elements"
 # Operators that make integers, and those that make multiples of one half from such multiples.
@@ -65,12 +75,14 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
         place = replace(_site(node, roles), direction=direction_of(node), number=numbers.get(node, -1))
         if node in gradients:
             place = replace(place, role="gradient")
-        place = replace(place, role=node.meta.get(ROLE, place.role))
+        place = replace(place, role=node.meta.get(ROLE) or carried_role(node) or place.role)
         roles[node] = place.role
         if node in coordinates:
             place = replace(place, kind="coordinate", role="coordinate", status="integer", reason=_INDEX)
         if _yields_tensor(node):
             node.meta[META] = place
+    for loop, bodies in loops_of(graph):
+        enter(loop, bodies, roles, gradients)
 
 
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
@@ -82,7 +94,7 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
     itself.
     """
     output = graph.graph.output_node()
-    results: Any = output.args[0]
+    results = outputs_of(graph)
     ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
     late = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient"}
     first = {value for value in pytree.tree_leaves(results) if isinstance(value, fx.Node) and value not in late}
@@ -91,7 +103,7 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
             first.update(node.all_input_nodes)
         elif node.op == "placeholder" and direction_of(node) == "forward":
             first.add(node)
-    values = [node for node in graph.graph.nodes if float_value(node) is not None]
+    values = [node for node in graph.graph.nodes if float_value(node) is not None or is_loop(node)]
     return {node: 2 * i for i, node in enumerate(sorted(values, key=lambda node: _turn(node, node in first)))}
 
 
@@ -110,7 +122,7 @@ def _turn(node: fx.Node, first: bool) -> int:
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
     """Return the backward values that are the gradient of a parameter, or are used only by its sum and its layout."""
     output = graph.graph.output_node()
-    results: Any = output.args[0]
+    results = outputs_of(graph)
     ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
     found = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient" and port.name}
     for node in reversed(graph.graph.nodes):
@@ -231,6 +243,8 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
         is_part = node.target is torch.ops.aten.view_as_real_copy.default
         maker = node.all_input_nodes[0] if is_part else node
         return replace(place, operator=operator_of(maker), kind="opaque", role="activation", reason=_COMPLEX)
+    if is_loop(node):
+        return replace(place, kind=kind, role=_role(node, kind, roles), status="integer")
     status, reason = _status(node, kind, rule.reason if rule else f"fxround has no rule for {place.operator}")
     named = replace(place, operator=operator_of(node), kind=kind, role=_role(node, kind, roles))
     return replace(named, status=status, reason=reason)
@@ -260,6 +274,8 @@ def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
     if str(node.target) in CONSTANTS:
         return "constant"
     sources = {roles[n] for n in node.all_input_nodes if _yields_tensor(n) or n.op == "call_function"}
+    if kind == "loop":
+        return "error" if sources & _DIFFERENTIAL else "activation"
     if kind == "movement" and len(sources) == 1:
         return sources.pop()
     statistic = kind == "reduction" or str(node.target) in ("aten.amax.default", "aten.amin.default")

@@ -20,7 +20,7 @@ from fxround.graph.geometry import Geometry
 from fxround.graph.site import float_value
 from fxround.numerics.accumulation import Accumulation
 from fxround.operators.rules import argument, rule_of
-from fxround.passes.rewrite import Plan, become, decided, rng_of, sites, size_of
+from fxround.passes.rewrite import Plan, become, decided, drop_dead, rng_of, sites, size_of
 
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 _CALLS: Final = {cls.name: cls for cls in CALLS.values() if issubclass(cls, ContractionCall)}
@@ -36,7 +36,7 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         tail = (str(wanted[0].accumulate), str(wanted[1]), rng_of(graph), place.number)
         become(graph, node, cls(*_arguments(graph, node, cls), *tail))
-    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not _BACKWARD)
+    drop_dead(graph, lambda node: node.target is _BACKWARD)
 
 
 def _call_of(node: fx.Node) -> Any:

@@ -30,8 +30,8 @@ from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
-from fxround.passes.rewrite import decided
-from fxround.passes.round_inputs import operands_of, source_of
+from fxround.passes.rewrite import decided, source_of
+from fxround.passes.round_inputs import operands_of
 from fxround.policy import ENTERING, Policy, Rule
 
 _ROUND: Final = "fxround.round"

@@ -12,6 +12,7 @@ compute what the joint graph computes, node for node. What is saved follows from
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -58,7 +59,7 @@ def partition(joint: fx.GraphModule) -> Parts:
     forward = _needed(joint, [*results, *_effects(joint, late)])
     wanted = _needed(joint, [*gradients, *(v for v, _ in later)])
     for node in joint.graph.nodes:
-        if node in wanted and _is_early_size(node, forward, late):
+        if node in wanted and (_is_taken(node, forward) or _is_early_size(node, forward, late)):
             forward.add(node)
     backward = wanted - forward
     saved = [node for node in joint.graph.nodes if _crosses(node, forward, backward)]
@@ -108,6 +109,11 @@ def _needed(joint: fx.GraphModule, wanted: Iterable[Any]) -> set[fx.Node]:
 def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
     """Return checks that a model asks for: they yield no value and have to run."""
     return [n for n in joint.graph.nodes if n.op == "call_function" and n not in late and n.is_impure()]
+
+
+def _is_taken(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether the node takes one of the results of an operator of the forward graph, such as a loop."""
+    return node.target is operator.getitem and node.args[0] in forward
 
 
 def _is_early_size(node: fx.Node, forward: set[fx.Node], late: set[fx.Node]) -> bool:

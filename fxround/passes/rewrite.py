@@ -20,6 +20,7 @@ from fxround.graph.site import META, ORIGIN, PORT, Port, Site, float_value, site
 from fxround.graph.values import evaluate
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
+from fxround.operators.rules import rule_of
 from fxround.policy import Assignment, Policy
 
 RNG: Final = "rng"
@@ -55,9 +56,12 @@ def rng_of(graph: fx.GraphModule) -> fx.Node:
 
 
 def is_random_state(node: fx.Node) -> bool:
-    """Whether a node is the placeholder of (seed, sample). A buffer of the model may have its name."""
+    """Whether a node is (seed, sample): a placeholder, or in a loop's body what is computed from it.
+
+    A buffer of the model may have its name.
+    """
     port: Port | None = node.meta.get(PORT)
-    return node.op == "placeholder" and port is not None and port.kind == "random"
+    return port is not None and port.kind == "random"
 
 
 def become(graph: fx.GraphModule, node: fx.Node, call: Call[fx.Node]) -> None:
@@ -90,6 +94,29 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
         )
     evaluate(graph, new)
     return new
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Return the value that a node is a view or a copy of, element for element."""
+    while (moved := moved_by(node)) is not None:
+        node = moved
+    return node
+
+
+def moved_by(node: fx.Node) -> fx.Node | None:
+    """Return the operand of an operator that moves one tensor and keeps its dtype; None for any other node."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    value, before = float_value(node), float_value(inputs[0]) if len(inputs) == 1 else None
+    moves = rule is not None and rule.kind == "movement" and value is not None and before is not None
+    return inputs[0] if moves and value.dtype == before.dtype else None  # type: ignore[union-attr]
+
+
+def drop_dead(graph: fx.GraphModule, may_go: Callable[[fx.Node], bool]) -> None:
+    """Erase the nodes that nothing uses and that may go. PyTorch's own function erases nodes of loops' bodies too."""
+    for node in reversed(graph.graph.nodes):
+        if not node.users and may_go(node):
+            graph.graph.erase_node(node)
 
 
 def size_of(graph: fx.GraphModule, near: fx.Node, tensor: fx.Node, dim: int) -> Any:

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxround.errors import PolicyError
-from fxround.graph.dialect import Call, HadamardTransform, Pointwise
+from fxround.errors import PolicyError, UnsupportedRounding
+from fxround.graph.dialect import Call, HadamardTransform, Pointwise, graphs_of
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
@@ -27,22 +27,26 @@ from fxround.kernels.program import Program
 from fxround.numerics.formats import Format
 from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.scaled import ScaledRounding
-from fxround.operators.rules import argument, rule_of
+from fxround.operators.rules import argument
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales
 from fxround.passes.inject_faults import flip_of, site_of
+from fxround.passes.loops import add_states
 from fxround.passes.rewrite import (
     RNG,
     Plan,
     decided,
     insert,
+    is_random_state,
     keeps,
     locating,
+    moved_by,
     rng_of,
     round_after,
     rounded,
     sites,
     size_of,
+    source_of,
 )
 from fxround.policy import ENTERING
 
@@ -54,7 +58,13 @@ _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
 
 def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
-    """Append the placeholder of (seed, sample)."""
+    """Append the placeholder of (seed, sample), and give each loop's body the (seed, sample) of its iteration."""
+    if not any(map(is_random_state, graph.graph.nodes)):
+        _append_state(graph)
+    add_states(graph)
+
+
+def _append_state(graph: fx.GraphModule) -> None:
     last = [node for node in graph.graph.nodes if node.op == "placeholder"]
     mode = fake_mode(graph)
     with graph.graph.inserting_after(last[-1]) if last else graph.graph.inserting_before(next(iter(graph.graph.nodes))):
@@ -85,9 +95,9 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
         return
     streams: dict[fx.Node, list[str]] = {}
     matched: set[int] = set()
-    found, scales = sites(graph), DelayedScales(graph)
-    for node, place in found:
-        if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder"):
+    found, scales = [(part, *pair) for part in graphs_of(graph) for pair in sites(part)], DelayedScales(graph)
+    for part, node, place in found:
+        if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder", "loop"):
             continue
         turned: list[Hadamard | None] = []
         for operand in operands_of(node):
@@ -108,15 +118,20 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             texts = streams.setdefault(source, [])
             if wanted.scaled is None:
                 stream = _stream(own, texts, f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said)
-                node.replace_input_with(operand, _rounded(graph, node, operand, placed, stream))
+                node.replace_input_with(operand, _rounded(part, node, operand, placed, stream))
                 continue
+            if part is not graph and _is_delayed(wanted.scaled):
+                raise UnsupportedRounding(
+                    f"{place}: an operation inside of a loop cannot have a delayed scale, which all iterations would share. "
+                    "Use a policy that scales by the values themselves, such as 'fp8'."
+                )
             multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
             for position, dims, groups in summed_dims(node, operand):
-                writer = _Nodes(graph, node, placed, _stream(own, texts, f"{wanted.said} {dims} {groups}"), multiplier)
+                writer = _Nodes(part, node, placed, _stream(own, texts, f"{wanted.said} {dims} {groups}"), multiplier)
                 node.update_arg(position, _in_groups(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
-    plan.policy.require_matched(matched | others, [p.path for _, p in found], {p.direction for _, p in found})
+    plan.policy.require_matched(matched | others, [p.path for _, _, p in found], {p.direction for _, _, p in found})
 
 
 def _require_one_transform(place: Site, turned: Sequence[Hadamard | None]) -> None:
@@ -233,28 +248,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return [n for n in dict.fromkeys(given) if float_value(n) is not None]
 
 
-def source_of(node: fx.Node) -> fx.Node:
-    """Return the value that a node is a view or a copy of, element for element."""
-    while (moved := _moved(node)) is not None:
-        node = moved
-    return node
-
-
-def _moved(node: fx.Node) -> fx.Node | None:
-    """Return the operand of an operator that moves one tensor and keeps its dtype; None for any other node."""
-    rule = rule_of(node) if node.op == "call_function" else None
-    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    value, before = float_value(node), float_value(inputs[0]) if len(inputs) == 1 else None
-    moves = rule is not None and rule.kind == "movement" and value is not None and before is not None
-    return inputs[0] if moves and value.dtype == before.dtype else None  # type: ignore[union-attr]
-
-
 def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, stream: int) -> fx.Node:
     """Return the operand with its source rounded as ``place`` is assigned.
 
     It is computed before ``near`` and for ``near`` alone.
     """
-    before, wanted = _moved(operand), decided(place)
+    before, wanted = moved_by(operand), decided(place)
     assert wanted is not None
     if before is not None:
         moved = _rounded(graph, near, before, place, stream)

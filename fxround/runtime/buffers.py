@@ -123,7 +123,7 @@ class _Guard:
 
 def _poison(memory: Tensor) -> None:
     """Fill with signalling NaNs."""
-    width, word = _SIGNALLING[memory.dtype]
+    width, word = _SIGNALLING.get(memory.dtype, (torch.uint8, _WORD))
     memory.view(width).fill_(word)
 
 

@@ -27,6 +27,7 @@ from fxround.runtime.cuda import pointwise as cuda_pointwise
 from fxround.runtime.cuda import reduction as cuda_reduction
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.iterations import iterations
 from fxround.runtime.operands import loads_of
 
 R = TypeVar("R")
@@ -81,6 +82,7 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     dialect.BlockPercentile: block_percentile,
     dialect.BlockSum: block_sum,
     dialect.HadamardTransform: hadamard,
+    dialect.Iterations: iterations,
     **reduction_ops.KERNELS,
 }
 _TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {

@@ -19,7 +19,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from fxround.graph.dialect import BODIES, is_loop, read_loop
 from fxround.graph.site import PORT, Port, Site, located, operator_name, site
+from fxround.graph.values import outputs_of
 from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
 from fxround.views.svg import Legend, svg, write_svg
 
@@ -51,7 +53,18 @@ def graph_text(gm: fx.GraphModule) -> str:
             heading = _heading(entry)
             lines.append(f"# {heading}")
         lines.append(f"  {_statement(node)}")
+        for name, body in _bodies(gm, node):
+            lines.append(f"    # {name} of {node.name}")
+            lines += [f"    {line}" for line in graph_text(body).splitlines() if not line.startswith("#")]
     return "\n".join(lines)
+
+
+def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
+    """Return the bodies of a loop with their names; nothing for any other node."""
+    if not is_loop(node):
+        return []
+    bodies = [gm.get_submodule(name) for name in read_loop(node).bodies]
+    return list(zip(BODIES[node.target], bodies, strict=True))  # type: ignore[arg-type]
 
 
 def summary(gm: fx.GraphModule, *, movement: bool = False, backward: bool | None = None) -> Summary:
@@ -77,7 +90,7 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
     """Return the operations of a graph, data movement included."""
     return [
         Operation(
-            node=node.name,
+            node=name,
             operator=entry.operator,
             module=entry.path,
             source=entry.source,
@@ -87,10 +100,10 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
             direction=entry.direction,
             kind=entry.kind,
             role=entry.role,
-            operations=operations(node, entry),
+            operations=times * operations(node, entry),
             code=entry.code,
         )
-        for node, entry in _sites(gm)
+        for name, node, entry, times in _sites(gm)
         if backward is None or backward == (entry.direction == "backward")
     ]
 
@@ -98,13 +111,23 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
 def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
     """Return the whole graph, with texts and numbers as attributes of its nodes, which GraphML can store."""
     graph = nx.DiGraph()
+    _add(graph, gm, "")
+    return graph
+
+
+def _add(graph: nx.DiGraph, gm: fx.GraphModule, within: str) -> None:
+    """Add the nodes of a graph and of the bodies of its loops, whose names begin with those of their loops."""
     for node in gm.graph.nodes:
+        if within and node.op == "output":
+            continue
+        name = f"{within}{node.name}"
         entry = described(node) or replace(located(node), status="integer")
         rounding, accumulate = _decision(entry)
+        carried = within and node.op == "placeholder"
         graph.add_node(
-            node.name,
-            op=node.op,
-            name=_port_name(node),
+            name,
+            op="call_function" if carried else node.op,
+            name="" if carried else _port_name(node),
             operator=entry.operator,
             path=entry.path,
             module_type=entry.module_type,
@@ -112,7 +135,7 @@ def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
             role=entry.role,
             source=entry.source,
             code=entry.code,
-            status=entry.status if node.op == "call_function" else node.op,
+            status=entry.status if carried or node.op == "call_function" else node.op,
             reason=entry.reason,
             rounding=rounding,
             accumulate=accumulate,
@@ -120,8 +143,14 @@ def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
             tensor=node.op == "output" or any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(_value(node))),
             operations=operations(node, entry),
         )
-        graph.add_edges_from((used.name, node.name) for used in node.all_input_nodes)
-    return graph
+        if not is_loop(node):
+            graph.add_edges_from((f"{within}{used.name}", name) for used in node.all_input_nodes)
+        for part, body in _bodies(gm, node):
+            inside = f"{name}.{part}."
+            _add(graph, body, inside)
+            entries = zip(read_loop(node).operands, body.graph.find_nodes(op="placeholder"), strict=True)
+            graph.add_edges_from((f"{within}{x.name}", inside + e.name) for x, e in entries if isinstance(x, fx.Node))
+            graph.add_edges_from((inside + x.name, name) for x in outputs_of(body) if isinstance(x, fx.Node))
 
 
 def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
@@ -173,11 +202,19 @@ def operations(node: fx.Node, entry: Site) -> int:
     return max([result, *map(math.prod, shapes)]) if entry.kind == "reduction" else result
 
 
-def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Site]]:
+def _sites(gm: fx.GraphModule, within: str = "", times: int = 1) -> Iterator[tuple[str, fx.Node, Site, int]]:
+    """Yield the operations by name, with their Sites and how often the example runs each.
+
+    The operations of a loop's body follow the loop. A ``while_loop`` counts as one iteration.
+    """
     for node in gm.graph.nodes:
         entry = described(node)
         if entry is not None and node.op == "call_function":
-            yield node, entry
+            yield f"{within}{node.name}", node, entry, times
+        xs = read_loop(node).xs if is_loop(node) else ()
+        length = _shape(_value(xs[0]))[0] if xs else 1
+        for name, body in _bodies(gm, node):
+            yield from _sites(body, f"{within}{node.name}.{name}.", times * length)
 
 
 def _decision(entry: Site) -> tuple[str, str]:

@@ -54,6 +54,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "block_percentile": (turned, [0, 2], 50.0),
         "block_sum": (turned, [0, 2]),
         "hadamard": (normal(4, 3, 9), 2, 4, 1),
+        "iterations": (torch.arange(5), rng(), 3),
         "block_expand": (normal(2, 1).t(), turned, [0, 3]),
     }
 

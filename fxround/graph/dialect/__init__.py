@@ -25,17 +25,35 @@ from fxround.graph.dialect.contractions import (
     ConvolutionWeightGradient,
     Matmul,
 )
+from fxround.graph.dialect.loops import (
+    BODIES,
+    COND,
+    MAP,
+    SCAN,
+    WHILE,
+    Iterations,
+    Loop,
+    graphs_of,
+    is_loop,
+    loops_of,
+    read_loop,
+)
 from fxround.graph.dialect.maps import FUSED, MAPS, POINTWISE, Fused, Pointwise, ProgramCall, read_map
 from fxround.graph.dialect.reductions import Cumprod, Cumsum, Prod, ReductionCall, ScanCall, Sum
 from fxround.graph.dialect.scatters import IndexPut, ScatterAdd, ScatterCall
 
 __all__ = [
+    "BODIES",
     "CALLS",
+    "COND",
     "FUSED",
     "LIBRARY",
+    "MAP",
     "MAPS",
     "NAMESPACE",
     "POINTWISE",
+    "SCAN",
+    "WHILE",
     "BlockExpand",
     "BlockMaximum",
     "BlockPercentile",
@@ -50,6 +68,8 @@ __all__ = [
     "Fused",
     "HadamardTransform",
     "IndexPut",
+    "Iterations",
+    "Loop",
     "Matmul",
     "Pointwise",
     "Prod",
@@ -61,7 +81,11 @@ __all__ = [
     "Sum",
     "T",
     "block_sizes",
+    "graphs_of",
+    "is_loop",
+    "loops_of",
     "read",
+    "read_loop",
     "read_map",
     "require_state",
 ]

@@ -23,7 +23,7 @@ from fxround.graph.site import float_value, site
 from fxround.graph.values import module_of
 from fxround.operators.rules import argument
 from fxround.passes.pointwise import literal
-from fxround.passes.rewrite import become, rng_of
+from fxround.passes.rewrite import become, drop_dead, rng_of
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
             _choice(chosen, node)
         elif node.target is aten._to_copy.default and _is_mask(node.args[0]):
             _program(chosen, node, "identity", [node.args[0]])
-    chosen.graph.eliminate_dead_code(is_impure_node=_is_kept)
+    drop_dead(chosen, lambda node: not _is_kept(node))
     return chosen
 
 

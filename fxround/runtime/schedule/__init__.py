@@ -18,6 +18,7 @@ from torch import fx
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.schedule.epilogues import join_epilogues
+from fxround.runtime.schedule.loops import Body, Repeated, own_loops, owned
 from fxround.runtime.schedule.row_chains import gather_rows
 from fxround.runtime.schedule.verify import verify_schedule
 from fxround.runtime.torch_ops import KERNELS
@@ -30,16 +31,28 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
 
     Raises VerificationError if the schedule would use memory after its release.
     """
-    gathered = join_epilogues(gather_rows(graph)) if fuse else gather_rows(graph)
+    return _scheduled(graph, fuse, begun=False)
+
+
+def _body(graph: fx.GraphModule, fuse: bool) -> Body:
+    """The body of a loop, whose call is a part of one that has begun."""
+    return Body(_scheduled(graph, fuse, begun=True), owned(graph, _sharing, _owns))
+
+
+def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule:
+    looped = own_loops(graph, lambda body: _body(body, fuse))
+    gathered = join_epilogues(gather_rows(looped)) if fuse else gather_rows(looped)
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))
+        if isinstance(chain, Repeated):
+            continue
         given = {value: place for value in dead.get(node, ()) if (place := _place_of(value, node)) is not None}
         dead[node] = [value for value in dead.get(node, ()) if value not in given]
         chain.spent = tuple(given.values())
         inputs = chain.whole.graph.find_nodes(op="placeholder")
         chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
-    scheduled = _direct(gathered, dead, begun=False)
+    scheduled = _direct(gathered, dead, begun)
     verify_schedule(scheduled)
     return scheduled
 
