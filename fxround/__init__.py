@@ -16,6 +16,7 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 from fxround.compiler import compile as compile
 from fxround.compiler.eager_round import round as round
 from fxround.compiler.exported import LoadedModule, load
+from fxround.compiler.iteration import iterate
 from fxround.compiler.module import RoundedModule
 from fxround.errors import (
     CaptureError,
@@ -84,6 +85,7 @@ __all__ = [
     "describe",
     "formats",
     "instruction_set",
+    "iterate",
     "load",
     "localize",
     "modes",

@@ -122,8 +122,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 continue
             if part is not graph and _is_delayed(wanted.scaled):
                 raise UnsupportedRounding(
-                    f"{place}: an operation inside of a loop cannot have a delayed scale, which all iterations would share. "
-                    "Use a policy that scales by the values themselves, such as 'fp8'."
+                    f"{place}: an operation inside of a loop cannot have a delayed scale, which all iterations would "
+                    "share. Use a policy that scales by the values themselves, such as 'fp8'."
                 )
             multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
             for position, dims, groups in summed_dims(node, operand):

@@ -1,0 +1,160 @@
+"""Iterations: a step function applied many times, captured once and run as a loop of rounded operations.
+
+The step becomes the body of a scan. The number of steps is a size of an argument, so that one capture serves all
+numbers. States keep their shapes and dtypes, which is checked by a call of the step before anything is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxround.compiler.executable import Function
+from fxround.compiler.module import PolicyLike, RoundedModule
+from fxround.policy import Policy
+
+
+class Iteration(nn.Module):
+    """A step function as a module of many steps: (state, ticks, inputs) to the last state, and the kept ones.
+
+    ticks: a tensor with a row for each step, of which only the number of rows counts. Each tensor of a state has one
+    more dimension in front, so that its own dimensions are not taken for a batch.
+    """
+
+    def __init__(self, step: Callable[..., Any], keep: int | None) -> None:
+        super().__init__()
+        self.step, self.keep = step, keep
+
+    def forward(self, state: Any, ticks: Tensor, inputs: Any = None) -> Any:
+        """Return the last state and every ``keep``-th one, stacked; the last state and () if none is kept."""
+        from torch._higher_order_ops import scan
+
+        keeps = self.keep is not None
+
+        def body(carried: Any, row: Any) -> Any:
+            _, given = row
+            following = self.step(carried) if inputs is None else self.step(carried, given)
+            return following, pytree.tree_map(torch.clone, following) if keeps else ()
+
+        begun = pytree.tree_map(lambda x: x[0], state)
+        last, rows = scan(body, begun, (ticks, ticks if inputs is None else inputs))
+        if self.keep is not None:
+            k = self.keep
+            rows = pytree.tree_map(lambda x: x[k - 1 :: k], rows)
+        return last, rows
+
+
+def iterate(
+    step: Callable[..., Any],
+    state: Any,
+    steps: int,
+    policy: PolicyLike = None,
+    *,
+    inputs: Any = None,
+    keep: int | None = None,
+    seed: int = 0,
+    sample: int = 0,
+    strict: bool | None = None,
+) -> Any:
+    """Apply a step function many times, each time rounded by the policy; return the last state.
+
+    The step is captured once, and runs as a loop: another number of steps captures nothing. Under a policy with random
+    bits every step draws its own, which depend on the seed, the sample and the number of the step alone. Gradients flow
+    through all steps to the state and to the inputs. Example::
+
+        def lorenz(s):
+            x, y, z = s.unbind(0)
+            return s + 0.01 * torch.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z])
+
+        last, path = fxround.iterate(lorenz, torch.ones(3), 10_000, "bfloat16", keep=100)
+
+    Args:
+        step: a function or module of the state, and of the inputs of its step if there are any, that returns the next
+            state; or a compiled one, whose policy, seed and sample are then used.
+        state: a tensor, or a tuple, list or dict of tensors; any nesting of these.
+        steps: the number of steps, at least 1.
+        policy: as for ``compile``; None for a compiled step.
+        inputs: tensors of which step i reads ``[i]``; their first dimension is ``steps``.
+        keep: k to return every k-th state too, stacked along a new first dimension; None for none.
+        seed, sample, strict: as for ``compile`` and ``reseed``; not for a compiled step.
+
+    Returns:
+        The last state; with ``keep``, a tuple of it and the kept states: those after k, 2 k, ... steps.
+
+    Raises:
+        TypeError, ValueError: for arguments of another type or out of range, and a state that a step gives another
+            structure, shape or dtype; the message names the part. Also what ``compile`` raises.
+    """
+    _require_count("steps", steps)
+    if keep is not None:
+        _require_count("keep", keep)
+    if isinstance(step, RoundedModule):
+        if policy is not None:
+            raise TypeError("the step is compiled and has a policy: pass the function itself, or no policy")
+        source, chosen, strict = step.source, step.policy, step.strict
+        seed, sample = step.rng.tolist()
+        step = source.function if isinstance(source, Function) else source
+    elif policy is None:
+        raise TypeError("iterate needs a policy, such as 'reproducible' or 'bfloat16', or a compiled step")
+    else:
+        chosen = Policy.parse(policy)
+    _require_inputs(inputs, steps)
+    _require_state(step, state, inputs)
+    compiled = _compiled(step, chosen, strict, keep).reseed(seed, sample)
+    wide = pytree.tree_map(lambda x: x.unsqueeze(0), state)
+    ticks = torch.empty(steps, 0)
+    last, rows = compiled(wide, ticks) if inputs is None else compiled(wide, ticks, inputs)
+    return last if keep is None else (last, rows)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(step: Callable[..., Any], policy: Policy, strict: bool | None, keep: int | None) -> RoundedModule:
+    return RoundedModule(Iteration(step, keep), policy, strict, 0)
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected an int of at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected at least 1")
+
+
+def _require_inputs(inputs: Any, steps: int) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(inputs)[0] if inputs is not None else ():
+        name = f"inputs{pytree.keystr(path)}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} is a {type(leaf).__name__}; expected a tensor with a row for each step")
+        if leaf.dim() == 0 or leaf.shape[0] != steps:
+            raise ValueError(f"{name} has shape {tuple(leaf.shape)}; expected {steps} rows, one for each step")
+
+
+def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
+    """Raise TypeError or ValueError unless a step returns a state like its own. Copies are passed to the step."""
+    leaves, spec = pytree.tree_flatten_with_path(state)
+    if not leaves:
+        raise ValueError("the state has no tensor; expected at least one")
+    for path, leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"state{pytree.keystr(path)} is a {type(leaf).__name__}; expected a tensor")
+    given = [pytree.tree_map(lambda x: x.detach().clone(), state)]
+    if inputs is not None:
+        given.append(pytree.tree_map(lambda x: x[0].detach().clone(), inputs))
+    with torch.no_grad(), torch.random.fork_rng():
+        found = step(*given)
+    results, other = pytree.tree_flatten(found)
+    if other != spec:
+        raise ValueError(f"a step returns {other}, and was given the state {spec}: return the next state alone")
+    for (path, before), after in zip(leaves, results, strict=True):
+        name = f"state{pytree.keystr(path)}"
+        if not isinstance(after, Tensor):
+            raise TypeError(f"{name} is a {type(after).__name__} after a step; expected a tensor")
+        if after.shape != before.shape or after.dtype != before.dtype:
+            raise ValueError(
+                f"{name} is {before.dtype} of shape {tuple(before.shape)}, and after a step {after.dtype} of shape "
+                f"{tuple(after.shape)}: a step must keep both"
+            )
