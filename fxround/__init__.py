@@ -36,6 +36,7 @@ from fxround.numerics.scaled import ScaledFormat, ScaledRounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
+from fxround.significance.calibration import calibrate
 from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
@@ -80,6 +81,7 @@ __all__ = [
     "UnsupportedRounding",
     "VariabilityReport",
     "VerificationError",
+    "calibrate",
     "check_invariance",
     "compile_optimizer",
     "describe",

@@ -1,0 +1,147 @@
+"""Calibration: thresholds by KL divergence against 50 digits, and scales against rational numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from functools import cache
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.numerics.exact import round_exact
+from fxround.numerics.modes import Rounding
+from fxround.policy import Policy
+from fxround.significance.calibration import BINS, histogram, kl_threshold
+
+
+@cache
+def log(number: int) -> mpmath.mpf:
+    with mpmath.workdps(50):
+        return mpmath.log(number)
+
+
+def chosen(counts: list[int], levels: int, first: int = 128) -> int:
+    """pytorch-quantization's loop, bin by bin, over rational numbers and logarithms of 50 digits."""
+    bins = [counts[1], *counts[1:]]
+    found = []
+    for i in range(first, len(bins) + 1):
+        edges = [Fraction(g * i, levels) for g in range(levels + 1)]
+        groups = [next(g for g in range(levels) if edges[g] <= j < edges[g + 1]) for j in range(i)]
+        places = [g if bins[j] else -1 for j, g in enumerate(groups)]
+        sums, filled = Counter[int](), Counter(places)
+        for j, g in enumerate(places):
+            sums[g] += bins[j]
+        reference = bins[:i]
+        reference[-1] += sum(bins[i:])
+        new = [Fraction(sums[g], filled[g]) if g >= 0 else Fraction(0) for g in places]
+        if any(p and not q for p, q in zip(reference, new, strict=True)):
+            found.append((mpmath.inf, -i))
+            continue
+        with mpmath.workdps(50):
+            kl = mpmath.mpf(0)
+            for p, q in zip(reference, new, strict=True):
+                if p:
+                    kl += p * (log(p) - log(q.numerator) + log(q.denominator))
+            found.append((kl / sum(reference) + log(sum(bins[:i])) - log(sum(reference)), -i))
+    return -min(found)[1]
+
+
+@pytest.mark.parametrize("levels", [2, 8, 128])
+def test_the_threshold_is_the_one_of_exact_divergences(levels: int) -> None:
+    rng = np.random.default_rng(levels)
+    for shape in ("normal", "tail", "sparse"):
+        values = np.abs(rng.standard_normal(20_000) if shape == "normal" else rng.standard_t(3, 5_000))
+        if shape == "sparse":
+            values = values[:60]
+        counts = np.bincount(np.minimum(values / values.max() * 160, 159).astype(int), minlength=160)
+        counts[40] = 0
+        assert kl_threshold(counts, levels) == chosen(counts.tolist(), levels), shape
+
+
+def test_equal_divergences_take_the_last_and_empty_histograms_all() -> None:
+    assert kl_threshold(np.zeros(300, np.int64), 128) == 300
+    counts = np.zeros(300, np.int64)
+    counts[:50] = 7  # any threshold from 128 on has the divergence zero where groups do not mix empty bins
+    assert kl_threshold(counts, 128) == chosen(counts.tolist(), 128)
+
+
+def test_bins_are_exact() -> None:
+    most = float(np.float32(2.7182817))
+    values = np.abs(np.random.default_rng(0).standard_normal(3000)).astype(np.float32).astype(np.float64)
+    values = np.concatenate([values[values <= most], [0.0, most, np.float32(most * 5 / BINS)]])
+    wanted = Counter(min(int(Fraction(v) * BINS / Fraction(most)), BINS - 1) for v in values.tolist())
+    assert dict(enumerate(histogram(values, most).tolist())) == {i: wanted[i] for i in range(BINS)}
+    assert histogram(np.zeros(3), 0.0)[0] == 3
+
+
+class Net(nn.Module):
+    """Two products of one module, and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.first(x * 2))
+
+
+def test_scales_are_the_largest_magnitudes_of_all_batches() -> None:
+    model, batches = Net().eval(), [torch.randn(4, 12), torch.randn(2, 12)]
+    batches[0][0, 0] = torch.inf
+    policy = fxround.calibrate(model, [(batch,) for batch in batches], "e4m3fn/stochastic/saturate", "largest")
+    most = max(float(b[b.isfinite()].abs().max()) for b in batches)
+    binary32 = Rounding.parse("binary32")
+
+    def rule(match: str, role: str, magnitude: float) -> str:
+        scale = round_exact(Fraction(magnitude) / 448, False, binary32)
+        text = f"scaled(e4m3fn;fixed,scale={scale!r})/stochastic/saturate"
+        return f"{match} operator=contraction role={role} -> operands={text}"
+
+    texts = [str(r) for r in policy.rules]
+    for module in ("first", "last"):
+        weight = model.get_submodule(module).get_parameter("weight").detach()
+        assert rule(module, "weight", float(weight.abs().max())) in texts
+    assert rule("first", "input", most) in texts
+    assert any(text.startswith("first operator=contraction role=activation") for text in texts)  # x * 2
+    assert Policy.from_toml(policy.to_toml()) == policy
+    compiled = fxround.compile(model, policy, example_inputs=batches[1])
+    assert not compiled.leaks()
+    with torch.no_grad():
+        assert torch.isfinite(compiled(batches[1])).all()
+
+
+def test_a_policy_by_kl_clips_a_heavy_tail() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(400, 12)
+    x[0, 0] = 60.0
+    kl, largest = (fxround.calibrate(Net().eval(), x, "int4", how) for how in ("kl", "largest"))  # type: ignore[arg-type]
+
+    def scale(policy: Policy) -> float:
+        (text,) = (str(r.operands) for r in policy.rules if (r.match, r.role) == ("first", "input"))
+        return float(text.partition("scale=")[2].partition(")")[0])
+
+    assert scale(largest) == float(np.float32(60.0 / 7)) and scale(kl) < scale(largest) / 4
+    again = fxround.calibrate(Net().eval(), x, "int4")
+    assert again == kl
+
+
+def test_what_cannot_be_is_said() -> None:
+    model, x = Net().eval(), torch.zeros(2, 12)
+    for format, how, said in (
+        ("int8:channel", "kl", "without a block"),
+        ("mxfp8", "largest", "without a block"),
+        ("uint8", "largest", "without a block"),
+        ("int16", "kl", "use how='largest'"),
+        ("e4m3fn", "kl", "use how='largest'"),
+        ("int8", "mean", "expected 'largest' or 'kl'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fxround.calibrate(model, x, format, how)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        fxround.calibrate(nn.ReLU(), x)
