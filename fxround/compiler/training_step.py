@@ -88,7 +88,7 @@ class _Step(torch.autograd.Function):
         ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         ctx.set_materialize_grads(False)
-        ctx.like = [(results[i].shape, results[i].dtype) for i in step.tangents]
+        ctx.like = [(results[i].shape, results[i].dtype, results[i].device) for i in step.tangents]
         passive = [r for i, r in enumerate(results) if isinstance(r, Tensor) and i not in step.tangents]
         ctx.mark_non_differentiable(*passive)
         return tuple(results)
@@ -119,7 +119,7 @@ class _Later(torch.autograd.Function):
             step, positions, multipliers = ctx.step()
             with torch.no_grad():
                 outputs = step.forward(*(inputs[i] for i in positions), *multipliers, ctx.rng)
-            like = [(outputs[i].shape, outputs[i].dtype) for i in step.tangents]
+            like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
             found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
         by_input = {positions[i]: gradient for i, gradient in found.items()}
         return None, None, None, *(_final(by_input.get(i)) for i in range(len(ctx.others)))
@@ -131,7 +131,10 @@ def _gradients(
     """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
-    tangents = [torch.zeros(shape, dtype=dtype) if t is None else t.resolve_neg() for t, (shape, dtype) in pairs]
+    tangents = [
+        torch.zeros(shape, dtype=dtype, device=device) if t is None else t.resolve_neg()
+        for t, (shape, dtype, device) in pairs
+    ]
     require_ieee_arithmetic()
     with torch.no_grad():
         values = step.backward(*saved, *tangents, rng)

@@ -142,7 +142,7 @@ def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:
 
 def _any(given: list[Tensor], value: Tensor, kind: Any, pointwise: bool) -> Tensor:
     """Tell where an operand is of the kind: at the element itself, or anywhere."""
-    found = torch.zeros((), dtype=torch.bool)
+    found = torch.zeros((), dtype=torch.bool, device=value.device)
     for x in given:
         found = found | (kind(x) if pointwise else kind(x).any())
     return found.expand(value.shape)

@@ -44,7 +44,8 @@ def lower_draws(graph: fx.GraphModule, plan: Plan) -> None:
 def _number(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Return the number p of bernoulli.p(x, p) in the shape of x."""
     like: Any = node.args[0]
-    scalar = insert(graph, node, aten.scalar_tensor.default, (node.args[1],), dtype=node.meta["val"].dtype)
+    own = node.meta["val"]
+    scalar = insert(graph, node, aten.scalar_tensor.default, (node.args[1],), dtype=own.dtype, device=own.device)
     shape = [size_of(graph, node, like, d) for d in range(like.meta["val"].dim())]
     return insert(graph, node, aten.expand.default, (scalar, shape))
 

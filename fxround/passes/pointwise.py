@@ -71,9 +71,9 @@ def _tensor(graph: fx.GraphModule, node: fx.Node, argument: fx.Node) -> fx.Node:
 
     Integers up to 2^53 are exact in binary64; beyond that PyTorch's own conversion rounds first.
     """
-    value, dtype = argument.meta.get("val"), node.meta["val"].dtype
+    value, own = argument.meta.get("val"), node.meta["val"]
     if not isinstance(value, torch.Tensor):
-        return insert(graph, node, aten.scalar_tensor.default, (argument,), dtype=dtype)
+        return insert(graph, node, aten.scalar_tensor.default, (argument,), dtype=own.dtype, device=own.device)
     if value.is_floating_point():
         return argument
     return insert(graph, node, aten._to_copy.default, (argument,), dtype=torch.float64)

@@ -213,11 +213,11 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if self.kind is not torch.optim.SGD:
             state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
         count = int(state["step"].item()) if "step" in state else done + 1
-        key = (first, count, p.dtype)
+        key = (first, count, p.dtype, p.device)
         if key not in shared:
             formula = self._update_of(group, first)
             values = formula.numbers(group, count)
-            shared[key] = formula, {name: torch.tensor(value, dtype=p.dtype) for name, value in values.items()}
+            shared[key] = formula, {name: p.new_tensor(value) for name, value in values.items()}
         update, numbers = shared[key]
         for name in update.states:
             if state.get(name) is None:

@@ -63,6 +63,7 @@ template <class T> struct Place {
     seen.read = epoch;
     return value;
   }
+  void operator=(const Place& other) { *this = (T)other; }
   void operator=(T x) {
     if (seen.written == epoch && seen.writer != current) report("race of two writes", name, index, seen.writer);
     if (seen.read == epoch && seen.reader != current) report("race of a write with a read", name, index, seen.reader);

@@ -83,7 +83,7 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = N
     whole = all(isinstance(v, int | torch.SymInt) for v in (start, end, step))
     if whole or dtype is None or not dtype.is_floating_point:
         return NotImplemented
-    k = torch.arange(math.ceil((end - start) / step), dtype=torch.int64).to(dtype)
+    k = torch.arange(math.ceil((end - start) / step), dtype=torch.int64, device=options.get("device")).to(dtype)
     return scaled(k, step) if start == 0 else scaled(k, step) + start
 
 

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros([], dtype=x.dtype)
+    return x.new_zeros([])
 
 
 @formula(aten.sigmoid_backward.default)
@@ -150,12 +150,12 @@ def embedding_backward(
     """embedding_backward(g) = g added at the indices, in their order; nothing at padding_idx; over counts if asked"""
     if scale_grad_by_freq:
         ones = torch.ones_like(indices, dtype=torch.int64)
-        counts = aten.index_put(torch.zeros([rows], dtype=torch.int64), [indices], ones, True)
+        counts = aten.index_put(indices.new_zeros([rows], dtype=torch.int64), [indices], ones, True)
         gradient = gradient / counts[indices].unsqueeze(-1).to(gradient.dtype)
     padded = padding_idx >= 0
     # Gradients of the padding index go to an extra row after the others, which is dropped.
     places = torch.where(indices == padding_idx, rows, indices) if padded else indices
-    empty = torch.zeros([rows + padded, gradient.shape[-1]], dtype=gradient.dtype)
+    empty = gradient.new_zeros([rows + padded, gradient.shape[-1]])
     result: Tensor = aten.index_put(empty, [places], gradient, True)
     return result[:-1] if padded else result
 

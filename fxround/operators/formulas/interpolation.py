@@ -83,9 +83,9 @@ def _weighted(x: Tensor, dim: int, rows: _Rows) -> Tensor:
     places = [[start + k if k < len(own) else size for k in range(longest)] for start, own in rows]
     table = [[*weights, *[0.0] * (longest - len(weights))] for _, weights in rows]
     longer = aten.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, 1], 0.0)
-    index = constant([p for row in places for p in row], torch.int64)
+    index = constant([p for row in places for p in row], torch.int64, x.device)
     taken = longer.index_select(dim, index).unflatten(dim, (len(rows), longest)).movedim(dim + 1, -1)
-    weights = constant(table, x.dtype).reshape([len(rows), *[1] * (x.dim() - dim - 1), longest])
+    weights = constant(table, x.dtype, x.device).reshape([len(rows), *[1] * (x.dim() - dim - 1), longest])
     return total(taken * weights, [-1])
 
 

@@ -124,7 +124,7 @@ def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, i
     """nll_loss(x, t) = sum(-x[t] * weight[t]) / sum(weight[t]), zeros in the place of targets that are ignored"""
     classes, kept, own, dim = _chosen(x, target, weight, ignore_index)
     terms = -widened(x).gather(dim, classes.unsqueeze(dim)).squeeze(dim)
-    zero = torch.zeros([], dtype=terms.dtype)
+    zero = terms.new_zeros([])
     terms = torch.where(kept, terms if own is None else terms * own, zero)
     if reduction == 0:
         return terms.to(x.dtype), x.new_zeros([])
@@ -148,5 +148,5 @@ def nll_loss_backward(
     classes, kept, own, dim = _chosen(x, target, weight, ignore_index)
     share = widened(gradient) / widened(total_weight) if reduction == _MEAN else widened(gradient)
     value = -share if own is None else -share * own
-    value = torch.where(kept, value, torch.zeros([], dtype=value.dtype)).to(x.dtype)
+    value = torch.where(kept, value, value.new_zeros([])).to(x.dtype)
     return torch.zeros_like(x).scatter(dim, classes.unsqueeze(dim), value.unsqueeze(dim))

@@ -32,13 +32,14 @@ def _divisor(counts: Sequence[list[int]], x: Tensor) -> Tensor | int:
     """Return the product of the counts of each dimension, as a number where it is the same everywhere."""
     if all(len(set(c)) == 1 for c in counts):
         return math.prod(c[0] for c in counts)
-    tables = [_table(c).reshape([-1 if i == d else 1 for i in range(len(counts))]) for d, c in enumerate(counts)]
+    axes = range(len(counts))
+    tables = [_table(c, x.device).reshape([-1 if i == d else 1 for i in axes]) for d, c in enumerate(counts)]
     return reduce(torch.mul, tables).to(x.dtype)
 
 
-def _table(values: Sequence[int]) -> Tensor:
+def _table(values: Sequence[int], device: torch.device) -> Tensor:
     """Return an integer tensor of these values, made of operators: a constant tensor would not trace as a function."""
-    return torch.cat([torch.full([len(list(run))], value) for value, run in groupby(values)])
+    return torch.cat([torch.full([len(list(run))], value, device=device) for value, run in groupby(values)])
 
 
 @formula(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -102,8 +103,9 @@ def _windows(x: Tensor, dim: int, starts: list[int], lengths: list[int]) -> Tens
         return x.unfold(dim, longest, steps.pop())
     # Shorter windows are filled from a zero that is appended to the dimension: a copy, which rounds nothing.
     longer = aten.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, 1], 0.0)
-    k = torch.arange(longest)
-    index = torch.where(k < _table(lengths).unsqueeze(1), _table(starts).unsqueeze(1) + k, size)
+    k = torch.arange(longest, device=x.device)
+    ends, begins = (_table(values, x.device).unsqueeze(1) for values in (lengths, starts))
+    index = torch.where(k < ends, begins + k, size)
     taken = longer.index_select(dim, index.reshape(-1)).unflatten(dim, (len(starts), longest))
     moved: Tensor = taken.movedim(dim + 1, -1)
     return moved
@@ -118,9 +120,9 @@ def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], length
     n = len(sizes)
     flat: Tensor | None = None
     for d, size in enumerate(sizes):
-        tap = torch.arange(max(lengths[d]))
-        position = _table(starts[d]).unsqueeze(1) + tap
-        inside = (tap < _table(lengths[d]).unsqueeze(1)) & (position >= 0) & (position < size)
+        tap = torch.arange(max(lengths[d]), device=g.device)
+        position = _table(starts[d], g.device).unsqueeze(1) + tap
+        inside = (tap < _table(lengths[d], g.device).unsqueeze(1)) & (position >= 0) & (position < size)
         # Elements outside go to an extra row per dimension, which is dropped below.
         own = torch.where(inside, position, size).reshape(_axes(position, d, n))
         flat = own if flat is None else flat * (size + 1) + own
@@ -129,7 +131,7 @@ def _spread(g: Tensor, sizes: Sequence[int], starts: Sequence[list[int]], length
     rows = g.reshape(-1, windows).t()
     source = rows.unsqueeze(1).expand(windows, taps, rows.shape[1]).reshape(windows * taps, rows.shape[1])
     full = [size + 1 for size in sizes]
-    empty = torch.zeros([math.prod(full), rows.shape[1]], dtype=g.dtype)
+    empty = g.new_zeros([math.prod(full), rows.shape[1]])
     spread: Tensor = aten.index_put(empty, [flat.reshape(-1)], source, True).t().reshape([-1, *full])
     for d, size in enumerate(sizes):
         spread = spread.narrow(d + 1, 0, size)

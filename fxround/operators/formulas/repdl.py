@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         e, s, target = ctx.saved_tensors
-        chosen = target.unsqueeze(1) == torch.arange(e.shape[1])
+        chosen = target.unsqueeze(1) == torch.arange(e.shape[1], device=e.device)
         return ((e / s - chosen.to(e.dtype)) * (1 / e.shape[0])) * gradients[0], None
 
 
@@ -244,6 +244,6 @@ def _spread(g: Tensor, dim: int, stride: int) -> Tensor:
     """Return g with stride - 1 zeros between its elements along dim."""
     if stride == 1:
         return g
-    gaps = torch.zeros([*g.shape, stride - 1], dtype=g.dtype)
+    gaps = g.new_zeros([*g.shape, stride - 1])
     wide = torch.cat([g.unsqueeze(-1), gaps], -1).movedim(-1, dim + 1).flatten(dim, dim + 1)
     return wide.narrow(dim, 0, wide.shape[dim] - (stride - 1))

@@ -86,11 +86,11 @@ def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return c + a * b
 
 
-def constant(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+def constant(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of numbers or of rows of them, which become a constant of a graph that is being captured."""
     # torch.tensor detaches what it returns in place, which a functional graph refuses. Its first half does not.
     with _disable_current_modes():
-        made = torch.tensor(values, dtype=dtype)
+        made = torch.tensor(values, dtype=dtype, device=device)
     kept: Tensor = aten.lift_fresh_copy(made)
     return kept
 
