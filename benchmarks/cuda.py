@@ -1,0 +1,364 @@
+"""CUDA: what the compiler makes of every text, and on a GPU the bits and the speed of everything.
+
+    python -m benchmarks.cuda --compile              without a GPU: registers, spills and shared memory of every text
+    python -m benchmarks.cuda --output cuda.json     on a GPU: bits against the CPU's, then speed; under ten minutes
+
+The second form needs nothing that the first one made. It goes on after a failure, and says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import fxround
+from benchmarks.harness import machine, table, versions
+from fxround import Policy, Rule
+from fxround.runtime.cuda.driver import compiled
+from fxround.runtime.cuda.launcher import Text, launching
+
+ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+# Registers of a multiprocessor, its threads and blocks at most, and the shared memory of its blocks, which all of these
+# architectures have at least (CUDA C++ Programming Guide, "Technical specifications per compute capability").
+_REGISTERS, _THREADS, _SHARED = 65536, 1024, 65536
+_NOTE: Final = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
+    r"stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?:, used \d+ barriers)?"
+    r"(?:, \d+ bytes cumulative stack size)?(?:, (?P<shared>\d+) bytes smem)?",
+    re.DOTALL,
+)
+
+
+# ---- what the compiler makes ----
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes on an architecture: registers of a thread, bytes of a thread's stack and of its spilled
+    registers, and bytes of a block's shared memory."""
+
+    name: str
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+
+    def blocks(self, threads: int = 256) -> int:
+        """The blocks that a multiprocessor holds at once."""
+        # Registers are given to a warp in units of 256.
+        by_registers = _REGISTERS // (-(-self.registers * 32 // 256) * 256 * (threads // 32))
+        return min(by_registers, _THREADS // threads, _SHARED // max(1, self.shared))
+
+
+def resources(texts: Sequence[Text], arch: str) -> list[Resources]:
+    """Compile texts for an architecture in one translation unit and read the compiler's notes."""
+    unit = "".join(f"namespace unit_{i} {{\n{text.source()}}}\n" for i, text in enumerate(texts))
+    found = [
+        Resources(
+            m["name"], int(m["registers"]), int(m["stack"]), int(m["stores"]) + int(m["loads"]), int(m["shared"] or 0)
+        )
+        for m in _NOTE.finditer(compiled(unit, arch)[1])
+    ]
+    missing = {text.name for text in texts} - {one.name for one in found}
+    if missing:
+        raise RuntimeError(f"the compiler says nothing of {sorted(missing)[:3]}")
+    return found
+
+
+class Listing:
+    """A launcher that runs nothing and lists the texts."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, Text] = {}
+
+    def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Note the text."""
+        self.texts[text.name] = text
+
+
+def texts_of(*runs: Callable[[], object]) -> list[Text]:
+    """The texts that some functions need; their results are meaningless."""
+    listing = Listing()
+    with launching(listing):
+        for run in runs:
+            run()
+    return list(listing.texts.values())
+
+
+# ---- models ----
+
+
+class Vision(nn.Module):
+    """A small convolutional network with residual blocks."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.front = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(3))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [n, 3, h, w] to [n, 10]."""
+        x = self.front(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + torch.relu(norm(block(x)))
+        head: Tensor = self.head(x.mean((2, 3)))
+        return head
+
+
+def encoder(width: int = 64, layers: int = 2) -> nn.Module:
+    """A transformer's encoder."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.1)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+POLICIES: Final[dict[str, Any]] = {
+    **{name: name for name in ("identity", "reproducible", "stochastic", "up_down", "bfloat16", "fp8", "mxfp8")},
+    "chunks": Policy("chunks", (Rule(rounding="bfloat16", accumulate="bfloat16 chunk=128 combine=binary32"),)),
+}
+
+
+def models(device: str) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Models with random weights and their inputs, the same on every device."""
+    for name, make, shape in (("vision", Vision, (8, 3, 16, 16)), ("encoder", encoder, (4, 12, 64))):
+        torch.manual_seed(0)
+        model = make()
+        yield name, model.to(device), torch.randn(shape).to(device)
+
+
+def step(model: nn.Module, x: Tensor, policy: Any) -> Callable[[], list[Tensor]]:
+    """A function that runs the model forward and backward, from one seed: (loss, gradients)."""
+    rounded = fxround.compile(model, policy)
+
+    def run() -> list[Tensor]:
+        rounded.reseed(5)
+        loss = rounded(x).square().sum()
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    return run
+
+
+# ---- on a GPU: bits ----
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    a, b = a.cpu().reshape(-1), b.cpu().reshape(-1)
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def compare_bits() -> dict[str, str]:
+    """Every comparison of the GPU with the CPU: ``equal``, or what differs."""
+    found: dict[str, str] = {}
+
+    def note(name: str, run: Callable[[], str]) -> None:
+        began = time.perf_counter()
+        try:
+            found[name] = run()
+        except Exception:  # Whatever stops one comparison must not stop the others.
+            found[name] = traceback.format_exc(limit=3)[-600:]
+        print(f"{name}: {found[name]} ({time.perf_counter() - began:.1f} s)", flush=True)
+
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1 << 16)
+    for text in (
+        "bfloat16",
+        "e4m3fn/stochastic",
+        "binary16/up_down",
+        "binary32/stochastic",
+        "mxfp8",
+        "int8:channel",
+        "nf4",
+    ):
+        note(f"round {text}", partial(_rounded, x, text))
+    here, there = (list(models(device)) for device in ("cpu", "cuda"))
+    for (name, model, x), (_, twin, y) in zip(here, there, strict=True):
+        for policy in POLICIES:
+            if policy != "identity":
+                pairs = (model, x, POLICIES[policy]), (twin, y, POLICIES[policy])
+                note(f"{name} {policy}", partial(_stepped, *pairs))
+    for policy in ("reproducible", "stochastic"):
+        note(f"100 training steps {policy}", partial(_trained_twice, policy))
+    note("a CUDA graph", _graph)
+    return found
+
+
+def _same(want: Sequence[Tensor], got: Sequence[Tensor]) -> str:
+    wrong = [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if not equal(a, b)]
+    return "equal" if not wrong else f"{len(wrong)} of {len(want)} tensors differ, first {wrong[0]}"
+
+
+def _rounded(x: Tensor, text: str) -> str:
+    return _same([fxround.round(x, text)], [fxround.round(x.cuda(), text)])
+
+
+def _stepped(here: tuple[nn.Module, Tensor, Any], there: tuple[nn.Module, Tensor, Any]) -> str:
+    return _same(step(*here)(), step(*there)())
+
+
+def _trained_twice(policy: str) -> str:
+    return _same(_trained("cpu", policy), _trained("cuda", policy))
+
+
+def _trained(device: str, policy: str) -> list[Tensor]:
+    """The weights of a model after 100 steps."""
+    torch.manual_seed(1)
+    model = Vision(8)
+    data = torch.randn(100, 8, 3, 8, 8)
+    model, data = model.to(device), data.to(device)
+    rounded = fxround.compile(model, policy, seed=3)
+    optimizer = fxround.compile_optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), policy)
+    for batch in data:
+        optimizer.zero_grad()
+        rounded(batch).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _graph() -> str:
+    """A forward pass captured in a CUDA graph gives the same bits when it is replayed."""
+    (_, model, x), *_ = models("cuda")
+    rounded = fxround.compile(model.eval(), "reproducible")
+    with torch.no_grad():
+        want = rounded(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = rounded(x)
+        graph.replay()
+    return _same([want], [got])
+
+
+# ---- on a GPU: speed ----
+
+
+def milliseconds(call: Callable[[], object], passes: int = 7) -> float:
+    """The median time of a call by CUDA events, the second-level cache flushed before each."""
+    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(passes + 2):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:])
+
+
+def speeds() -> dict[str, Any]:
+    """The tables of speed: milliseconds, and the ratio to PyTorch's own."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    found: dict[str, Any] = {}
+
+    def row(name: str, stock: Callable[[], object], calls: dict[str, Callable[[], object]]) -> None:
+        try:
+            base = milliseconds(stock)
+            found[name] = {"stock": base} | {key: milliseconds(call) for key, call in calls.items()}
+        except Exception:  # Whatever stops one row must not stop the others.
+            found[name] = {"error": traceback.format_exc(limit=3)[-600:]}
+        print(name, found[name], flush=True)
+
+    def under(model: nn.Module, *args: Tensor) -> dict[str, Callable[[], object]]:
+        model.eval()
+        named = {p: fxround.compile(model, POLICIES[p]) for p in ("reproducible", "stochastic", "up_down", "bfloat16")}
+        return {p: partial(r, *args) for p, r in named.items()}
+
+    with torch.no_grad():
+        x, out = torch.randn(100_000_000, device="cuda"), torch.empty(100_000_000, device="cuda")
+        roundings = ("bfloat16", "e4m3fn", "bfloat16/stochastic", "e4m3fn/stochastic")
+        row(
+            "round 1e8, stock: copy",
+            partial(out.copy_, x),
+            {t: partial(fxround.round, x, t, out=out) for t in roundings},
+        )
+        x = out = x[:1]
+        for n in (1024, 4096):
+            linear = nn.Linear(n, n, bias=False, device="cuda")
+            a = torch.randn(n, n, device="cuda")
+            row(f"mm {n}", partial(linear, a), under(linear, a))
+        for channels, size, stride in ((64, 56, 1), (128, 28, 1), (256, 14, 1)):
+            conv = nn.Conv2d(channels, channels, 3, stride, 1, bias=False, device="cuda")
+            images = torch.randn(32, channels, size, size, device="cuda")
+            row(f"conv {channels} at {size}", partial(conv, images), under(conv, images))
+        rows = torch.randn(8192, 1024, device="cuda")
+        for name, layer in (("softmax", nn.Softmax(-1)), ("layer_norm", nn.LayerNorm(1024, device="cuda"))):
+            row(f"{name} 8192 x 1024", partial(layer, rows), under(layer, rows))
+        wide = torch.randn(8, 128, 768, device="cuda")
+        deep = encoder(768, 12).cuda().eval()
+        row("12 layers of width 768", partial(deep, wide), under(deep, wide))
+    return found
+
+
+def run_on_gpu(output: str | None) -> int:
+    """Compare bits, then measure; returns the number of comparisons that failed."""
+    name = torch.cuda.get_device_name()
+    conditions = f"{name}, {machine()}, {versions(('torch', 'fxround', 'cuda-core', 'nvidia-cuda-nvrtc'))}"
+    print(conditions, flush=True)
+    bits = compare_bits()
+    results = {"conditions": conditions, "bits": bits, "milliseconds": speeds()}
+    if output:
+        Path(output).write_text(json.dumps(results, indent=1))
+    wrong = [key for key, value in bits.items() if value != "equal"]
+    print(f"{len(bits) - len(wrong)} of {len(bits)} comparisons equal", *wrong, sep="\n  ")
+    return len(wrong)
+
+
+def compile_texts(archs: Sequence[str]) -> None:
+    """Print what the compiler makes of the texts of all models under all policies."""
+    runs = [step(model, x, POLICIES[p]) for _, model, x in models("cpu") for p in POLICIES]
+    for run in runs:
+        run()
+    texts = texts_of(*runs)
+    rows = []
+    for arch in archs:
+        began = time.perf_counter()
+        found = resources(texts, arch)
+        most, spilled = max(found, key=lambda r: r.registers), [r for r in found if r.spilled]
+        fewest = min(found, key=lambda r: r.blocks())
+        numbers = (len(found), most.registers, len(spilled), max(r.stack for r in found), max(r.shared for r in found))
+        rows.append([arch, *map(str, numbers), str(fewest.blocks()), f"{time.perf_counter() - began:.0f}"])
+    head = (
+        "architecture",
+        "texts",
+        "registers at most",
+        "that spill",
+        "stack, bytes",
+        "shared, bytes",
+        "blocks at least",
+        "s",
+    )
+    print(table(head, rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compile every text, without a GPU")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="architectures (default: all)")
+    parser.add_argument("--output", help="a JSON file for the results of a GPU")
+    options = parser.parse_args(arguments)
+    if options.compile:
+        compile_texts(options.arch)
+        return 0
+    if not torch.cuda.is_available():
+        print("no GPU is available to PyTorch: python -m benchmarks.cuda --compile needs none", file=sys.stderr)
+        return 2
+    return min(1, run_on_gpu(options.output))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""CUDA texts compile with NVRTC for every architecture from Turing on, and keep the arithmetic that they ask for."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs the extra cuda: pip install 'fxround[cuda]'")
+
+from benchmarks.cuda import ARCHITECTURES, resources
+from fxround.errors import FxroundError
+from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import map_kernel
+from fxround.kernels.program import Program
+from fxround.kernels.reductions import cumsum_kernel, exact_kernel, scatter_kernel, sum_kernel
+from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.modes import Rounding
+from fxround.numerics.orders import Order
+from fxround.runtime.cuda import contraction, reduction
+from fxround.runtime.cuda.cpp.common import preamble
+from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
+from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
+from fxround.runtime.cuda.cpp.table import DEVICE_OPTIONS
+from fxround.runtime.cuda.driver import architecture, compiled
+from fxround.runtime.cuda.launcher import Text, launch
+
+BINARY32 = Rounding.parse("binary32")
+STEPS = (
+    "binary32",
+    "binary32/stochastic",
+    "binary32/up_down",
+    "bfloat16",
+    "ieee(8,14)/toward_zero chunk=5 combine=binary32",
+)
+PROGRAMS = (
+    "t0 = mul(x0, x1) @ binary32/stochastic; t1 = exp(t0) @ binary32",
+    "t0 = div(x0, x1) @ e4m3fn/nearest_even/saturate",
+)
+
+
+@cache
+def texts() -> tuple[Text, ...]:
+    """A kernel of every shape, with tiles of every size."""
+    found = []
+    for steps in STEPS:
+        kernel = contract_kernel(Accumulation.parse(steps), BINARY32, ("f32", "f32"), "f32")
+        sides = (1, 8) if steps == "binary32" else (4,)
+        found += [contraction._text(Tile(kernel, side)) for side in sides]
+    stochastic = Rounding.parse("binary32/stochastic")
+    loops = (
+        sum_kernel(Order.parse("lanes:16"), stochastic, BINARY32, "f32", "f32"),
+        sum_kernel(Order.parse("sequential"), BINARY32, Rounding.parse("binary16"), "f16", "f16"),
+        cumsum_kernel(stochastic, BINARY32, "f32", "f32"),
+        scatter_kernel(stochastic, "f32"),
+        exact_kernel(BINARY32, BINARY32, "f32", "f32"),
+    )
+    found += [reduction._text(kernel) for kernel in loops]
+    for program in PROGRAMS:
+        variant = MapVariant(
+            map_kernel(Program.parse(program), ("f32", "f32"), "f32"), ("contiguous", "strided"), 3, True
+        )
+        found.append(Text(map_name(variant), lambda v=variant: preamble(SHAPE) + LAYOUT + map_text(v)))  # type: ignore[misc]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_texts_compile_without_spills(arch: str) -> None:
+    """Fewer than 64 bytes of spilled registers, and a stack only where an exact sum has its limbs."""
+    for found in resources(texts(), arch):
+        assert found.spilled < 64, found
+        assert found.stack <= (128 if found.name.startswith("exact") else 64), found
+        assert found.blocks() >= 1, found
+
+
+def intermediate(source: str) -> str:
+    """The compiler's PTX; cuda-core would ask a driver for its version."""
+    from cuda.bindings import nvrtc
+    from cuda.core import ProgramOptions
+
+    options = ProgramOptions(arch="compute_90", **DEVICE_OPTIONS).as_bytes("nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"texts", 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = b" " * size
+    nvrtc.nvrtcGetPTX(program, ptx)
+    return ptx.decode()
+
+
+def test_arithmetic_is_what_the_text_asks_for() -> None:
+    """Every float operation names its rounding, so that no later compiler fuses two, and none flushes subnormals."""
+    unit = "".join(f"namespace unit_{i} {{\n{text.source()}}}\n" for i, text in enumerate(texts()))
+    ptx = intermediate(unit)
+    arithmetic = re.findall(
+        r"^\s*(?:@\S+\s+)?((?:add|sub|mul|fma|mad|div|sqrt|rcp)\.\S*f(?:32|64))\b", ptx, re.MULTILINE
+    )
+    assert len(arithmetic) > 100
+    assert {operation for operation in arithmetic if ".rn." not in operation} == set()
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+
+
+def test_an_error_of_the_compiler_is_shown() -> None:
+    with pytest.raises(FxroundError, match=r"NVRTC cannot compile a kernel for sm_90: (.|\n)*nonsense"):
+        compiled("nonsense", "sm_90")
+
+
+def test_an_old_gpu_is_refused() -> None:
+    assert architecture((9, 0)) == "sm_90"
+    with pytest.raises(FxroundError, match=r"capability 6\.1; fxround needs 7\.0 or later"):
+        architecture((6, 1))
+
+
+def test_a_missing_gpu_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|cuda"):
+        launch(texts()[0], 1, [], torch.device("cuda", 0))
