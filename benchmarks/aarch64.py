@@ -45,12 +45,11 @@ from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
-from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import run_scatter, scatter_rows
 from fxround.runtime.draw import Draw
-from fxround.runtime.run import run_map
+from fxround.runtime.run import run_map, run_product
 
 DRAW: Final = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 OWN: Final = {

@@ -44,7 +44,7 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
         # A tensor of one element counts as contiguous whatever its stride, but only a stride of 1 can be viewed as
         # bytes.
         flat = tensor.contiguous().reshape(-1)
-        digest.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().tobytes())
+        digest.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).cpu().numpy().tobytes())
     else:
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor, a NumPy array or a torch.nn.Module")
     return f"sha256:{digest.hexdigest()}"

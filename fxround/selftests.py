@@ -27,18 +27,14 @@ from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import fused_kernel
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.reductions import sum_kernel
-from fxround.kernels.shapes import Exact
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import quantum, round_exact, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
 from fxround.runtime.cpu.code import current_set
-from fxround.runtime.cpu.contraction import run_product
-from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.reduction import run_reduce
 from fxround.runtime.draw import Draw
-from fxround.runtime.run import run_kernel, run_map
+from fxround.runtime.run import run_kernel, run_map, run_product, run_reduce
 from fxround.significance.provenance import processor
 from fxround.views.table import Table, Tabled
 
@@ -97,7 +93,7 @@ class SelftestReport(Tabled):
     """The comparisons of ``fxround.selftest``; all values were equal, bit for bit.
 
     machine           the name of the processor
-    instruction_set   the instruction set of the code, for example "avx2"
+    instruction_set   the instruction set of the code, for example "avx2"; a GPU's architecture, for example "sm_90"
     comparisons       one ``Comparison`` per kind of kernel
 
     Example::
@@ -121,25 +117,33 @@ class SelftestReport(Tabled):
         return Table(("what", "values", "equal to"), rows, title=title, note=f"{total:,} values, all equal.")
 
 
-def selftest() -> SelftestReport:
+def selftest(device: str | torch.device = "cpu") -> SelftestReport:
     """Compare kernels with the specification, bit for bit.
 
     The kernels are compiled as those of models are: for this machine, or for the instruction set that
     ``fxround.instruction_set`` selects. Elementary functions are compared at 1024 arguments each.
+
+    Args:
+        device: ``"cpu"``, or a CUDA device, whose kernels are compiled for it.
 
     Returns:
         A ``SelftestReport``, which prints as a table.
 
     Raises:
         SelftestFailed: at the first wrong value; the message names it.
+        FxroundError: for a CUDA device without the extra ``cuda``.
 
     Example::
 
         print(fxround.selftest())
     """
-    checks = (_generators, _roundings, _contractions, _sums, _elementary)
-    found = tuple(comparison for check in checks for comparison in check())
-    return SelftestReport(processor(), current_set(), found)
+    where = torch.device(device)
+    checks = (_roundings, _contractions, _sums, _elementary)
+    found = (*_generators(), *(comparison for check in checks for comparison in check(where)))
+    if where.type != "cuda":
+        return SelftestReport(processor(), current_set(), found)
+    name, (major, minor) = torch.cuda.get_device_name(where), torch.cuda.get_device_capability(where)
+    return SelftestReport(name, f"sm_{major}{minor}", found)
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
@@ -193,12 +197,12 @@ def _generators() -> Iterator[Comparison]:
     yield Comparison("SplitMix64", len(outputs), "its published vector")
 
 
-def _roundings() -> Iterator[Comparison]:
+def _roundings(device: torch.device) -> Iterator[Comparison]:
     """Compare every mode of a format in one kernel: boundaries, ties, zeros, infinities, NaN."""
     for fmt in FORMATS.values():
         if not fmt.within(FORMATS["binary32"]):
             continue
-        x = boundaries(fmt)
+        x = boundaries(fmt).to(device)
         roundings = [Rounding(fmt, mode, fmt.default_overflow) for mode in MODES.values()]
         drawing = [r for r in roundings if r.mode.random_bits]
         program = Program(tuple(Statement(f"t{i}", "identity", ("x0",), r) for i, r in enumerate(roundings)))
@@ -229,9 +233,10 @@ def boundaries(fmt: Format) -> Tensor:
     return torch.from_numpy(np.concatenate([finite, -finite, np.array([np.inf, -np.inf, np.nan], np.float32)]))
 
 
-def _contractions() -> Iterator[Comparison]:
+def _contractions(device: torch.device) -> Iterator[Comparison]:
     """Compare acc = R(a_k b_k + acc), k ascending from 0; operands have 14 bits, so that binary32 loses some."""
-    a, b = _numbers("a", 3 * 33).reshape(1, 3, 33), _numbers("b", 33 * 5).reshape(1, 33, 5)
+    a, b = (_numbers(name, 33 * n).to(device) for name, n in (("a", 3), ("b", 5)))
+    a, b = a.reshape(1, 3, 33), b.reshape(1, 33, 5)
     for text in ("binary32", "binary32/toward_zero", "bfloat16", "binary32/stochastic"):
         step = Rounding.parse(text)
         kernel = contract_kernel(Accumulation.parse(text), _BINARY32, ("f32", "f32"), "f32")
@@ -251,13 +256,13 @@ def _chain(terms: Any, rounding: Rounding, element: int) -> float:
     return acc
 
 
-def _sums() -> Iterator[Comparison]:
+def _sums(device: torch.device) -> Iterator[Comparison]:
     """Compare sums of rows of 200 elements, in 16 lanes and exact."""
-    x = torch.ldexp(_numbers("sum", 4 * 200), torch.arange(800) % 17 - 8).reshape(4, 200)
+    x = torch.ldexp(_numbers("sum", 4 * 200), torch.arange(800) % 17 - 8).reshape(4, 200).to(device)
     for text, lanes in (("lanes:16", _lanes), ("exact", _total)):
         for accumulate in (Rounding.parse("binary32"), Rounding.parse("binary32/toward_positive")):
             kernel = sum_kernel(Order.parse(text), accumulate, _BINARY32, "f32", "f32")
-            got = run_exact(kernel, x, _DRAW) if isinstance(kernel, Exact) else run_reduce(kernel, x, _DRAW)
+            got = run_reduce(kernel, x, _DRAW)
             _equal(f"a sum in {text}", got, [lanes(row, accumulate) for row in x.tolist()], lambda i: f"of row {i}")
         yield Comparison(f"sums, {text}", 2 * len(x), "the specification")
 
@@ -278,10 +283,10 @@ def _lanes(row: Sequence[float], rounding: Rounding) -> float:
     return acc[0]
 
 
-def _elementary() -> Iterator[Comparison]:
+def _elementary(device: torch.device) -> Iterator[Comparison]:
     for name, expected in STORED.items():
         program = Program((Statement("t0", name, ("x0",), _BINARY32),))
-        x = arguments(name)
+        x = arguments(name).to(device)
         found = hash(run_map(program, (x,), torch.float32, _DRAW))
         if found != expected:
             raise SelftestFailed(f"{name} of {x.numel()} numbers has {found}, stored is {expected}. {_advice()}")

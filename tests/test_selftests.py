@@ -15,6 +15,8 @@ from fxround import selftests
 from fxround.numerics.formats import FORMATS
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 
+CPU = torch.device("cpu")
+
 
 def test_it_passes_and_says_what_was_compared() -> None:
     report = fxround.selftest()
@@ -27,7 +29,8 @@ def test_it_passes_and_says_what_was_compared() -> None:
 
 def test_it_passes_as_the_code_of_the_least_instruction_set() -> None:
     with fxround.instruction_set(instruction_sets()[-1]):
-        assert len(list(selftests._contractions())) == 4 and len(list(selftests._elementary())) == len(selftests.STORED)
+        assert len(list(selftests._contractions(CPU))) == 4
+        assert len(list(selftests._elementary(CPU))) == len(selftests.STORED)
 
 
 @pytest.mark.parametrize("name", selftests.STORED)
@@ -59,7 +62,7 @@ def test_one_wrong_bit_is_reported(kernel: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(selftests, kernel, wrong)
     with pytest.raises(fxround.SelftestFailed, match=r"(specification says|stored is).*FXROUND_CACHE_DIR=off"):
-        list(getattr(selftests, WRONG[kernel])())
+        list(getattr(selftests, WRONG[kernel])(CPU))
 
 
 def test_wrong_random_bits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

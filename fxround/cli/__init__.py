@@ -1,4 +1,4 @@
-"""The commands of ``fxround``: demo, inspect, variability, localize, invariance, describe and doctor.
+"""The commands of ``fxround``: demo, inspect, variability, localize, invariance, describe, selftest and doctor.
 
 Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
 argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("format", metavar="FORMAT", help="a format, rounding or scaled format, for example mxfp8")
     describe.add_argument("--json", action="store_true", help="print the description as JSON and nothing else")
     describe.set_defaults(command=_describe)
+    selftest = commands.add_parser("selftest", **said("compare the kernels of this machine with the specification"))
+    selftest.add_argument("--device", default="cpu", help="cpu (default), or a CUDA device such as cuda:0")
+    selftest.add_argument("--json", action="store_true", help="print the comparisons as JSON and nothing else")
+    selftest.set_defaults(command=_selftest)
     doctor = commands.add_parser(
         "doctor", **said("print versions, processor and cache, and whether the installation works")
     )
@@ -229,6 +233,14 @@ def _describe(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _selftest(arguments: argparse.Namespace) -> int:
+    import fxround
+
+    found = fxround.selftest(_device(arguments.device))
+    print(found.to_json() if arguments.json else found)
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from fxround.cli.doctor import diagnose
 
@@ -272,12 +284,33 @@ def load_inputs(spec: str) -> Any:
 
 
 def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that the callable returned."""
+    """Return the model of ``model``, and the inputs of ``--inputs``, of ``--shape``, or that the callable returned.
+
+    Both are on the device of ``--device``.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
     model, inputs = _built(arguments.model)
     inputs = load_inputs(arguments.inputs) if arguments.inputs else _examples(arguments.shape) or inputs
     if inputs is None or inputs == ():
         raise ValueError(f"{arguments.model} returned no inputs: return (model, inputs), or give --inputs or --shape")
-    return model, inputs
+    device = _device(arguments.device)
+    moved = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+    return model.to(device), moved
+
+
+def _device(name: str) -> Any:
+    """Return a device of the command line. Raises ValueError for one that this machine does not have."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: expected cpu or cuda, cuda:1, ...") from error
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise ValueError(f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+    return device
 
 
 def _built(spec: str) -> tuple[Any, Any]:

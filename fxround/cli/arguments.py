@@ -13,7 +13,7 @@ def said(text: str) -> dict[str, Any]:
 
 
 def add_model(parser: Any) -> None:
-    """Add the arguments ``model``, ``--inputs`` and ``--shape``, which ``fxround.cli`` loads."""
+    """Add the arguments ``model``, ``--inputs``, ``--shape`` and ``--device``, which ``fxround.cli`` loads."""
     parser.add_argument(
         "model",
         metavar="MODULE:CALLABLE",
@@ -29,3 +29,4 @@ def add_model(parser: Any) -> None:
         default=[],
         help="the shape of a random float32 input, for example 1,3,224,224; once for each input",
     )
+    parser.add_argument("--device", default="cpu", help="where the model runs: cpu (default), or cuda, cuda:1, ...")

@@ -45,7 +45,7 @@ class Diagnosis(Tabled):
     torch           whether the version of PyTorch is tested, and the probe's answer if it is not
     machine         the system, the processor, its cores, PyTorch's threads, the instruction sets of kernels
     cache           the directory ("" if it is off), its entries, their bytes, and why it cannot be written to, if so
-    gpus            names; fxround computes on the CPU
+    gpus            names; kernels for them need the extra "cuda"
     missing         by extra, the packages that are not installed; empty if fxround itself is not an installed package
     problems        the defects of the core, each with what to do; empty if it works
     """
@@ -67,7 +67,7 @@ class Diagnosis(Tabled):
         versions = {**self.versions, "torch": f"{self.torch.version}, {_STANDING[self.torch.verdict]}"}
         rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in versions.items()]
         rows += [(name, str(value)) for name, value in self.machine.items()]
-        rows += [("cache", self._cached()), ("GPU", ", ".join(self.gpus) or "none; fxround computes on the CPU")]
+        rows += [("cache", self._cached()), ("GPU", ", ".join(self.gpus) or "none that PyTorch finds")]
         for extra, packages in self.missing.items():
             what = f"{', '.join(packages)} missing: pip install 'fxround[{extra}]'" if packages else "complete"
             rows.append((f"extra {extra}", what))

@@ -12,8 +12,9 @@ from fxround.graph.dialect import Matmul
 from fxround.graph.dtypes import result_storage
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Exact, Map
-from fxround.runtime.cpu import exact_sum, matmul, pointwise
+from fxround.kernels.shapes import Contract, Exact, Map, Reduce
+from fxround.runtime.contractions import Product, Right
+from fxround.runtime.cpu import contraction, exact_sum, matmul, pointwise, reduction
 from fxround.runtime.cuda import contraction as cuda_contraction
 from fxround.runtime.cuda import pointwise as cuda_pointwise
 from fxround.runtime.cuda import reduction as cuda_reduction
@@ -55,6 +56,21 @@ def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) 
     """Sum ``dims`` (ascending, none negative) of x exactly; the result has the other dimensions."""
     run = cuda_reduction.run_reduce if runs_texts([x]) else exact_sum.run_exact
     return run(kernel, x, draw, dims)
+
+
+def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
+    """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
+    if isinstance(kernel, Exact):
+        return run_exact(kernel, x, draw, dims)
+    run = cuda_reduction.run_reduce if runs_texts([x]) else reduction.run_reduce
+    return run(kernel, x, draw, dims)
+
+
+def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
+    """The product of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
+    size = (b.shape[0], a.shape[1], b.shape[2])
+    product = Product(kernel, a, b, Right.matrices(b.shape, b.stride(), b.device), groups, draw, size)
+    return cuda_contraction.run_product(product) if runs_texts([a, b]) else contraction.begin_product(product).finish()
 
 
 def run_matmul(call: Matmul[Tensor]) -> Tensor:

@@ -27,9 +27,10 @@ from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import instruction_set
-from fxround.runtime.cpu.contraction import begin_product, run_product
+from fxround.runtime.cpu.contraction import begin_product
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_product
 
 DRAW = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
 KEY = (0x9ABC_DEF0, 0x1234_5678, 3, 17)

@@ -142,6 +142,12 @@ def test_rounding_a_tensor_has_the_bits_of_the_cpu(
     same(host, lambda: [fxround.round(x, format)], monkeypatch)
 
 
+def test_the_selftest_holds_the_texts_to_the_specification(host: HostLauncher) -> None:
+    with launching(host):
+        report = fxround.selftest()
+    assert sum(c.values for c in report.comparisons) > 20_000
+
+
 # ---- the host itself ----
 
 

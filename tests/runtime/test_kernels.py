@@ -28,10 +28,9 @@ from fxround.numerics.orders import Order
 from fxround.runtime import reference
 from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import instruction_set
-from fxround.runtime.cpu.contraction import run_product
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.run import run_map
+from fxround.runtime.run import run_map, run_product
 
 
 def in_turn(cases: Sequence[str]) -> list[tuple[str, str]]:

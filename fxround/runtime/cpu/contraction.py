@@ -29,7 +29,6 @@ from fxround.runtime.cpu.llvm.render import bytes_of
 from fxround.runtime.cpu.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cpu.threads import piece_of, pieces_of, scratch, spread
-from fxround.runtime.draw import Draw
 
 _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
@@ -248,12 +247,6 @@ def begin_product(product: Product) -> Pending:
         return Pending(size, dtype_of(kernel.result))
     found = Contraction.of(kernel, product.a.shape, product.a.stride(), product.right, product.groups)
     return found.of_operands(size, dtype_of(kernel.result), product.a, product.b, product.draw.key())
-
-
-def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw) -> Tensor:
-    """The product of (g, rows, length) and (batch, length, columns), of any strides: (batch, rows, columns)."""
-    size = (b.shape[0], a.shape[1], b.shape[2])
-    return begin_product(Product(kernel, a, b, Right.matrices(b.shape, b.stride()), groups, draw, size)).finish()
 
 
 def enough_for(kernel: Contract) -> int:
