@@ -26,7 +26,8 @@ from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledFormat, any_rounding
-from fxround.passes.round_inputs import operands_of, source_of
+from fxround.passes.rewrite import source_of
+from fxround.passes.round_inputs import operands_of
 from fxround.policy import Policy, Rule
 from fxround.policy.policy import of_operands
 from fxround.runtime.draw import Draw
