@@ -288,3 +288,8 @@ def _unasked(functional: Any) -> Callable[..., Any]:
             return construct(cls, elem, mode)
 
     return constructed
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
+from fxround.capture.torch_private import is_transformed
 from fxround.errors import shown
 from fxround.graph.dialect import BlockMaximum, Call, block_sizes
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.scaled import clamped_program
-from fxround.numerics.formats import Format
+from fxround.numerics.formats import Format, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.numerics.randomness import BLOCK
@@ -119,8 +120,20 @@ def round(
 
         fxround.round(torch.rand(3), "e5m2/stochastic/saturate", seed=1)
     """
+    if isinstance(x, Tensor) and torch.compiler.is_compiling():
+        return _traced(x, rounding, seed, sample, out, gradient, dim)
     with aside():
         return _rounded(x, rounding, seed, sample, out, gradient, _dims(dim))
+
+
+def _traced(x: Tensor, rounding: Any, seed: int, sample: int, out: Any, gradient: Any, dim: Any) -> Tensor:
+    """Call ``round`` as an operator, which graphs hold."""
+    if out is not None:
+        raise ValueError("out= is for calls that run at once: leave it away where torch.compile traces")
+    texts = [said if isinstance(said, str) else str(spelt(said)) for said in (rounding, gradient)]
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    result: Tensor = torch.ops.fxround.round_tensor(x, texts[0], seed, sample, texts[1], 0, dims)
+    return result
 
 
 def _dims(dim: Any) -> tuple[int, ...]:
@@ -136,19 +149,13 @@ def _dims(dim: Any) -> tuple[int, ...]:
 def _rounded(
     x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dims: tuple[int, ...]
 ) -> Any:
-    parsed, how = any_rounding(rounding), Gradient.parse(gradient)
-    if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
-        raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
-    found = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
-    if how.zero_clamped and not found:
-        raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
+    parsed, how = _parsed(rounding, gradient)
     if isinstance(x, Tensor):
         _check_out(x, out, Tensor)
-        if x.requires_grad and torch.is_grad_enabled():
+        if is_transformed() or (x.requires_grad and torch.is_grad_enabled()):
             if out is not None:
                 raise ValueError("out= cannot be differentiated; detach x or leave out= away")
-            result: Tensor = _Round.apply(x, parsed, seed, sample, how, 0, dims)  # type: ignore[no-untyped-call]
-            return result
+            return _differentiable(x, parsed, seed, sample, how, 0, dims)
         return _round_tensor(x, parsed, seed, sample, out, dims=dims)
     if not isinstance(x, np.ndarray):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
@@ -160,6 +167,29 @@ def _rounded(
         return rounded.numpy()
     out[...] = rounded.numpy()
     return out
+
+
+def _parsed(rounding: Any, gradient: Any) -> tuple[Rounding | ScaledRounding, Gradient]:
+    """Return a rounding and the treatment of its gradient. Raises ValueError for what ``round`` refuses."""
+    parsed, how = any_rounding(rounding), Gradient.parse(gradient)
+    if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
+        raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
+    found = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
+    if how.zero_clamped and not found:
+        raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
+    return parsed, how
+
+
+def _clamped(
+    x: Tensor, rounding: Rounding | ScaledRounding, seed: int, sample: int, stream: int, dims: tuple[int, ...]
+) -> Tensor:
+    """Return where a rounding clamps an element."""
+    if isinstance(rounding, Rounding):
+        wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
+        return wide.abs() > rounding.format.maximum
+    _, operands = _scaled(x.resolve_neg(), rounding, dims)
+    program = clamped_program(rounding, Format.parse(FORMAT_OF[x.dtype]))
+    return run_map(program, operands, x.dtype, Draw(seed, sample, stream)) > 0
 
 
 def _as_tensor(x: FloatArray) -> Tensor:
@@ -341,37 +371,120 @@ def _repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return len(np.unique(places)) < len(places)
 
 
+def _differentiable(
+    x: Tensor, rounding: Rounding | ScaledRounding, seed: int, sample: int, how: Gradient, stream: int, dims: Any
+) -> Tensor:
+    """Round a tensor with the requested gradient, which draws from the stream numbered one after the rounding's own."""
+    said = rounding, seed, sample, how, stream, dims
+    if how.zero_clamped:
+        return _RoundClamped.apply(x, *said)[0]  # type: ignore[no-untyped-call,no-any-return]
+    return _Round.apply(x, *said)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class _Round(torch.autograd.Function):
-    """A rounding with the requested gradient, which draws from the stream numbered one after the rounding's own."""
+    """A rounding, which ``torch.func`` transforms too."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        rounding: Rounding | ScaledRounding,
-        seed: int,
-        sample: int,
-        how: Gradient,
-        stream: int,
-        dims: tuple[int, ...],
-    ) -> Tensor:
-        x = x.detach()
-        ctx.how, ctx.draw = how, (seed, sample, Gradient(), stream + 1, dims)
-        if how.zero_clamped and isinstance(rounding, Rounding):
-            wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
-            ctx.save_for_backward(wide.abs() > rounding.format.maximum)
-        elif how.zero_clamped:
-            assert isinstance(rounding, ScaledRounding)
-            _, operands = _scaled(x.resolve_neg(), rounding, dims)
-            program = clamped_program(rounding, Format.parse(FORMAT_OF[x.dtype]))
-            ctx.save_for_backward(run_map(program, operands, x.dtype, Draw(seed, sample, stream)) > 0)
-        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims)
+    def forward(x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any) -> Tensor:
+        return _round_tensor(x.detach(), rounding, seed, sample, stream=stream, dims=dims)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, seed, sample, ctx.how, stream, dims = inputs
+        ctx.draw = seed, sample, Gradient(), stream + 1, dims
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         g = gradients[0]
-        for clamped in ctx.saved_tensors:
-            g = g.masked_fill(clamped, 0.0)
         if ctx.how.rounding is not None:
-            g = _Round.apply(g, ctx.how.rounding, *ctx.draw)  # type: ignore[no-untyped-call]
+            g = _differentiable(g, ctx.how.rounding, *ctx.draw)
         return g, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        if ctx.how.rounding is not None:
+            raise ValueError(f"gradient = {str(ctx.how)!r}: a tangent of forward mode is not rounded")
+        found: Tensor = tangents[0].clone()
+        return found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *said: Any) -> tuple[Tensor, int]:
+        # One call for each element, all of which draw the same random bits.
+        return torch.stack([_Round.apply(part, *said) for part in x.unbind(in_dims[0])]), 0  # type: ignore[no-untyped-call]
+
+
+class _RoundClamped(torch.autograd.Function):
+    """A rounding and where it clamped, with the gradient zero there."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any
+    ) -> tuple[Tensor, Tensor]:
+        x = x.detach()
+        clamped = _clamped(x, rounding, seed, sample, stream, dims)
+        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims), clamped
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _Round.setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Round.backward(ctx, gradients[0].masked_fill(ctx.saved_tensors[0], 0.0))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        return _Round.jvp(ctx, *tangents).masked_fill(ctx.saved_tensors[0], 0.0), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *said: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        calls = [_RoundClamped.apply(part, *said) for part in x.unbind(in_dims[0])]  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(parts) for parts in zip(*calls, strict=True)), (0, 0)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("fxround::round_tensor", mutates_args=())
+def _operator(
+    x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Sequence[int]
+) -> Tensor:
+    """``round`` of a tensor as an operator; stream: of the random bits."""
+    parsed, _ = _parsed(rounding, gradient)
+    return _round_tensor(x.detach(), parsed, seed, sample, stream=stream, dims=_dims(list(dims)))
+
+
+@torch.library.custom_op("fxround::round_clamps", mutates_args=())
+def _clamps(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int]) -> Tensor:
+    """Where ``round_tensor`` clamps, bool."""
+    return _clamped(x.detach(), any_rounding(rounding), seed, sample, stream, _dims(list(dims)))
+
+
+@_operator.register_fake
+def _(x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Sequence[int]) -> Tensor:
+    _parsed(rounding, gradient)
+    return x.new_empty(x.shape)
+
+
+@_clamps.register_fake
+def _(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int]) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.bool)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, rounding, seed, sample, gradient, stream, dims = inputs
+    ctx.said = rounding, seed, sample, gradient, stream, list(dims)
+    ctx.save_for_backward(*([x] if Gradient.parse(gradient).zero_clamped else []))
+
+
+def _differentiated(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    rounding, seed, sample, gradient, stream, dims = ctx.said
+    how = Gradient.parse(gradient)
+    for x in ctx.saved_tensors:
+        g = g.masked_fill(torch.ops.fxround.round_clamps(x, rounding, seed, sample, stream, dims), 0.0)
+    if how.rounding is not None:
+        g = torch.ops.fxround.round_tensor(g, str(how.rounding), seed, sample, STRAIGHT, stream + 1, dims)
+    return g, None, None, None, None, None, None
+
+
+_operator.register_autograd(_differentiated, setup_context=_remember)
