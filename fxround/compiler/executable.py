@@ -149,7 +149,8 @@ class Entry:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    tensor: Tensor = getattr(module, name)
+    found = module._parameters.get(name)  # a module's own __getattr__ takes several times as long
+    tensor: Tensor = getattr(module, name) if found is None else found
     return tensor
 
 

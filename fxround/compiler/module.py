@@ -36,13 +36,13 @@ from fxround.compiler.replay import Replay
 from fxround.compiler.signature import (
     arguments,
     asked,
-    baked,
     class_of,
     is_opaque,
     kind,
     require_arguments,
     require_dtypes,
 )
+from fxround.compiler.state_key import StateKeys
 from fxround.compiler.training_step import Step, differentiable_later
 from fxround.errors import CaptureError, FxroundError
 from fxround.float_state import require_ieee_arithmetic
@@ -51,6 +51,7 @@ from fxround.runtime import torch_ops
 from fxround.views.table import Table
 
 PolicyLike = Any
+Flat = tuple[list[Any], pytree.TreeSpec]
 
 
 class RoundedModule(Faulting):
@@ -86,13 +87,14 @@ class RoundedModule(Faulting):
             self.__dict__.update(names_of(model.function))
         self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
-        self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState())
+        self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
         self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[])
 
     strict: bool | None
     fuse: bool
     advance: bool
     _repeats: Repeats
+    _state_keys: StateKeys
     _delayed: DelayedState
     _rank: int
     _world_size: int
@@ -134,8 +136,8 @@ class RoundedModule(Faulting):
         Raises FxroundError for a call in training mode inside a backward pass, as ``torch.utils.checkpoint`` around the
         compiled module makes it.
         """
-        leaves = pytree.tree_leaves((args, kwargs))
-        wanted = self._wants_gradients(leaves)
+        flat = pytree.tree_flatten((args, kwargs))
+        leaves, wanted = flat[0], self._wants_gradients(flat[0])
         if wanted and self.training and inside_backward():
             raise FxroundError(
                 "a compiled module runs again in a backward pass (torch.utils.checkpoint around it), after its sample "
@@ -143,23 +145,23 @@ class RoundedModule(Faulting):
             )
         before = self.rng
         with aside(), unwatched():
-            result = self._called_with(args, kwargs, leaves, wanted)
+            result = self._called_with(args, kwargs, flat, wanted)
         if self.advance and self.rng is before:
             self.reseed(*following(*before.tolist()))
         elif self.rng is before and self.policy.draws:
             self._repeats.warn(self.source, leaves, result, before)
         return result
 
-    def _called_with(self, args: Any, kwargs: Any, leaves: Sequence[Any], wanted: bool) -> Any:
+    def _called_with(self, args: Any, kwargs: Any, flat: Flat, wanted: bool) -> Any:
         try:
             with torch.set_grad_enabled(wanted and self.training):
-                entry = self._entry(args, kwargs, replays=True)
+                entry = self._entry(args, kwargs, replays=True, flat=flat)
         except LeftToPython:
             return self._replayed().call(args, kwargs)
         if wanted and not self.training:
             return self._differentiable_in_eval(entry, args, kwargs)
         with torch.set_grad_enabled(wanted):
-            return self.run(entry, leaves)
+            return self.run(entry, flat[0])
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """Return the results of a captured graph for flat arguments; a training call advances the sample."""
@@ -389,24 +391,26 @@ class RoundedModule(Faulting):
         args = self.source, self.policy, self.strict, seed, sample, self.fuse
         return RoundedModule, args, {"advance": self.advance, "_delayed": self._delayed}
 
-    def _key(self, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        return spec, tuple(kind(leaf) for leaf in leaves), self._state_key()
+    def _key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
+        leaves, spec = flat or pytree.tree_flatten((args, kwargs))
+        return spec, tuple(kind(leaf) for leaf in leaves), self._state_keys.of(self.source)
 
-    def _entry(self, args: Any, kwargs: Any, replays: bool = False) -> Entry:
+    def _entry(self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None) -> Entry:
         """Return the graph for these arguments, with gradients if they are enabled.
 
-        replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it.
+        replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it. flat: the
+        arguments' leaves and their spec, if the caller has them.
         """
         require_ieee_arithmetic()
-        leaves = pytree.tree_leaves((args, kwargs))
+        flat = flat or pytree.tree_flatten((args, kwargs))
+        leaves = flat[0]
         if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
             refuse_unsupported_tensors(self.source, args, kwargs)
         opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
         if opaque:
             raise LeftToPython(self.source, opaque, reads=True)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (*self._key(args, kwargs), torch.is_grad_enabled())
+        key = (*self._key(args, kwargs, flat), torch.is_grad_enabled())
         entry = self._admitting(key, shapes, replays)
         if entry is None:
             with capturing():
@@ -463,19 +467,6 @@ class RoundedModule(Faulting):
     def _lowered(self, captured: Captured) -> Entry:
         owners = tuple(owner_of(self.source, port) for port in captured.entering)
         return self._pipeline.program(captured, owners, self._delayed)
-
-    def _state_key(self) -> Any:
-        """Return what a graph depends on beside its arguments.
-
-        That is: modules with their plain attributes and hooks, dtypes and shapes of the state, and autocast. What a
-        model reads from elsewhere (a global, a nested object) is not part of it.
-        """
-        # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
-        modules = tuple((m, baked(m)) for m in self.source.modules())
-        tensors = (*self.source.parameters(), *self.source.buffers())
-        state = tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
-        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return modules, state, torch.get_default_dtype(), cast
 
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))

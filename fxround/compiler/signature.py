@@ -104,12 +104,13 @@ def baked(module: nn.Module) -> Any:
     """
     if isinstance(module, Method):
         module = module.source
-    values = tuple((name, _constant(value)) for name, value in vars(module).items() if name not in _MODULE)
+    values = tuple((name, constant(value)) for name, value in vars(module).items() if name not in MODULE)
     # The number of a hook is unique in a process.
     return values, module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
+    """Return the text of a value that tracing turns into a constant, the type of any other."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, dict) and all(isinstance(item, _PLAIN | None) for item in value.values()):
@@ -119,7 +120,7 @@ def _constant(value: Any) -> Any:
 
 _PLAIN: Final = bool | int | float | str | bytes | torch.dtype | list | tuple | set | frozenset
 # The attributes of every module: its parameters, hooks and so on.
-_MODULE: Final = frozenset(vars(nn.Module()))
+MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def is_opaque(leaf: Any) -> bool:

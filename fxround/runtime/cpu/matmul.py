@@ -31,42 +31,51 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class _Bound:
+class Bound:
     """A product of operands of given layouts.
 
     ``contraction`` is None if the result has no element; ``turned`` says that it computes the transposed product.
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     contraction: Contraction | None
     turned: bool
     draws: bool
 
+    def begin(self, a: Tensor, b: Tensor, rng: Tensor, node: int) -> Pending:
+        """Begin the product of operands of these layouts."""
+        if self.contraction is None:
+            return Pending(self.shape, self.dtype)
+        x, y = (b, a) if self.turned else (a, b)
+        key = Draw.of(rng, node).key() if self.draws else None
+        return self.contraction.of_operands(self.shape, self.dtype, x, y, key)
+
 
 def begin_matmul(call: Matmul[Tensor]) -> Pending:
     """Begin the product (M, K) x (K, N), or a batch of them: k ascending from +0, rounded as ``accumulate`` says."""
+    return bound_matmul(call).begin(call.a, call.b, call.rng, call.node)
+
+
+def bound_matmul(call: Matmul[Tensor]) -> Bound:
+    """The product for all operands of these layouts, until the instruction set or the number of threads changes."""
     a, b = call.a, call.b
     for x, what in ((a, "first"), (b, "second")):
         if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES or x.is_neg():
             storage_of(x, f"matmul's {what} operand")
     layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
-    bound = _bound(*layouts, call.accumulate, call.rounding, current_set(), torch.get_num_threads())
-    key = Draw.of(call.rng, call.node).key() if bound.draws else None
-    if bound.contraction is None:
-        return Pending(bound.shape, a.dtype)
-    x, y = (b, a) if bound.turned else (a, b)
-    return bound.contraction.of_operands(bound.shape, a.dtype, x, y, key)
+    return _bound(*layouts, call.accumulate, call.rounding, current_set(), torch.get_num_threads())
 
 
 @by_bytes(TABLES)
-def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> _Bound:
+def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> Bound:
     """The product for operands of these layouts."""
     (left, steps, dtype), (right, other_steps, other) = a, b
     require_product(left, right, (dtype, other))
     kernel = parsed.contract(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
     shape, draws = (*left[:-1], right[-1]), kernel.draws or kernel.finish_draws
     if 0 in shape:
-        return _Bound(shape, None, False, draws)
+        return Bound(shape, dtype, None, False, draws)
     groups = 0
     if len(shape) == 2:
         left, steps, right, other_steps, groups = (1, *left), (0, *steps), (1, *right), (0, *other_steps), 1
@@ -76,7 +85,7 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
     if turned:
         left, steps, right, other_steps = (_turned(x) for x in (right, other_steps, left, steps))
     where = Right.matrices(right, other_steps)
-    return _Bound(shape, Contraction.of(kernel, left, steps, where, groups), turned, draws)
+    return Bound(shape, dtype, Contraction.of(kernel, left, steps, where, groups), turned, draws)
 
 
 def _turned(of: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,13 +23,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Pointwise, read_map
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Matmul, Pointwise, read, read_map
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.numerics.randomness import BLOCK
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Pending, Work
+from fxround.runtime.cpu.matmul import Bound, bound_matmul
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
@@ -116,12 +117,16 @@ class Stepping:
     """An epilogue for operands of given strides.
 
     call     the map's code
+    draws    whether it draws random bits
+    bound    the product, if the contraction is one
     dtypes   the dtypes of its results
     place    which of them overwrites the contraction's result; None if that needs memory of its own
     steps    items of the contraction, and the blocks of the map that are complete after them
     """
 
     call: MapCall
+    draws: bool
+    bound: Bound | None
     dtypes: tuple[torch.dtype, ...]
     place: int | None
     steps: tuple[tuple[range, range], ...]
@@ -144,6 +149,10 @@ class Epilogue(nn.Module):
         # Indices of the map's operands among the inputs; None for the contraction's result.
         self.operands = tuple(place.get(node) for node in self.map.xs)
         self.rng = place[self.map.rng]
+        product = read(contraction)
+        self.product = product if isinstance(product, Matmul) else None
+        # Indices of a product's factors among the inputs.
+        self.factors = (place[product.a], place[product.b]) if isinstance(product, Matmul) else (0, 0)
         self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
         self.plans: dict[Any, Stepping | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
@@ -191,15 +200,34 @@ class Epilogue(nn.Module):
         dtypes = tuple(dtype_of(storage) for storage in kernel.results)
         steps = tuple(_steps(pending.plan, total, result.itemsize))
         place = dtypes.index(result.dtype) if result.dtype in dtypes and _CONTRACTION not in self.outside else None
-        return None if call is None or (place is None and len(steps) == 1) else Stepping(call, dtypes, place, steps)
+        return (
+            None
+            if call is None or (place is None and len(steps) == 1)
+            else Stepping(call, bool(kernel.draws), self._bound(inputs), dtypes, place, steps)
+        )
+
+    def _bound(self, inputs: Sequence[Any]) -> Bound | None:
+        if self.product is None:
+            return None
+        a, b = (inputs[i] for i in self.factors)
+        how = self.product
+        return bound_matmul(Matmul(a, b, how.accumulate, how.rounding, inputs[self.rng], how.node))
+
+    def _begin(self, plan: Stepping, inputs: Sequence[Any]) -> Pending:
+        """Begin the contraction; a product of operands of known layouts needs no second look at them."""
+        if plan.bound is None or self.product is None:
+            begun: Pending = self.begin(*inputs)
+            return begun
+        a, b = self.factors
+        return plan.bound.begin(inputs[a], inputs[b], inputs[self.rng], self.product.node)
 
     def _run(self, plan: Stepping, inputs: Sequence[Any]) -> list[Tensor]:
         """Run the steps: items of the contraction, then the blocks of the map that are complete."""
-        pending: Pending = self.begin(*inputs)
+        pending = self._begin(plan, inputs)
         results = [buffers.empty(plan.call.shape, dtype) for dtype in plan.dtypes]
         made = buffers.empty(pending.shape, pending.dtype) if plan.place is None else results[plan.place]
         sources = array(addresses([made if i is None else inputs[i] for i in self.operands]))
-        targets, key = array(addresses(results)), key_of(self.map, inputs[self.rng])
+        targets, key = array(addresses(results)), key_of(self.map, inputs[self.rng], plan.draws)
         for items, blocks in plan.steps:
             # Returns when all items are final, those included whose quick results did not count.
             pending.run(made.data_ptr(), items)

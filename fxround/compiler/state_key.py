@@ -1,0 +1,94 @@
+"""What a captured graph depends on beside its arguments, as a key.
+
+The key holds the modules with their plain attributes and hooks, the dtypes and shapes of the state, and autocast. To
+read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is made again
+only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is not part
+of the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from operator import is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fxround.compiler.executable import Sharing
+from fxround.compiler.signature import MODULE, baked, constant
+
+_ABSENT: Final = object()
+# The attributes of every module on whose content the key depends.
+_CONTENTS: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_SCALARS: Final = bool | int | float | str | bytes | None
+
+
+class StateKeys:
+    """The key of one model, which is read again where the model has changed."""
+
+    def __init__(self) -> None:
+        self._latest: _Reading | None = None
+
+    def of(self, model: nn.Module) -> Any:
+        """Return the key of a model as it is now."""
+        latest = self._latest
+        if latest is None or not latest.holds():
+            latest = self._latest = _Reading(model)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return latest.modules, latest.state, torch.get_default_dtype(), cast
+
+
+class _Reading:
+    """The modules and the state of a model, with the objects that they were read from.
+
+    The objects are compared by identity, which no other object can have while they are kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = tuple(model.modules())
+        # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
+        self.modules = tuple((m, baked(m)) for m in found)
+        self._tensors: tuple[Tensor, ...] = (*model.parameters(), *model.buffers())
+        self.state = tuple((t.dtype, t.shape, t.requires_grad) for t in self._tensors)
+        watched = [vars(owner) for m in found for owner in _owners(m)]
+        self._chosen = [(own, len(own), *_read(own)) for own in watched]
+        inner = [own[name] for own in watched for name in _CONTENTS if name in own]
+        self._whole = [(content, tuple(content), tuple(content.values())) for content in inner]
+        plain = [value for own in watched for name, value in own.items() if name not in MODULE]
+        self._texts = [(value, constant(value)) for value in plain if _can_change(value)]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since."""
+        for own, size, names, values in self._chosen:
+            if len(own) != size or not all(map(is_, map(own.get, names, repeat(_ABSENT)), values)):
+                return False
+        for content, keys, values in self._whole:
+            if len(content) != len(keys) or (
+                keys and not (all(map(is_, content, keys)) and all(map(is_, content.values(), values)))
+            ):
+                return False
+        if any(constant(value) != text for value, text in self._texts):
+            return False
+        return all((t.dtype, t.shape, t.requires_grad) == s for t, s in zip(self._tensors, self.state, strict=True))
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, and the one that it shares its training flag with."""
+    yield module
+    if isinstance(module, Sharing):
+        yield module.source
+
+
+def _read(own: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names and values of the attributes that the key is made of."""
+    names = tuple(name for name in own if name not in MODULE or name in _CONTENTS or name == "training")
+    return names, tuple(own[name] for name in names)
+
+
+def _can_change(value: Any) -> bool:
+    """Whether a value of which the key holds the text can change while it stays the same object."""
+    if isinstance(value, tuple | frozenset):
+        return not all(isinstance(item, _SCALARS) for item in value)
+    return isinstance(value, list | set | dict)

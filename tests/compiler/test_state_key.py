@@ -1,0 +1,89 @@
+"""The key of a model's state: a remembered reading equals a new one after every kind of change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fxround.compiler.state_key import StateKeys
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.scale, self.sizes, self.options, self.nested = 0.5, [1, 2], {"a": 1}, ([1], 2)
+        self.other: object = None
+
+
+def hook(*args: object) -> None:
+    """A hook that does nothing."""
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "a number": lambda m: setattr(m, "scale", 0.25),
+    "a number that equals the old one": lambda m: setattr(m, "scale", 0.5 + 0 * m.scale),
+    "a flag in place of a number": lambda m: setattr(m, "scale", True),
+    "minus zero": lambda m: setattr(m, "scale", -0.0),
+    "an item of a list": lambda m: m.sizes.append(3),
+    "an item of a dict": lambda m: m.options.update(a=2),
+    "an item in a tuple": lambda m: m.nested[0].append(2),
+    "an object in place of None": lambda m: setattr(m, "other", object()),
+    "a new attribute": lambda m: setattr(m, "extra", 1),
+    "an attribute less": lambda m: delattr(m, "scale"),
+    "an attribute renamed": lambda m: (delattr(m, "other"), setattr(m, "another", None)),
+    "eval mode": lambda m: m.eval(),
+    "eval mode of a part": lambda m: m.norm.eval(),
+    "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.zeros(5, 3))),
+    "no parameter": lambda m: setattr(m.first, "bias", None),
+    "a parameter's dtype": lambda m: m.double(),
+    "a parameter's data": lambda m: setattr(m.first.weight, "data", torch.zeros(2, 3)),
+    "a parameter that is frozen": lambda m: m.first.weight.requires_grad_(False),
+    "a buffer": lambda m: m.register_buffer("extra", torch.zeros(1)),
+    "a module": lambda m: setattr(m, "first", nn.Linear(3, 4)),
+    "one module more": lambda m: m.add_module("extra", nn.Identity()),
+    "a hook": lambda m: m.norm.register_forward_hook(hook),
+    "a hook before": lambda m: m.register_forward_pre_hook(hook),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_read(change: str) -> None:
+    model, keys = Model(), StateKeys()
+    before = keys.of(model)
+    assert keys.of(model) == before
+    CHANGES[change](model)
+    after = keys.of(model)
+    assert after == StateKeys().of(model)
+    assert (after == before) == (change == "a number that equals the old one")
+    assert keys.of(model) == after
+
+
+def test_a_model_that_did_not_change_is_not_read_again() -> None:
+    model, keys = Model(), StateKeys()
+    (modules, state, *_) = keys.of(model)
+    assert keys.of(model)[0] is modules and keys.of(model)[1] is state
+
+
+def test_values_and_hooks_of_a_removed_kind_are_read() -> None:
+    model, keys = Model(), StateKeys()
+    handle = model.register_forward_hook(hook)
+    before = keys.of(model)
+    handle.remove()
+    assert keys.of(model) == StateKeys().of(model) != before
+
+
+def test_autocast_and_the_default_dtype_count() -> None:
+    model, keys = Model(), StateKeys()
+    before = keys.of(model)
+    with torch.autocast("cpu"):
+        assert keys.of(model) != before
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert keys.of(model) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert keys.of(model) == before
