@@ -85,6 +85,7 @@ class Pipeline:
         if state is None:
             _refuse(delayed)
         own = (delayed, state or DelayedState())
+        own[1].multipliers(delayed)  # made now: a call can run where tensors are traced
         if step is not None:
             return Entry(captured, lowered, lowered, lowered, owners, step, *own)
         graphs = self.scheduled(lowered)

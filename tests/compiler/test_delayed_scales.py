@@ -194,8 +194,30 @@ def test_files_keep_the_scales_and_other_entries_refuse_them(tmp_path: Path) -> 
         module(x)
     with pytest.raises(ValueError, match="a delayed scale is state of a compiled model"):
         fxround.round(x, "scaled(e4m3fn;tensor,binary32,delayed)")
+    fresh = fxround.compile(model, small())
+    with torch.no_grad():
+        fresh.export(tmp_path / "fresh.pt2", x)
+        assert torch.equal(fxround.load(tmp_path / "fresh.pt2")(x), fresh(x))
     masked = Masked(model, small(), x)
     assert torch.equal(masked.run(masked.sites), fxround.compile(model, small()).eval()(x))
+
+
+def test_models_with_python_state_train_with_delayed_scales() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = layer(), {"made": 0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls["made"] += 1
+            return self.layer(x)
+
+    model, x = Counts(), torch.randn(4, 12)
+    compiled = fxround.compile(model, small())
+    for step in range(1, 4):
+        compiled(x * step).sum().backward()
+        assert model.calls["made"] == step
+        assert compiled.delayed_scales["layer.input0"][1] == (x * step).abs().max()
 
 
 def test_texts() -> None:
