@@ -39,6 +39,7 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     step: returns the next carries and its results as one flat list. Every tensor is an argument of ``step``. Raises
     CaptureError if a carry changes its shape or dtype.
     """
+    carries = [_row_major(x) for x in carries]
     operands = (*carries, *xs, *others)
     guarded = _separate(step, len(carries))
     if _differentiated(operands):
@@ -94,12 +95,25 @@ def _separate(step: Step, carries: int) -> Step:
             if isinstance(result, Tensor):
                 if i < carries:
                     _require_kept(i, args[i], result)
+                    result = _row_major(result)
                 result = result.clone() if _memory(result) in given else result
                 given.add(_memory(result))
             results.append(result)
         return results
 
     return separate
+
+
+def _row_major(x: Any) -> Any:
+    """Return a tensor with the strides of a row-major one, also in dimensions of size 1."""
+    if not isinstance(x, Tensor):
+        return x
+    step: Any = 1
+    for size, stride in reversed(list(zip(x.shape, x.stride(), strict=True))):
+        if stride != step:
+            return x.clone(memory_format=torch.contiguous_format)
+        step = step * size
+    return x
 
 
 def _require_kept(i: int, before: Tensor, after: Tensor) -> None:
@@ -310,7 +324,7 @@ class _Scan(torch.autograd.Function):
         results = [i for i in parts.given if i >= carries]
         begun = [last.get(i) for i in of_carries]
         begun = [torch.zeros_like(operands[i]) if g is None else g for g, i in zip(begun, of_carries, strict=True)]
-        begun += [torch.zeros_like(operands[i]) for i in of_others]
+        begun = [_row_major(g) for g in (*begun, *(torch.zeros_like(operands[i]) for i in of_others))]
         reversed_ = [
             torch.flip(x, (0,)) for x in (*(tangents[i] for i in results), *(operands[i] for i in read_xs), *saved)
         ]
@@ -328,7 +342,7 @@ class _Scan(torch.autograd.Function):
             sums = [total + found[i] for total, i in zip(state[len(of_carries) :], of_others, strict=True)]
             return [*(found[i] for i in of_carries), *sums, *(found[i] for i in parts.wanted if carries <= i < xs_end)]
 
-        found = tuple(SCAN(_separate(step, 0), begun, reversed_, tuple(operands[i] for i in read_others)))
+        found = tuple(SCAN(_separate(step, len(begun)), begun, reversed_, tuple(operands[i] for i in read_others)))
         gradients: dict[int, Any] = dict(zip([*of_carries, *of_others], found, strict=False))
         rows = zip([i for i in parts.wanted if carries <= i < xs_end], found[len(begun) :], strict=True)
         gradients |= {i: torch.flip(g, (0,)) for i, g in rows}

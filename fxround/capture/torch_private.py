@@ -157,6 +157,23 @@ def _kept_checks() -> Iterator[None]:
             handle.destroy()
 
 
+@contextlib.contextmanager
+def replaced_layers(lstm: Callable[..., Any], rnn: Callable[..., Any]) -> Iterator[None]:
+    """Let PyTorch's decompositions of recurrent layers call these functions for one layer in one direction."""
+    decompositions: Any = importlib.import_module("torch._decomp.decompositions")
+    with (
+        mock.patch.object(decompositions, "one_layer_lstm", lstm),
+        mock.patch.object(decompositions, "one_layer_rnn", rnn),
+    ):
+        yield
+
+
+def lstm_cell() -> Callable[..., Any]:
+    """Return PyTorch's formulas of an LSTM's step."""
+    cell: Callable[..., Any] = importlib.import_module("torch._decomp.decompositions").lstm_cell
+    return cell
+
+
 def find_builtins(codegen: Any) -> None:
     """Let the code around Dynamo's graph find Python's builtins."""
     # torch 2.11 asks for them among the globals of the model's code.

@@ -8,6 +8,7 @@ change no bit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
+from fxround.capture.recurrent import recurrent_loops
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, Owner
@@ -61,14 +63,21 @@ class Pipeline:
 
         varying: further dimensions of arguments that stay symbolic.
         """
-        return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
+        with self._recurrent():
+            return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
 
     def receive(
         self, graph: fx.GraphModule, inputs: Sequence[Any], state: DelayedState | None = None
     ) -> tuple[Entry, nn.Module | None]:
         """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
-        captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
+        with self._recurrent():
+            captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
         return self.program(captured, owners, state), model
+
+    def _recurrent(self) -> contextlib.AbstractContextManager[None]:
+        """Let recurrent layers run as loops, unless the policy has what loops cannot have; then they are unrolled."""
+        unrolled = self.policy.treats_gradients or self.policy.delays_scales
+        return contextlib.nullcontext() if unrolled else recurrent_loops()
 
     def _formulas(self) -> Decompositions:
         """Return the formulas for a capture.

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, ScatterCall, read
+from fxround.graph.dialect import BlockExpand, BlockMaximum, Loop, Pointwise, ScatterCall, loops_of, read
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import float_values, site
+from fxround.graph.values import outputs_of
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_format
 from fxround.numerics.faults import numbers_of
@@ -81,12 +82,42 @@ Origins = Mapping[fx.Node, Known]
 
 
 def known(graph: fx.GraphModule) -> dict[fx.Node, Origins]:
-    """Return what is known of every floating-point value of a lowered graph."""
+    """Return what is known of every floating-point value of a lowered graph, those in the bodies of its loops too."""
     found: dict[fx.Node, Origins] = {}
-    for node in graph.graph.nodes:
-        if node.op != "output" and float_values(node):
-            found[node] = _origins(graph, node, found)
+    _find(graph, found)
     return found
+
+
+def _find(graph: fx.GraphModule, found: dict[fx.Node, Origins]) -> None:
+    """Add what is known of a graph's values. What enters the body of a loop is known already."""
+    results: dict[fx.Node, list[Origins]] = {}
+    bodies = {loop.node: (loop, parts) for loop, parts in loops_of(graph)}
+    for node in graph.graph.nodes:
+        if node in bodies:
+            results[node] = _of_loop(*bodies[node], found)
+        elif node.target is operator.getitem and node.args[0] in results:
+            if float_values(node):
+                found[node] = results[node.args[0]][node.args[1]]
+        elif node.op != "output" and float_values(node) and not (node.op == "placeholder" and node in found):
+            found[node] = _origins(graph, node, found)
+
+
+def _of_loop(loop: Loop, bodies: tuple[fx.GraphModule, ...], found: dict[fx.Node, Origins]) -> list[Origins]:
+    """Return what is known of a loop's results. What a step returns enters the next one, until nothing new is found."""
+    operands = [found.get(x, {}) if isinstance(x, fx.Node) else {} for x in loop.operands]
+    step, carries = bodies[-1], len(loop.carries)
+    while True:
+        for body in bodies:
+            entries = body.graph.find_nodes(op="placeholder")
+            found.update({node: own for node, own in zip(entries, operands, strict=True) if float_values(node)})
+            _find(body, found)
+        ends = [[found.get(x, {}) for x in outputs_of(body)] for body in bodies]
+        if loop.predicate is not None:
+            return [merged(pair) for pair in zip(*ends, strict=True)]
+        entering = [merged([a, b]) for a, b in zip(operands[:carries], ends[-1], strict=False)]
+        if entering == operands[:carries]:
+            return [*entering, *ends[-1][carries:]] if step is not bodies[0] else ends[-1]
+        operands[:carries] = entering
 
 
 def passes_on(node: fx.Node) -> bool:

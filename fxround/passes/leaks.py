@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.graph.dialect import BlockExpand, Call, HadamardTransform, Pointwise, read
+from fxround.graph.dialect import BlockExpand, Call, HadamardTransform, Pointwise, graphs_of, is_loop, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import rounded_in_blocks
 from fxround.graph.site import PORTS, float_value, site
@@ -76,7 +76,8 @@ def edges(graph: fx.GraphModule, policy: Policy, declared: Format | None = None)
     """
     origins = known(graph)
     found: list[Edge] = []
-    for node in graph.graph.nodes:
+    nodes = [node for part in graphs_of(graph) for node in part.graph.nodes if node.op != "output" or part is graph]
+    for node in nodes:
         if declared is None:
             found += _accumulators(node)
         if _computes(node):
@@ -90,7 +91,7 @@ def immediates(graph: fx.GraphModule, declared: Format | None = None) -> list[Im
     They are part of an operation and cross no edge, and no rule rounds them.
     """
     found = []
-    for node in graph.graph.nodes:
+    for node in [node for part in graphs_of(graph) for node in part.graph.nodes]:
         call, own = read(node), declaration(node)
         if not isinstance(call, Pointwise) or _rounds_only(node) or (own is None and declared is None):
             continue
@@ -110,7 +111,7 @@ def _computes(node: fx.Node) -> bool:
     if node.op == "output":
         return True
     tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
-    quiet = node.op != "call_function" or node.target is operator.getitem or is_constant(node)
+    quiet = node.op != "call_function" or node.target is operator.getitem or is_constant(node) or is_loop(node)
     return tensors and not quiet and str(node.target) not in _SHAPE_ONLY and not passes_on(node)
 
 

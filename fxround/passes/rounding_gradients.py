@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
-from fxround.graph.dialect import Pointwise, read
+from fxround.errors import UnsupportedRounding
+from fxround.graph.dialect import Pointwise, loops_of, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, site
 from fxround.kernels.scaled import clamped_program
@@ -43,6 +44,12 @@ class _Rounded:
 
 def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
     """Zero and round the gradients of rounded values as the policy says, and remove the marks."""
+    places = [site(loop.node) for loop, _ in loops_of(graph)]
+    if plan.policy.treats_gradients and any(p is not None and p.direction == "backward" for p in places):
+        raise UnsupportedRounding(
+            f"policy {plan.policy.name!r} treats gradients of roundings, which is not possible inside of a loop: "
+            "unroll the loop, or use a policy without gradient="
+        )
     gradients = {node.args[1]: node for node in graph.graph.nodes if node.target is MARKED_GRADIENT}
     for mark in [node for node in graph.graph.nodes if node.target is MARKED]:
         gradient, value = gradients.get(mark.args[1]), _rounded(mark)

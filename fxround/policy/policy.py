@@ -85,6 +85,13 @@ class Policy:
         return any(rule.gradient not in (None, STRAIGHT) for rule in self.rules)
 
     @property
+    def delays_scales(self) -> bool:
+        """Whether some operand has a scale from earlier steps."""
+        texts = [rule.operands for rule in self.rules if rule.operands is not None and is_scaled(rule.operands)]
+        scalings = [ScaledRounding.parse(text).format.scaling for text in texts]
+        return any(scaling is not None and scaling.how == "delayed" for scaling in scalings)
+
+    @property
     def draws(self) -> bool:
         """Whether some rounding draws random bits, or some bit flips by chance."""
         if any(rule.faults is not None and Faults.parse(rule.faults).possible for rule in self.rules):
