@@ -15,6 +15,12 @@ def shown(value: object, most: int = 120) -> str:
     return f"{text[: 2 * most // 3]}...{text[-most // 4 :]} ({len(text)} characters)"
 
 
+def type_of(value: object) -> str:
+    """Return the name of a value's type for a message, with its article: ``an int``, ``a Tensor``."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 class FxroundError(Exception):
     """The base class of fxround's errors."""
 

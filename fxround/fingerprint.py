@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fxround.errors import type_of
+
 
 def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
     """Return ``sha256:`` and 64 hexadecimal digits that depend on every bit of x.
@@ -46,7 +48,7 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
         flat = tensor.contiguous().reshape(-1)
         digest.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).cpu().numpy().tobytes())
     else:
-        raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor, a NumPy array or a torch.nn.Module")
+        raise TypeError(f"x is {type_of(x)}; expected a torch tensor, a NumPy array or a torch.nn.Module")
     return f"sha256:{digest.hexdigest()}"
 
 

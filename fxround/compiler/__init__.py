@@ -16,6 +16,7 @@ from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import (
     arguments,
 )
+from fxround.errors import type_of
 from fxround.policy import Policy
 
 
@@ -92,9 +93,9 @@ def compile(
     if isinstance(model, type):
         raise TypeError(f"model is the class {model.__name__}: pass an instance, or decorate the class's forward")
     if isinstance(model, RoundedModule | LoadedModule):
-        raise TypeError(f"the model is a {type(model).__name__} already; compile the original module")
+        raise TypeError(f"the model is {type_of(model)} already; compile the original module")
     if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module or a function of tensors")
+        raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module or a function of tensors")
     if not isinstance(model, nn.Module):
         holder = getattr(model, "__self__", None)
         method = isinstance(model, MethodType) and isinstance(holder, nn.Module)

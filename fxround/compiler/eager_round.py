@@ -20,7 +20,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
 from fxround.capture.torch_private import is_transformed
-from fxround.errors import shown
+from fxround.errors import shown, type_of
 from fxround.graph.dialect import BlockMaximum, Call, block_sizes
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.scaling import scaled
@@ -158,7 +158,7 @@ def _rounded(
             return _differentiable(x, parsed, seed, sample, how, 0, dims)
         return _round_tensor(x, parsed, seed, sample, out, dims=dims)
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"x is a {type(x).__name__}; expected a torch tensor or a NumPy array")
+        raise TypeError(f"x is {type_of(x)}; expected a torch tensor or a NumPy array")
     if how != Gradient():
         raise ValueError(f"gradient = {str(how)!r}: a NumPy array has no gradient")
     _check_out(x, out, np.ndarray)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxround.compiler.executable import Function
 from fxround.compiler.module import PolicyLike, RoundedModule
+from fxround.errors import type_of
 from fxround.policy import Policy
 
 
@@ -119,7 +120,7 @@ def _compiled(step: Callable[..., Any], policy: Policy, strict: bool | None, kee
 
 def _require_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected an int of at least 1")
+        raise TypeError(f"{name} is {type_of(value)}; expected an int of at least 1")
     if value < 1:
         raise ValueError(f"{name} is {value}; expected at least 1")
 
@@ -128,7 +129,7 @@ def _require_inputs(inputs: Any, steps: int) -> None:
     for path, leaf in pytree.tree_flatten_with_path(inputs)[0] if inputs is not None else ():
         name = f"inputs{pytree.keystr(path)}"
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} is a {type(leaf).__name__}; expected a tensor with a row for each step")
+            raise TypeError(f"{name} is {type_of(leaf)}; expected a tensor with a row for each step")
         if leaf.dim() == 0 or leaf.shape[0] != steps:
             raise ValueError(f"{name} has shape {tuple(leaf.shape)}; expected {steps} rows, one for each step")
 
@@ -140,7 +141,7 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
         raise ValueError("the state has no tensor; expected at least one")
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"state{pytree.keystr(path)} is a {type(leaf).__name__}; expected a tensor")
+            raise TypeError(f"state{pytree.keystr(path)} is {type_of(leaf)}; expected a tensor")
     given = [pytree.tree_map(lambda x: x.detach().clone(), state)]
     if inputs is not None:
         given.append(pytree.tree_map(lambda x: x[0].detach().clone(), inputs))
@@ -152,7 +153,7 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
     for (path, before), after in zip(leaves, results, strict=True):
         name = f"state{pytree.keystr(path)}"
         if not isinstance(after, Tensor):
-            raise TypeError(f"{name} is a {type(after).__name__} after a step; expected a tensor")
+            raise TypeError(f"{name} is {type_of(after)} after a step; expected a tensor")
         if after.shape != before.shape or after.dtype != before.dtype:
             raise ValueError(
                 f"{name} is {before.dtype} of shape {tuple(before.shape)}, and after a step {after.dtype} of shape "

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.compiler.executable import Function, Method
-from fxround.errors import CaptureError
+from fxround.errors import CaptureError, type_of
 
 # The note that distinguishes an error of the model from one of fxround.
 REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"
@@ -37,7 +37,7 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Tensor):
         return (example,), {}
     raise TypeError(
-        f"example_inputs is a {type(example).__name__}; expected a tensor, a tuple of arguments, a dict of "
+        f"example_inputs is {type_of(example)}; expected a tensor, a tuple of arguments, a dict of "
         "keywords, or a tuple and a dict"
     )
 

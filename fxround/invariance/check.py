@@ -19,7 +19,7 @@ from torch import nn
 from fxround.compiler import compile
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.errors import FxroundError
+from fxround.errors import FxroundError, type_of
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
@@ -105,7 +105,7 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
     if policy is not None:
         return Compiled(compile(model, policy), gradients)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module")
     return Eager(model, gradients)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from fxround.errors import type_of
 from fxround.graph.dialect import require_state
 
 _WORD: Final = (1 << 32) - 1
@@ -33,7 +34,7 @@ class Draw:
             return
         for name, value, bits in (("seed", self.seed, 63), ("sample", self.sample, 32)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a {type(value).__name__}; expected an int")
+                raise TypeError(f"{name} is {type_of(value)}; expected an int")
             if not 0 <= value < 2**bits:
                 raise ValueError(f"{name} is {value}; expected 0 to 2^{bits} - 1")
 

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.compiler.signature import signature_of
+from fxround.errors import type_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _calls(model: nn.Module, inputs: Any, batch_size: int | None) -> Iterator[Ca
         return iter((whole,)) if batch_size is None else _split(whole, batch_size)
     if not isinstance(inputs, Iterable):
         expected = "a tensor, a tuple of arguments, a dict of keywords, or an iterable of batches (a DataLoader)"
-        raise TypeError(f"inputs is a {type(inputs).__name__}; expected {expected}")
+        raise TypeError(f"inputs is {type_of(inputs)}; expected {expected}")
     if batch_size is not None:
         raise ValueError("batch_size splits tensors; a DataLoader has a batch size of its own: set it there")
     return (_of_batch(model, batch) for batch in inputs)
@@ -109,7 +110,7 @@ def _of_batch(model: nn.Module, batch: Any) -> Call:
         assert found is not None
         return found
     if not isinstance(batch, list | tuple):
-        raise TypeError(f"a batch is a {type(batch).__name__}; expected a tensor, a mapping, or a tuple of tensors")
+        raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
     if _takes(model, parts):
         return Call(parts)

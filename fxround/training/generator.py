@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fxround.compiler.module import RoundedModule
+from fxround.errors import type_of
 from fxround.training.optimizer import RNG_KEY, RoundedOptimizer
 
 _SEED: Final = "seed"
@@ -45,7 +46,7 @@ class Generator:
         for name, part in parts.items():
             if not isinstance(part, RoundedModule | RoundedOptimizer):
                 raise TypeError(
-                    f"{name} is a {type(part).__name__}; expected what fxround.compile or compile_optimizer returned"
+                    f"{name} is {type_of(part)}; expected what fxround.compile or compile_optimizer returned"
                 )
         self.parts = dict(parts)
         self.reseed(seed)

@@ -20,6 +20,7 @@ from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.exported import random_state, state_of
 from fxround.compiler.pipeline import Pipeline
+from fxround.errors import type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
@@ -74,7 +75,7 @@ def compile_optimizer(
         raise TypeError("the optimizer is compiled already; compile the original one")
     if type(optimizer) not in UPDATES:
         known = ", ".join(kind.__name__ for kind in UPDATES)
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim's {known}")
+        raise TypeError(f"optimizer is {type_of(optimizer)}; expected one of torch.optim's {known}")
     return RoundedOptimizer(optimizer, Policy.parse(policy), model, strict, seed)
 
 

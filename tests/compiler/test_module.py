@@ -253,7 +253,7 @@ def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.Rounde
         fxround.compile(compiled, "identity")
     with pytest.raises(TypeError, match="TorchScript"):
         fxround.compile(torch.jit.trace(nn.ReLU(), torch.ones(1)), "identity")
-    with pytest.raises(TypeError, match="example_inputs is a int; expected a tensor"):
+    with pytest.raises(TypeError, match="example_inputs is an int; expected a tensor"):
         fxround.compile(model, "identity", example_inputs=3)
     with pytest.raises(PolicyError, match="did you mean 'stochastic'"):
         fxround.compile(model, "stochastik")

@@ -167,5 +167,5 @@ def test_wrong_arguments() -> None:
         compiled.leaks(x, declared="mxfp8")
     with pytest.raises(ValueError, match="no format is named 'e4m3fm'; did you mean e4m3fn"):
         compiled.leaks(x, declared="e4m3fm")
-    with pytest.raises(TypeError, match="example_inputs is a int"):
+    with pytest.raises(TypeError, match="example_inputs is an int"):
         compiled.leaks(3)

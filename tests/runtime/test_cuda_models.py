@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import models
 import pytest
 import torch
 from cuda_host import HostLauncher, prepare
@@ -98,6 +99,23 @@ def test_a_training_step_has_the_bits_of_the_cpu(
         y = compiled(x)
         wanted = [p for p in (x, *network.parameters()) if p.requires_grad]
         return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
+
+    same(host, run, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_models_of_the_suite_have_the_bits_of_the_cpu(
+    host: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = models.build(name)
+    compiled = fxround.compile(example.model, "stochastic")
+    weights = [p for p in example.model.parameters() if p.requires_grad]
+
+    def run() -> list[Tensor]:
+        compiled.reseed(5)
+        result = example.result(compiled(*example.args, **example.kwargs))
+        found = torch.autograd.grad(result.square().sum(), weights, allow_unused=True)
+        return [result.detach(), *(g for g in found if g is not None)]
 
     same(host, run, monkeypatch)
 
