@@ -144,6 +144,17 @@ def clamped_program(rounding: ScaledRounding, stored: Format) -> Program:
     return Program(tuple(written.statements))
 
 
+@lru_cache(maxsize=1024)
+def split_elements(program: Program) -> tuple[Program, Program]:
+    """Return the program of an element's quotient, and that of the rest, with the quotient as its x0."""
+    first, *rest = program.statements
+    names = {first.target: "x0"} | {s.target: f"t{i}" for i, s in enumerate(rest)}
+    renamed = (
+        replace(s, target=names[s.target], operands=tuple(names.get(str(o), o) for o in s.operands)) for s in rest
+    )
+    return Program((first,)), Program(tuple(renamed))
+
+
 class _Statements:
     """Statements in order, with targets t0, t1, ..."""
 

@@ -23,6 +23,7 @@ from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import rounded_in_blocks
 from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
+from fxround.kernels.scaled import split_elements
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
@@ -240,6 +241,9 @@ def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
     if not isinstance(call, Pointwise):
         return False
     x: fx.Node = call.xs[0]
+    quotient = _before_flips(x)
+    if quotient is not x:
+        x = read(quotient).xs[0]  # type: ignore[union-attr]
     turned, wanted = read(x), rounding.hadamard
     if wanted is not None and not (
         isinstance(turned, HadamardTransform) and (turned.size, turned.seed) == (wanted.size, wanted.seed)
@@ -314,8 +318,24 @@ class _Existing:
         return _missing(str(program))
 
     def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
-        """Return the node of the elements."""
-        return self.program(program, operands, operands[0].meta["val"].dtype)
+        """Return the node of the elements, which may be the one of their scales after bits have flipped."""
+        call = read(self.made)
+        assert isinstance(call, Pointwise)
+        quotient, (first, rest) = _before_flips(call.xs[0]), split_elements(program)
+        if quotient is call.xs[0]:
+            return self.program(program, operands, operands[0].meta["val"].dtype)
+        same = call.program == str(rest) and all(map(_alike, call.xs[1:], operands[1:]))
+        if same and _alike(self.program(first, operands, quotient.meta["val"].dtype), quotient):
+            return self.made
+        return _missing(str(program))
+
+
+def _before_flips(node: fx.Node) -> fx.Node:
+    """Return the value whose bits were flipped; else the node itself."""
+    place, call = site(node), read(node)
+    if place is not None and place.operator == FLIP and isinstance(call, Pointwise):
+        return _before_flips(call.xs[0])
+    return node
 
 
 def _missing(what: str) -> fx.Node:

@@ -24,6 +24,7 @@ from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
+from fxround.kernels.scaled import split_elements
 from fxround.numerics.formats import Format
 from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.scaled import ScaledRounding
@@ -48,7 +49,7 @@ from fxround.passes.rewrite import (
     size_of,
     source_of,
 )
-from fxround.policy import ENTERING
+from fxround.policy import ENTERING, Assignment
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
@@ -117,7 +118,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             placed = replace(place, role=own.role, assignment=wanted, number=-1)
             texts = streams.setdefault(source, [])
             if wanted.scaled is None:
-                stream = _stream(own, texts, f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said)
+                stream = _stream(own, texts, _said(wanted))
                 node.replace_input_with(operand, _rounded(part, node, operand, placed, stream))
                 continue
             if part is not graph and _is_delayed(wanted.scaled):
@@ -127,7 +128,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 )
             multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
             for position, dims, groups in summed_dims(node, operand):
-                writer = _Nodes(part, node, placed, _stream(own, texts, f"{wanted.said} {dims} {groups}"), multiplier)
+                writer = _Nodes(part, node, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), multiplier)
                 node.update_arg(position, _in_groups(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
@@ -218,8 +219,17 @@ class _Nodes:
 
     def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
         """Return the node of the elements, which draws from the stream."""
-        dtype = operands[0].meta["val"].dtype
-        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), self.stream)
+        dtype, rng = operands[0].meta["val"].dtype, rng_of(self.graph)
+        wanted = decided(self.place)
+        if wanted is None or wanted[0].faults is None:
+            made = Pointwise(list(operands), str(program), dtype, rng, self.stream)
+            return _inserted(self.graph, self.near, made, self.place)
+        first, rest = split_elements(program)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        quotient = Pointwise(list(operands), str(first), wide, rng, self.stream)
+        elements = _inserted(self.graph, self.near, quotient, self.place)
+        flipped = _flipped(self.graph, self.near, elements, self.place, self.stream)
+        made = Pointwise([flipped, *operands[1:]], str(rest), dtype, rng, self.stream)
         return _inserted(self.graph, self.near, made, self.place)
 
 
@@ -260,8 +270,19 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
     found = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
-    for i, fault in enumerate(wanted[0].faults.faults if wanted[0].faults else ()):
-        at = replace(place, kind="operand")
+    return _flipped(graph, near, found, place, stream)
+
+
+def _said(wanted: Assignment) -> str:
+    """Return what is done to an operand."""
+    return f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said
+
+
+def _flipped(graph: fx.GraphModule, near: fx.Node, found: fx.Node, place: Site, stream: int) -> fx.Node:
+    """Return an operand, or the elements of one, with the bits flipped that its assignment says; before ``near``."""
+    assert place.assignment is not None
+    at = replace(place, kind="operand")
+    for i, fault in enumerate(place.assignment.faults.faults if place.assignment.faults else ()):
         call = flip_of(graph, found, at, fault, _FAULT_STREAMS + 4 * (stream - _OPERAND_STREAMS) + i)
         found = insert(graph, near, call.overload, call.arguments())
         found._rename(f"{near.name}_operand_flipped")

@@ -136,14 +136,14 @@ class Policy:
         text = self.rules[found[-1]].operands if found else None
         if text is None or text == IDENTITY:
             return None
-        rule = str(self.rules[found[-1]])
+        rule, said = str(self.rules[found[-1]]), self.rules[found[-1]].faults
+        faults = Faults.parse(said).possible if said else None
         if is_scaled(text):
             scaled = ScaledRounding.parse(text)
-            return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled)
+            return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled, faults=faults)
         rounding = resolve(text, dtype)
         _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
-        faults = self.rules[found[-1]].faults
-        return Assignment(rounding, NATIVE, LANES, rule, faults=Faults.parse(faults).possible if faults else None)
+        return Assignment(rounding, NATIVE, LANES, rule, faults=faults)
 
     def assign(
         self, *, path: str, operator: str, kind: str, role: str, dtype: str, direction: str = "forward"

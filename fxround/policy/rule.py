@@ -154,14 +154,10 @@ class Rule:
             )
         if all(getattr(self, field) is None for field in _SAID):
             raise PolicyError(f"the rule {self} sets nothing: set {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
-        if (
-            self.faults is not None
-            and self.operands is not None
-            and (self.operands == IDENTITY or is_scaled(self.operands))
-        ):
+        if self.faults is not None and self.operands is not None and not _has_bits(self.operands):
             raise PolicyError(
                 f"the rule {self} flips bits of operands: that needs operands= of a format with an encoding, such as "
-                "'e4m3fn' or 'dtype'; bits of scaled operands do not flip yet"
+                "'e4m3fn', 'dtype' or 'mxfp8'; bits of integers and fixed point do not flip yet"
             )
         if self.result is not None and self.operands is None:
             raise PolicyError(f"the rule {self} has result={self.result!r}, which selects operands: set operands=")
@@ -280,6 +276,14 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     words = (word.partition("=") for word in options)
     said = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
     return " ".join([_full_rounding(step), *said])
+
+
+def _has_bits(operands: str) -> bool:
+    """Whether the elements of operands are floating-point numbers with an encoding."""
+    if operands == IDENTITY or not is_scaled(operands):
+        return operands != IDENTITY
+    form = ScaledRounding.parse(operands).format
+    return form.scaling is not None and not str(form.element).startswith("custom")
 
 
 def _full_rounding(text: str) -> str:

@@ -53,9 +53,14 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def test_every_element_is_flipped_as_the_specification_says() -> None:
+SCALED = Policy("scaled", (Rule(operator="mm", operands="nvfp4/stochastic", faults="significand:0.05 sign:0.02"),))
+
+
+# Two fields of the first product, one of the second, weights, three gradients; two of both operands of five products.
+@pytest.mark.parametrize("policy, count", [(FAULTY, 2 + 1 + 4 + 3), (SCALED, 2 * 2 * 5)])
+def test_every_element_is_flipped_as_the_specification_says(policy: Policy, count: int) -> None:
     """By the random word of (seed, sample, node, element), in the encoding of the declared format."""
-    compiled = fxround.compile(net(), FAULTY, seed=7).reseed(7, 3)
+    compiled = fxround.compile(net(), policy, seed=7).reseed(7, 3)
     values, checked = values_of(compiled), 0
     for node in compiled.lowered.graph.nodes:
         call = read(node)
@@ -73,7 +78,7 @@ def test_every_element_is_flipped_as_the_specification_says() -> None:
         assert np.array_equal(np.array(expected), after, equal_nan=True)
         assert np.array_equal(np.signbit(expected), np.signbit(after))
         checked += 1
-    assert checked == 2 + 1 + 4 + 3  # two fields of the first product, one of the second; weights; three gradients
+    assert checked == count
 
 
 def test_a_flipped_value_is_one_value_for_all_who_read_it() -> None:
@@ -110,8 +115,39 @@ def test_operands() -> None:
     assert sum(row.flipped for row in found.filter().flips[1:]) == int((weights[0] != rounded).sum()) > 0
     assert x.grad is not None and torch.equal(x.grad, g @ weights[0])
     assert not compiled.leaks(x.detach(), tangents={0: g})
-    with pytest.raises(PolicyError, match="bits of scaled operands do not flip yet"):
-        Rule(operator="mm", operands="mxfp8", faults="any:0.1")
+    with pytest.raises(PolicyError, match="bits of integers and fixed point do not flip yet"):
+        Rule(operator="mm", operands="int8", faults="any:0.1")
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp4/stochastic", "scaled(e5m2;tensor,e8m0fnu,inverse)"])
+def test_elements_of_scaled_operands_flip_between_the_quotient_and_the_scale(text: str) -> None:
+    """Scales of powers of two: the quotient by the scale and its product with a flipped element are exact."""
+    torch.manual_seed(1)
+    layer, x, g = nn.Linear(40, 12, bias=False), torch.randn(24, 40), torch.randn(24, 12)
+    whole = fxround.compile(layer, Policy("whole", (Rule(operator="mm", operands=text),)), seed=2)
+    rules = (Rule(operator="mm", operands=text, faults="exponent:0.05"),)
+    compiled = fxround.compile(layer, Policy("p", rules), seed=2)
+    found = compiled.flips(x, tangents={0: g})
+    assert found.flipped > 20 and all(abs(r.flipped - r.expected) < 6 * math.sqrt(r.expected) for r in found.flips)
+    assert not compiled.leaks()
+    values = dict(compiled.observe_step({0: g}, x))
+    plain = dict(whole.observe_step({0: g}, x))
+    names = [name for name in plain if name.endswith("_operand") or "_operand_" in name]
+    assert compiled._latest is not None and len(names) == 4
+    for node in compiled._latest.lowered.graph.nodes:
+        call = read(node)
+        flipped = isinstance(call, Pointwise) and read(call.xs[0]) if call is not None and hasattr(call, "xs") else None
+        if not isinstance(flipped, Pointwise) or "flip_" not in flipped.program or "flip_" in call.program:
+            continue
+        before, after = values[flipped.xs[0].name], values[call.xs[0].name]
+        scales = values[call.xs[1].name]
+        scale = 1 / scales if "inverse" in text else scales
+        same_bits = [torch.equal(before * scale, plain[name]) for name in names if plain[name].shape == before.shape]
+        assert any(same_bits) and torch.equal((after * scale).isnan(), values[node.name].isnan())
+        kept = ~after.isnan()
+        assert torch.equal((after * scale)[kept], values[node.name][kept]) and not torch.equal(before, after)
+    quiet = fxround.compile(layer, Policy("0", (Rule(operator="mm", operands=text, faults="any:0"),)), seed=2)
+    assert torch.equal(quiet(x), whole(x))
 
 
 @pytest.mark.parametrize("base", ["stochastic", "e4m3fn"])
