@@ -20,6 +20,7 @@ from fxround.numerics.modes import Rounding
 from fxround.passes.rewrite import Plan, decided, keeps, round_after, sites
 
 LEFT_ALONE = "the policy leaves it alone"
+OWN = "the model's own fxround.round"
 _ROUNDED = "; its result is rounded once"
 
 
@@ -32,14 +33,19 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
         if wanted is None:
             node.meta[META] = replace(place, reason=place.reason or LEFT_ALONE)
             continue
-        reason = place.reason or _reason(place, node)
-        if plan.strict and wanted[0].accumulate != "native":
+        reason = OWN if _is_own(node) else place.reason or _reason(place, node)
+        if plan.strict and wanted[0].accumulate != "native" and not _is_own(node):
             raise UnsupportedOperator(
                 f"{place}: node {node.name} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
                 "Pass strict=False to keep the stock kernel and round its result once, or replace the operator."
             )
         rounded = [_round_if_stored(graph, result) for result in _results(node)]
         node.meta[META] = replace(place, reason=reason + (_ROUNDED if any(rounded) else ""))
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether the node is a call of ``fxround.round`` in the model's code: a rounding, which no policy chooses."""
+    return str(node.target).startswith("fxround.round_")
 
 
 def _results(node: fx.Node) -> list[fx.Node]:

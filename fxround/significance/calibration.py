@@ -38,6 +38,9 @@ BINS: Final = 2048
 # The first edge of a histogram that may become the threshold.
 _FIRST: Final = 128
 How = Literal["largest", "kl"]
+# Nothing is rounded. A policy that treats gradients unrolls recurrent layers, whose loops would hide their operands,
+# and refuses other loops.
+_UNROLLED: Final = Policy("observed", (Rule(rounding="identity", gradient="binary64"),))
 # The path of a module and the role of an operand.
 _Key = tuple[str, str]
 
@@ -53,7 +56,8 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
             of ``kl_threshold`` in place of the magnitude, for int2 to int8.
 
     Returns:
-        Rules for the path of each module with products and each role of an operand. Scales are rounded to binary32.
+        Rules for the path of each module with products and each role of an operand, but none for zeros. Scales are
+        rounded to binary32.
 
     Raises:
         ValueError: for another format or ``how``, and for a model without products. Also what ``compile`` raises.
@@ -74,7 +78,7 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
     if how == "kl" and not 2 <= levels <= _FIRST:
         raise ValueError(f"KL divergence chooses scales of int2 to int8, got {shown(format)}; use how='largest'")
     batches = [(call.args, call.kwargs) for call in calls(model, inputs)]
-    compiled = compile(model, "identity")
+    compiled = compile(model, _UNROLLED)
     magnitudes: dict[_Key, float] = {}
     for key, value in _observed(compiled, batches):
         magnitudes[key] = max(magnitudes.get(key, 0.0), float(value.max()) if value.size else 0.0)
@@ -89,7 +93,7 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
     mode = f"{rounding.mode}/{'saturate' if whole is not None else rounding.overflow}"
     mode = mode if "/" in str(format) else "nearest_even/saturate"
     rules = []
-    for (path, role), most in sorted(thresholds.items()):
+    for (path, role), most in sorted((key, most) for key, most in thresholds.items() if most):
         text = f"scaled({element};fixed,scale={_scale(most, element)!r})/{mode}"
         rules.append(Rule(path, role=role, operands=text))
     return of_operands(f"{format} calibrated", *rules)

@@ -99,6 +99,11 @@ def test_compiled_models_may_round_by_themselves(tmp_path: Path) -> None:
         compiled.export(tmp_path / "model.pt2", x)
         assert torch.equal(fxround.load(tmp_path / "model.pt2")(x), result)
         narrow = dict(fxround.compile(model, "bfloat16").observe(x))
+        strict = fxround.compile(model, "reproducible")
+        weights = [value for name, value in strict.observe(x) if "round_tensor" in name]
+    assert torch.equal(weights[0], fxround.round(model.layer.weight.detach(), "int4:channel"))
+    (reason,) = {o.reason for o in strict.summary().filter(status="native").operations}
+    assert reason == "the model's own fxround.round; its result is rounded once"
     rounded = fxround.round(model.layer.weight.detach().bfloat16().float(), "int4:channel").bfloat16().float()
     assert any(torch.equal(value, rounded) for value in narrow.values() if value.shape == rounded.shape)
 

@@ -116,6 +116,15 @@ def test_scales_are_the_largest_magnitudes_of_all_batches() -> None:
         assert torch.isfinite(compiled(batches[1])).all()
 
 
+def test_recurrent_layers_are_observed_step_by_step() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(5, 4).eval(), torch.randn(6, 2, 5)
+    policy = fxround.calibrate(model, x, "int8", "largest")
+    assert {rule.role for rule in policy.rules if rule.role} >= {"input", "weight", "activation"}
+    with torch.no_grad():
+        assert torch.isfinite(fxround.compile(model, policy)(x)[0]).all()
+
+
 def test_a_policy_by_kl_clips_a_heavy_tail() -> None:
     torch.manual_seed(1)
     x = torch.randn(400, 12)
