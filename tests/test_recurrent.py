@@ -107,3 +107,12 @@ def test_policies_that_loops_cannot_have_unroll_layers_and_refuse_loops() -> Non
     )
     with pytest.raises(UnsupportedRounding, match="treats gradients of roundings"):
         fxround.compile(loop, treated)(x.requires_grad_(), torch.rand(3, 3))
+
+
+def test_a_training_step_needs_no_new_capture() -> None:
+    layer = nn.LSTM(3, 4)
+    compiled, optimizer = fxround.compile(layer, "reproducible"), torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(3):
+        compiled(torch.rand(4, 2, 3))[0].sum().backward()
+        optimizer.step()
+    assert len(compiled.captures()) == 1

@@ -111,6 +111,8 @@ def baked(module: nn.Module) -> Any:
 
 def constant(value: Any) -> Any:
     """Return the text of a value that tracing turns into a constant, the type of any other."""
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return type(value), *map(constant, value)  # the weights of an LSTM: their numbers are no constants
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, dict) and all(isinstance(item, _PLAIN | None) for item in value.values()):

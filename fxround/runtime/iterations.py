@@ -23,13 +23,21 @@ def _function() -> Function:
     return iteration_function()
 
 
+@lru_cache(maxsize=64)
+def _seeds(draw: Draw, counters: bytes) -> bytes:
+    """The seeds of iterations, whose numbers and seeds are the bytes of int64; remembered, since calls repeat them."""
+    numbers = np.frombuffer(counters, np.uint64)
+    low, high = _function().evaluate(numbers, *(np.uint32(word) for word in draw.key()))
+    seeds = low.astype(np.int64) | high.astype(np.int64) << 32
+    return bytes(seeds.tobytes())
+
+
 def iterations(call: Iterations[Tensor]) -> Tensor:
     """Return (seed, sample) of each iteration. Raises ValueError for a counter outside 0 to 2^48 - 1."""
     draw, counters = Draw.of(call.rng, call.node), call.counters.cpu().numpy()
     if counters.size and not 0 <= counters.min() <= counters.max() < _MOST:
         raise ValueError(f"a loop has iterations {counters.min()} to {counters.max()}; expected 0 to 2^48 - 1")
-    low, high = _function().evaluate(counters.astype(np.uint64), *(np.uint32(word) for word in draw.key()))
-    seeds = low.astype(np.int64) | high.astype(np.int64) << 32
+    seeds = np.frombuffer(_seeds(draw, counters.tobytes()), np.int64).reshape(counters.shape)
     found = buffers.empty((*counters.shape, 2), torch.int64)
     found.numpy()[..., 0], found.numpy()[..., 1] = seeds, draw.sample
     return found.to(call.rng.device)

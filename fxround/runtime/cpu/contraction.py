@@ -57,17 +57,16 @@ class Code:
     layout: Any
     scratch: int
 
+    def arguments(self, pointers: tuple[int, ...], space: int, key: Any, flags: Any) -> tuple[int, ...]:
+        """The arguments of ``function`` after the range of items; the caller keeps the arrays alive."""
+        at = ctypes.addressof
+        return at(self.layout), *pointers, space, 0 if key is None else at(key), at(flags)
+
     def run(self, items: range, pieces: int, pointers: tuple[int, ...], key: Any) -> list[range]:
         """Do the items, cut into pieces; returns the pieces whose results do not count."""
         flags = (ctypes.c_int32 * pieces)()
         space, step = scratch(self.scratch, pieces > 1)
-        arguments = (
-            ctypes.addressof(self.layout),
-            *pointers,
-            space,
-            0 if key is None else ctypes.addressof(key),
-            ctypes.addressof(flags),
-        )
+        arguments = self.arguments(pointers, space, key, flags)
         last = len(arguments) - 1
         # Each thread has scratch of its own, and each piece a flag of its own: no two write to the same memory.
         spread(self.function, items, pieces, arguments, {last - 2: step}, {last: ctypes.sizeof(ctypes.c_int32)})

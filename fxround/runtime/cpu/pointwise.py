@@ -90,7 +90,7 @@ def run_kernel(
     kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
     """Run a kernel over operands that broadcast. ``outs`` are row-major tensors to write into, None for a new one."""
-    call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
+    call = call_for(kernel, operands)
     if call is None:
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
@@ -103,6 +103,11 @@ def run_kernel(
     sources, targets = array(addresses(operands)), array(addresses(results))
     call.over(range(call.blocks), sources, targets, key)
     return results
+
+
+def call_for(kernel: Map, operands: Sequence[Tensor]) -> MapCall | None:
+    """The call of a kernel for operands of these layouts; None if they have too many dimensions."""
+    return _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
 
 
 @lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
 
 def _body(graph: fx.GraphModule, fuse: bool) -> Body:
     """The body of a loop, whose call is a part of one that has begun."""
-    return Body(_scheduled(graph, fuse, begun=True), owned(graph, _sharing, _owns))
+    return Body(_scheduled(graph, fuse, begun=True), owned(graph, _sharing, _owns), graph)
 
 
 def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule:

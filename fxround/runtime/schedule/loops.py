@@ -17,6 +17,7 @@ from fxround.errors import FxroundError
 from fxround.graph.dialect import COND, SCAN, is_loop, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
+from fxround.runtime.schedule.machine_loops import scanned
 
 
 def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body]) -> fx.GraphModule:
@@ -54,11 +55,13 @@ def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body])
 class Body:
     """A scheduled body.
 
-    own: whether each result is memory that a kernel has just made and that nothing else reaches.
+    own     whether each result is memory that a kernel has just made and that nothing else reaches
+    source  the graph before it was scheduled
     """
 
     graph: fx.GraphModule
     own: tuple[bool, ...]
+    source: fx.GraphModule
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -87,6 +90,9 @@ class Scan(Repeated):
         length = int(xs[0].shape[0])
         if length == 0:
             raise FxroundError("a loop over tensors of length 0 has no result: expected at least one step")
+        whole = scanned(self.body.source, operands, self.carries, self.xs, self.stacked, buffers.empty)
+        if whole is not None:
+            return whole
         run, own = self.body.run, self.body.own
         results: list[Any] = [None] * len(own)
         rows: list[tuple[Tensor, ...]] = []

@@ -1,0 +1,110 @@
+"""Scans in machine code have the bits of the body run by Python, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._higher_order_ops import scan
+
+import fxround
+from fxround.runtime import buffers
+from fxround.runtime.schedule import loops
+
+
+def _swapped(a: Tensor, b: Tensor, us: Tensor) -> Any:
+    return scan(lambda s, u: ((s[1].clone(), s[0] * u), s[0] + u), (a, b), us)
+
+
+def _stacked(a: Tensor, b: Tensor, us: Tensor) -> Any:
+    def step(s: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, z = s.unbind(0)
+        return torch.stack([y - x, x * z + u[0], y / 3]), torch.cat([s, u])
+
+    return scan(step, a[:3], us)
+
+
+def _products(a: Tensor, b: Tensor, us: Tensor) -> Any:
+    w = torch.outer(a, b)
+
+    def step(s: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        square = u.reshape(1, -1) @ w
+        return s * 0.5 + square[0], square.t().reshape(-1) + (w @ s[:, None])[:, 0]
+
+    return scan(step, a, us)
+
+
+def _passed(a: Tensor, b: Tensor, us: Tensor) -> Any:
+    return scan(lambda s, u: ((s[0].clone(), s[1] - u), (u.flip(0)[:0].sum() + u).t()), (a, b), us)
+
+
+def _rows(a: Tensor, b: Tensor, us: Tensor) -> Any:
+    return scan(lambda s, u: (s + u[:, 1::2].t().reshape(-1), u.exp()), a[:4], us.reshape(-1, 2, 4))
+
+
+_MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "parts of a state that change places": (_swapped, True),
+    "stack and cat": (_stacked, True),
+    "products with rows": (_products, True),
+    "views of rows": (_rows, True),
+    "a sum, which Python runs": (_passed, False),
+}
+
+
+@pytest.mark.parametrize("policy", ["reproducible", "stochastic", "bfloat16/stochastic/saturate"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_machine_code_and_python_agree(name: str, policy: str) -> None:
+    model, planned = _MODELS[name]
+    torch.manual_seed(0)
+    # Rows of every second column: their strides are those of a larger tensor.
+    given = torch.rand(8), torch.rand(8), torch.rand(30, 16)[:, ::2]
+    compiled = fxround.compile(model, policy, seed=3)
+    used = []
+
+    def watched(*args: Any) -> Any:
+        found = loops_scanned(*args)
+        used.append(found is not None)
+        return found
+
+    loops_scanned = loops.scanned
+    with mock.patch.object(loops, "scanned", watched), buffers.guarded():
+        found = pytree.tree_leaves(compiled(*given))
+    with mock.patch.object(loops, "scanned", return_value=None):
+        expected = pytree.tree_leaves(compiled(*given))
+    assert used == [planned]
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    shown = pytree.tree_leaves(list(compiled.observe(*given))[-1][1])
+    assert all(torch.equal(a, b) for a, b in zip(found, shown, strict=True))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(5, 6, 2), nn.GRU(5, 6), nn.RNN(5, 6)], ids=["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_run_in_machine_code(layer: nn.Module) -> None:
+    compiled, x = fxround.compile(layer, "stochastic"), torch.rand(9, 3, 5)
+    with mock.patch.object(loops, "scanned", wraps=loops.scanned) as spy:
+        found = compiled.evaluate(x)
+        assert spy.call_count == sum(name.startswith("loop") for name, _ in compiled._latest.running.named_children())
+    with mock.patch.object(loops, "scanned", return_value=None):
+        expected = compiled.evaluate(x)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_large_bodies_leave_the_threads_to_their_kernels() -> None:
+    def model(a: Tensor, us: Tensor) -> Any:
+        return scan(lambda s, u: (s * u, u + 1), a, us)
+
+    compiled = fxround.compile(model, "reproducible")
+    given = torch.rand(1 << 17), torch.rand(2, 1 << 17)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(compiled(*given))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
