@@ -126,7 +126,7 @@ def build_map(variant: MapVariant) -> str:
                 for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
             ]
             values += [
-                _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, word.width)
+                _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, word.width, variant.machine)
                 for d, word in enumerate(kernel.draws)
             ]
             for value, target, s in zip(
@@ -191,11 +191,15 @@ def _draw(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence
                 b.store(outputs, at(b, words, I64(i), I64), align=64)
 
 
-def _words(b: ir.IRBuilder, words: Any, i: Any, lanes: int, width: int) -> Any:
+def _words(b: ir.IRBuilder, words: Any, i: Any, lanes: int, width: int, machine: Machine) -> Any:
     """The random words of a block's elements i to i + lanes - 1: the bits of the outputs, in ascending order."""
     vector = ir.VectorType(I32, lanes)
     if width == 32:
         return b.load(at(b, words, i, I32), typ=vector, align=4)
+    if width == 1 and machine.vector_bytes < 64:
+        # No mask registers: each lane moves its own coin to the top. The modes of one coin read nothing below it.
+        coins = b.trunc(b.lshr(b.load(words, typ=I64), i), I32)
+        return b.shl(splat(b, coins, lanes), ir.Constant(vector, [I32(31 - lane) for lane in range(lanes)]))
     if width == 1:
         coins = b.trunc(b.lshr(b.load(words, typ=I64), i), ir.IntType(lanes))
         short = b.bitcast(coins, ir.VectorType(ir.IntType(1), lanes))
