@@ -87,6 +87,7 @@ class Pipeline:
         require_working_torch()
         return decompositions(self.policy.definitions)
 
+    @uncollected()
     def program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
         """Return a captured graph, ready to run; state: of delayed scales. Raises what ``lower`` raises."""
         lowered = lower(captured.graph, Plan(self.policy, self.strict))
@@ -111,7 +112,6 @@ class Pipeline:
         fused = optimize(lowered) if self.fuse else lowered
         return Graphs(lowered, fused, schedule(fused, self.fuse))
 
-    @uncollected()
     def _step(self, captured: Captured, lowered: fx.GraphModule) -> Step | None:
         """Return the training step of a lowered joint graph; None for a graph without gradients."""
         tangents = [port for port in captured.inputs if port.kind == "tangent"]

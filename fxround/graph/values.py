@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from fxround.graph.dialect import CALLS
 from fxround.graph.dialect.loops import is_loop
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
         return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     target: Any = node.target
+    call = None if kwargs else CALLS.get(target)
     with fake_mode(graph):
-        node.meta["val"] = target(*args, **kwargs)
+        # What the dispatcher would call for an operator of the dialect, without the dispatcher.
+        node.meta["val"] = target(*args, **kwargs) if call is None else call.of(args).fake()
 
 
 def outputs_of(graph: fx.GraphModule) -> list[Any]:
