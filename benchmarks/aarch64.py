@@ -45,9 +45,10 @@ from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
+from fxround.runtime.contributions import scatter_rows
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.cpu.scatter import run_scatter, scatter_rows
+from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map, run_product
 
