@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fxround.graph.dialect import IndexPut, ScatterAdd, ScatterCall
 from fxround.graph.geometry import broadcast
+from fxround.runtime.operands import storage_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,19 @@ class Contributions:
         starts = self.rows.new_zeros(rows + 1)
         torch.cumsum(torch.bincount(self.rows, minlength=rows), 0, out=starts[1:])
         return self.rows.argsort(stable=True), starts
+
+
+def contributions_of(call: ScatterCall[Tensor]) -> Contributions:
+    """The contributions of a call's source. Raises what the operator raises for its arguments."""
+    call.require()
+    if isinstance(call, ScatterAdd):
+        parts, found = (call.x, call.src), partial(scatter_rows, call.x, call.dim, call.index, call.src)
+    else:
+        assert isinstance(call, IndexPut)
+        parts, found = (call.x, call.values), partial(put_rows, call.x, call.indices, call.values)
+    for x, what in zip(parts, ("destination", "source"), strict=True):
+        storage_of(x, f"{call.name}'s {what}")
+    return found()
 
 
 def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:

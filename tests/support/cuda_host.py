@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from neighbours import Array
 
+from benchmarks.cuda import texts_of
 from fxround.numerics.scalar import DTYPES, Function
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
-from fxround.runtime.cuda.launcher import Text, launching
+from fxround.runtime.cuda.launcher import Text
 
 HEADER: Final = Path(__file__).with_suffix(".hpp")
 # -ffp-contract=off: g++ contracts by default.
@@ -74,24 +75,9 @@ class HostLauncher:
         return found
 
 
-class Listing:
-    """A launcher that runs nothing and lists the texts: results are what their memory held."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, Text] = {}
-
-    def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
-        """Note the text."""
-        self.texts[text.name] = text
-
-
 def prepare(host: HostLauncher, *runs: Callable[[], object]) -> None:
     """Compile the texts that some functions need; they must not depend on their own results."""
-    listing = Listing()
-    with launching(listing):
-        for run in runs:
-            run()
-    host.compile(listing.texts.values())
+    host.compile(texts_of(*runs))
 
 
 def compiled(source: str, compiler: str, folder: Path, name: str) -> ctypes.CDLL:

@@ -39,6 +39,7 @@ class ScatterCall(Call[T]):
     x: T
     accumulate: str
     rng: T
+    node: int
 
     @property
     def operands(self) -> Sequence[T]:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd
+from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
 from fxround.graph.dialect.reductions import dims_of
 from fxround.kernels.shapes import Exact
-from fxround.runtime.contributions import put_rows, scatter_rows
+from fxround.runtime.contributions import contributions_of
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import run_scatter
@@ -38,28 +38,15 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     return run_scan(kernel, x if x.dim() else x.reshape(1), Draw.of(call.rng, call.node), axis).reshape(x.shape)
 
 
-def scatter_add(call: ScatterAdd[Tensor]) -> Tensor:
-    """``x`` with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
+def scatter(call: ScatterCall[Tensor]) -> Tensor:
+    """``x`` with its contributions added, in the order of their source."""
     kernel = call.kernel(call.loads())
-    call.require()
-    for x, what in ((call.x, "scatter_add's destination"), (call.src, "scatter_add's source")):
-        storage_of(x, what)
-    rows = scatter_rows(call.x, call.dim, call.index, call.src)
-    return run_scatter(kernel, call.x, rows, Draw.of(call.rng, call.node))
-
-
-def index_put(call: IndexPut[Tensor]) -> Tensor:
-    """``x`` with values added at the indexed places, in index order of values."""
-    kernel = call.kernel(call.loads())
-    call.require()
-    for x, what in ((call.x, "index_put's destination"), (call.values, "index_put's values")):
-        storage_of(x, what)
-    return run_scatter(kernel, call.x, put_rows(call.x, call.indices, call.values), Draw.of(call.rng, call.node))
+    return run_scatter(kernel, call.x, contributions_of(call), Draw.of(call.rng, call.node))
 
 
 KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
     **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
     **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
-    ScatterAdd: scatter_add,
-    IndexPut: index_put,
+    ScatterAdd: scatter,
+    IndexPut: scatter,
 }

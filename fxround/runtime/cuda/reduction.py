@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd
+from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
 from fxround.graph.dialect.reductions import dims_of
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
-from fxround.runtime.contributions import Contributions, put_rows, scatter_rows
+from fxround.runtime.contributions import Contributions, contributions_of
 from fxround.runtime.cuda.arguments import count, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
@@ -80,24 +80,12 @@ def _run_lines(
     launch(text, items, arguments, x.device)
 
 
-def scatter_add(call: ScatterAdd[Tensor]) -> Tensor:
-    """``x`` with src[i, j, ...] added at index[i, j, ...] along ``dim``, in index order of src."""
+def scatter(call: ScatterCall[Tensor]) -> Tensor:
+    """``x`` with its contributions added, in the order of their source."""
     kernel = call.kernel(call.loads())
-    call.require()
-    for x, what in ((call.x, "scatter_add's destination"), (call.src, "scatter_add's source")):
-        storage_of(x, what)
-    device_of([call.x, call.src, call.index], "scatter_add")
-    rows = scatter_rows(call.x, call.dim, call.index, call.src)
-    return run_scatter(kernel, call.x, rows, Draw.of(call.rng, call.node))
-
-
-def index_put(call: IndexPut[Tensor]) -> Tensor:
-    """``x`` with values added at the indexed places, in index order of values."""
-    kernel = call.kernel(call.loads())
-    call.require()
-    for x, what in ((call.x, "index_put's destination"), (call.values, "index_put's values")):
-        storage_of(x, what)
-    return run_scatter(kernel, call.x, put_rows(call.x, call.indices, call.values), Draw.of(call.rng, call.node))
+    found = contributions_of(call)
+    device_of([call.x, found.rows, found.source], call.name)
+    return run_scatter(kernel, call.x, found, Draw.of(call.rng, call.node))
 
 
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
@@ -116,6 +104,6 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
 KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
     **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
     **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
-    ScatterAdd: scatter_add,
-    IndexPut: index_put,
+    ScatterAdd: scatter,
+    IndexPut: scatter,
 }
