@@ -33,7 +33,7 @@ POLICIES: Final[dict[str, Callable[[Any], Any]]] = {
     "rule": lambda text: Rule(text, operator=text, rounding=text, accumulate=text, gradient=text),
     "toml": Policy.from_toml,
 }
-LONGEST: Final = 600
+LONGEST: Final = 800
 WORDS: Final = (
     *(*FORMATS, *MODES, "dtype", "ieee(", "custom(", ")", "-flush", "/", ":", ",", " ", "=", "lanes", "exact", "inf"),
     *("signed", "+", "-", "nan", "0x1p", "1e", ".", "chunk", "combine", "product", "zero_clamped", "saturate", "9" * 9),

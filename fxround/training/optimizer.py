@@ -218,7 +218,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if key not in shared:
             formula = self._update_of(group, first)
             values = formula.numbers(group, count)
-            shared[key] = formula, {name: p.new_tensor(value) for name, value in values.items()}
+            numbers = {name: torch.tensor(value, dtype=p.dtype, device=p.device) for name, value in values.items()}
+            shared[key] = formula, numbers
         update, numbers = shared[key]
         for name in update.states:
             if state.get(name) is None:

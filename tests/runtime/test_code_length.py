@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxround
+from fxround.graph.dtypes import STORAGES
 from fxround.kernels import long_programs as parts_of_programs
 from fxround.kernels import parsed
 from fxround.passes.optimizations.fuse import MAX_OPERATORS
@@ -102,7 +103,7 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
     text = program(5, rounding, ("add", "mul"))
     text += f"; t5 = relu(t4) @ exact; t6 = neg(t4) @ exact; t7 = add(t5, t0) @ {nearest}"
     x, y = torch.randn(5, 1, 40).to(dtype), torch.randn(1, 3, 1).to(dtype)
-    stored = pointwise.STORAGES[dtype]
+    stored = STORAGES[dtype]
     numbers = list(range(20, 25))
 
     def both() -> list[Any]:
