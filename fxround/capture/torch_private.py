@@ -40,7 +40,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
     by_dynamo: whether ``torch.compile`` has already traced the model, under its own assumptions on sizes. Under
     different ones, a size of 1 would get a symbol for which Dynamo's guards have no source.
     """
-    mha = torch.backends.mha.get_fastpath_enabled()
+    mha, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(warnings.catch_warnings())
@@ -62,6 +62,9 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
+        # On CUDA devices, norms and recurrent layers would be cuDNN's own operators.
+        stack.callback(setattr, torch.backends.cudnn, "enabled", cudnn)
+        torch.backends.cudnn.enabled = False
         yield
 
 

@@ -131,7 +131,7 @@ def test_a_failed_capture_leaves_no_trace() -> None:
     with pytest.raises(CaptureError):
         captured(Branch(), torch.randn(4, 3))
     assert type(torch.ones(1)) is Tensor and type(torch.ones(1) + 1) is Tensor
-    assert torch.backends.mkldnn.enabled and torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mkldnn.enabled and torch.backends.cudnn.enabled and torch.backends.mha.get_fastpath_enabled()
     assert captured(nn.Linear(3, 2), torch.randn(4, 3)).outputs
 
 
