@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import re
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from fxround.kernels.reductions import cumsum_kernel, exact_kernel, scatter_kern
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime.cuda import contraction, reduction
+from fxround.runtime.cuda import contraction, driver, reduction
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
@@ -119,3 +123,68 @@ def test_a_missing_gpu_is_named() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|cuda"):
         launch(texts()[0], 1, [], torch.device("cuda", 0))
+
+
+class Driver:
+    """What ``DeviceLauncher`` asks of a driver: it keeps the values that a launch passes by address."""
+
+    class CUresult:
+        CUDA_SUCCESS = "success"
+
+    def __init__(self, status: Any = CUresult.CUDA_SUCCESS) -> None:
+        self.status, self.launches = status, []  # type: ignore[var-annotated]
+
+    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[Any]:
+        *grid, shared, stream, parameters, extra = rest
+        addresses = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        first = ctypes.cast(addresses[0], ctypes.POINTER(ctypes.c_int64))[0]
+        self.launches.append((function, tuple(grid), shared, stream, extra, first))
+        return (self.status,)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine that says that it has a GPU, up to its driver."""
+    found = SimpleNamespace(driver=Driver(), capturing=False, loaded=[])
+
+    def load(code: bytes) -> Any:
+        found.loaded.append(code)
+        return SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=4096))
+
+    monkeypatch.setattr(driver, "_bindings", lambda: found.driver)
+    monkeypatch.setattr(driver, "_version", lambda: "13.0")
+    monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=load))
+    for name, value in {
+        "device": lambda index: contextlib.nullcontext(),
+        "current_stream": lambda index: SimpleNamespace(cuda_stream=77),
+        "current_device": lambda: 0,
+        "get_device_capability": lambda index: (9, 0),
+        "is_current_stream_capturing": lambda: found.capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return found
+
+
+def test_a_launch_passes_grid_stream_and_arguments(gpu: SimpleNamespace) -> None:
+    launcher, text = driver.DeviceLauncher(), texts()[-1]
+    for index in (None, 0, 1, 1):
+        device = torch.device("cuda") if index is None else torch.device("cuda", index)
+        launcher.launch(text, 5, [ctypes.c_int64(42), ctypes.c_void_p(8)], device)
+    assert gpu.driver.launches == [(4096, (5, 1, 1, text.threads, 1, 1), 0, 77, 0, 42)] * 4
+    # Once for each device.
+    assert len(gpu.loaded) == 2 and all(code.startswith(b"\x7fELF") for code in gpu.loaded)
+
+
+def test_a_first_launch_inside_of_a_capture_is_an_error(gpu: SimpleNamespace) -> None:
+    gpu.capturing = True
+    with pytest.raises(FxroundError, match=r"never launched on cuda:0, and a CUDA graph is being captured: run the"):
+        driver.DeviceLauncher().launch(texts()[-1], 1, [], torch.device("cuda", 0))
+    assert not gpu.loaded
+
+
+def test_a_failed_launch_is_named(gpu: SimpleNamespace) -> None:
+    gpu.driver = Driver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
+    with pytest.raises(
+        FxroundError, match=r"the launch of map_\w+ on cuda:0 with 3 blocks failed: CUDA_ERROR_"
+    ):
+        driver.DeviceLauncher().launch(texts()[-1], 3, [ctypes.c_int64(1)], torch.device("cuda", 0))
