@@ -253,7 +253,7 @@ def _computed(
     if size >= (x.shape[d] if x.dim() else 1):
         program, operands = _scaled(x, rounding, dims)
         return run_map(program, operands, x.dtype, draw, out)
-    result = buffers.empty(x.shape, x.dtype) if out is None else out
+    result = buffers.empty(x.shape, x.dtype, x.device) if out is None else out
     parts, most = x.split(size, d), None
     if _reads_all(rounding):
         maxima = [torch.ops.fxround.block_maximum(part, [0] * x.dim()) for part in parts]

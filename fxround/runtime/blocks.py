@@ -29,7 +29,7 @@ from fxround.runtime.run import run_exact, run_kernel, run_matmul
 def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     """The largest finite magnitude of each block; 0 for a block without one."""
     blocks, x = call.blocks(), call.x.detach()
-    result = buffers.empty(blocks, x.dtype)
+    result = buffers.empty(blocks, x.dtype, x.device)
     if not x.numel():
         return result.zero_()
     magnitudes = _magnitudes(x, 0.0)
@@ -45,7 +45,7 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
 def block_percentile(call: BlockPercentile[Tensor]) -> Tensor:
     """The least finite magnitude of a block that a percentage of them do not exceed; 0 if there is none."""
     blocks, x = call.blocks(), call.x.detach()
-    result = buffers.empty(blocks, x.dtype)
+    result = buffers.empty(blocks, x.dtype, x.device)
     if not x.numel():
         return result.zero_()
     # What is not finite, or after the end, comes last.
@@ -79,7 +79,7 @@ def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
     own, rng = f"{FORMAT_OF[x.dtype]}/nearest_even/inf", torch.zeros(2, dtype=torch.int64)
     rows = x[..., :whole].reshape(-1, call.size)
     product = run_matmul(Matmul(rows, matrix, steps, own, rng, 0))
-    result = buffers.empty(call.x.shape, x.dtype)
+    result = buffers.empty(call.x.shape, x.dtype, x.device)
     last = result.movedim(call.dim, -1)
     last[..., :whole] = product.view(*x.shape[:-1], whole)
     last[..., whole:] = x[..., whole:]
@@ -120,7 +120,7 @@ def block_expand(call: BlockExpand[Tensor]) -> Tensor:
     """The scale of each element of x's; a dimension that is one block keeps the size 1."""
     storage_of(call.scales, "block_expand's scales")
     size, scales = call.size(), call.scales.detach()
-    result = buffers.empty(size, scales.dtype)
+    result = buffers.empty(size, scales.dtype, scales.device)
     if not result.numel():
         return result
     split: list[int] = []

@@ -135,8 +135,13 @@ def begin() -> None:
     _POOL.used = 0
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised row-major tensor on the CPU."""
+_CPU: Final = torch.device("cpu")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """An uninitialised row-major tensor; on other devices than the CPU from PyTorch's own allocator."""
+    if device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     if _POOL.guard is not None:
         return _POOL.guard.empty(shape, dtype)
     size = math.prod(shape) * dtype.itemsize

@@ -28,9 +28,13 @@ class Contributions:
 
     def sorted(self, rows: int) -> tuple[Tensor, Tensor]:
         """The source rows by their destination, in order, and where each of ``rows`` destinations begins among them."""
+        order = self.rows.argsort(stable=True)
+        if not self.rows.is_cpu:
+            # A count would wait for the device.
+            return order, torch.searchsorted(self.rows[order], torch.arange(rows + 1, device=order.device))
         starts = self.rows.new_zeros(rows + 1)
         torch.cumsum(torch.bincount(self.rows, minlength=rows), 0, out=starts[1:])
-        return self.rows.argsort(stable=True), starts
+        return order, starts
 
 
 def contributions_of(call: ScatterCall[Tensor]) -> Contributions:
@@ -50,7 +54,10 @@ def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:
     """The index with negative entries counted from the end; IndexError names the first that is out of range."""
     index = index.detach().long()
     wrong = (index < -size) | (index >= size)
-    if wrong.any():
+    if not index.is_cpu:
+        # The device stops at a wrong index, as for PyTorch's own operators; to wait for the answer would cost more.
+        torch._assert_async(~wrong.any(), f"{what}: an index is out of range for dimension {dim} of size {size}")
+    elif wrong.any():
         first = index[wrong].flatten()[0].item()
         raise IndexError(f"{what}: index {first} is out of range for dimension {dim} of size {size}")
     return torch.where(index < 0, index + size, index)

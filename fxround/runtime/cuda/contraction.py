@@ -11,11 +11,12 @@ from torch import Tensor
 from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import dtype_of
+from fxround.runtime import buffers
 from fxround.runtime.contractions import Plain, Product, Right, convolution, input_gradient, weight_gradient
 from fxround.runtime.cuda.arguments import Shape, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, THREADS, Tile, contract_name, contract_text
-from fxround.runtime.cuda.launcher import Text, device_of, empty, launch
+from fxround.runtime.cuda.launcher import Text, device_of, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
 
@@ -39,7 +40,7 @@ def matmul(call: Matmul[Tensor]) -> Tensor:
 def run_product(product: Product) -> Tensor:
     """Compute a contraction."""
     kernel, a, b, right = product.kernel, product.a, product.b, product.right
-    result = empty(product.size, dtype_of(kernel.result), a.device)
+    result = buffers.empty(product.size, dtype_of(kernel.result), a.device)
     if product.is_empty:
         return result
     _, rows, length = a.shape
@@ -76,7 +77,7 @@ def _run_plain(plain: Plain) -> Tensor:
     """Compute a convolution that is not transposed."""
     device_of([plain.x, plain.w], "convolution")
     if plain.is_empty:
-        return empty(plain.size, dtype_of(plain.kernel.result), plain.x.device)
+        return buffers.empty(plain.size, dtype_of(plain.kernel.result), plain.x.device)
     return run_product(plain.product())
 
 

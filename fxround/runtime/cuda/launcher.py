@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxround.runtime import buffers
 from fxround.runtime.cuda.driver import DeviceLauncher
 
 
@@ -77,13 +76,6 @@ def launch(text: Text, items: int, arguments: Sequence[Any], device: torch.devic
     blocks = min(items if text.meets else -(-items // text.threads), 2**31 - 1)
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
     (_CHOSEN.launcher or _DEVICE).launch(text, blocks, values, device)
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for a kernel's result, from PyTorch's allocator on a GPU."""
-    if device.type == "cpu":
-        return buffers.empty(shape, dtype)
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def device_of(tensors: Sequence[Tensor], what: str) -> torch.device:

@@ -15,11 +15,12 @@ from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Map
+from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, Access, MapVariant, map_name, map_text
-from fxround.runtime.cuda.launcher import Text, device_of, empty, launch
+from fxround.runtime.cuda.launcher import Text, device_of, launch
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.operands import loads_of, writable
@@ -68,7 +69,7 @@ def run_kernel(
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs)
     results = [
-        empty(call.shape, dtype_of(storage), device) if out is None else writable(out, call.shape, storage)
+        buffers.empty(call.shape, dtype_of(storage), device) if out is None else writable(out, call.shape, storage)
         for storage, out in zip(kernel.results, outs or (None,) * len(kernel.results), strict=True)
     ]
     if call.total:

@@ -13,12 +13,13 @@ from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall
 from fxround.graph.dialect.reductions import dims_of
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions, contributions_of
 from fxround.runtime.cuda.arguments import count, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.loops import GROUP, loop_name, loop_text
-from fxround.runtime.cuda.launcher import Text, device_of, empty, launch
+from fxround.runtime.cuda.launcher import Text, device_of, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
 
@@ -46,7 +47,7 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
     length, lines = math.prod(x.shape[d] for d in dims), math.prod(shape)
     if isinstance(kernel, Exact) and length >= _LONGEST_EXACT:
         raise ValueError(f"an exact sum of {length} elements: its limbs hold sums of fewer than 2^35")
-    result = empty(shape, dtype_of(kernel.result), x.device)
+    result = buffers.empty(shape, dtype_of(kernel.result), x.device)
     if lines:
         inner = math.prod(x.shape[d] for d in kept if dims and d > dims[-1])
         if list(dims) != list(range(dims[0], dims[-1] + 1) if dims else ()):
@@ -62,7 +63,7 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
     (axis,) = dims_of(x, [call.dim]) or (0,)
     shape = x.shape or (1,)
-    result = empty(shape, dtype_of(kernel.result), x.device)
+    result = buffers.empty(shape, dtype_of(kernel.result), x.device)
     if result.numel():
         length, inner = shape[axis], math.prod(shape[axis + 1 :])
         _run_lines(kernel, x, (result.numel() // length, length, inner), result, Draw.of(call.rng, call.node))
@@ -91,7 +92,7 @@ def scatter(call: ScatterCall[Tensor]) -> Tensor:
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
     """x with the contributions added, row-major."""
     x = x.detach().contiguous()
-    result = empty(x.shape, x.dtype, x.device)
+    result = buffers.empty(x.shape, x.dtype, x.device)
     if result.numel():
         source = contributions.source.contiguous()
         inner = source.shape[1]

@@ -101,7 +101,7 @@ class Scan(Repeated):
             found = run(*carries, *row, *others)
             if i == 0:
                 for j in self.stacked:
-                    results[j] = buffers.empty((length, *found[j].shape), found[j].dtype)
+                    results[j] = buffers.empty((length, *found[j].shape), found[j].dtype, found[j].device)
                 rows = [results[j].unbind(0) for j in self.stacked]
             for stack, j in zip(rows, self.stacked, strict=True):
                 stack[i].copy_(found[j])
@@ -152,7 +152,7 @@ def _copied(x: Any) -> Any:
     """Return a tensor on memory of its own."""
     if not isinstance(x, Tensor):
         return x
-    made = buffers.empty(x.shape, x.dtype)
+    made = buffers.empty(x.shape, x.dtype, x.device)
     made.copy_(x)
     return made
 
