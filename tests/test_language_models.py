@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ def build(kind: str) -> Any:
     """A model of one layer whose weights are large enough that its roundings differ."""
     transformers = hugging_face()
     special = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    if kind in ENCODING:
+        return enlarged(ENCODING[kind](transformers))
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **special)
     else:
@@ -32,13 +35,52 @@ def build(kind: str) -> Any:
             max_position_embeddings=64,
             **special,
         )
+    return enlarged(lambda: transformers.AutoModelForCausalLM.from_config(config))
+
+
+def enlarged(made: Callable[[], Any]) -> Any:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        model = made().float().eval()
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(10)
     return model
+
+
+def t5(transformers: Any) -> Callable[[], Any]:
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return lambda: transformers.T5ForConditionalGeneration(config)
+
+
+def speech_or_text(name: str, **settings: Any) -> Callable[[Any], Callable[[], Any]]:
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in HALF.items()}
+    special = {
+        "vocab_size": WORDS,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 2,
+    }
+
+    def made(transformers: Any) -> Callable[[], Any]:
+        config = getattr(transformers, f"{name}Config")(d_model=16, **sizes, **special, **settings)
+        return lambda: getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return made
+
+
+HALF = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
+SOUND = {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 32}
+QUIET = {"suppress_tokens": None, "begin_suppress_tokens": None}
+# The models with an encoder, which generate calls by itself.
+ENCODING = {
+    "t5": t5,
+    "bart": speech_or_text("Bart", max_position_embeddings=64, forced_eos_token_id=None),
+    "whisper": speech_or_text("Whisper", **SOUND, **QUIET),
+}
 
 
 def prompts(batch: int, length: int) -> Tensor:
@@ -103,3 +145,55 @@ def test_samples_and_beams_are_rounded_between_the_calls() -> None:
     assert torch.equal(beams[0].sequences_scores[1:], beams[1].sequences_scores)
     scores = beams[0].sequences_scores
     assert torch.equal(scores, fxround.round(scores, "bfloat16"))
+
+
+@pytest.mark.parametrize("kind, policy", [("t5", "reproducible"), ("bart", "bfloat16"), ("whisper", "reproducible")])
+def test_an_encoder_is_rounded_by_itself_and_a_text_is_the_same_alone(kind: str, policy: str) -> None:
+    model = build(kind)
+    compiled = fxround.compile(model, policy, strict=True)
+    given = torch.rand(2, 4, 12) if kind == "whisper" else prompts(2, 7)
+    name = "input_features" if kind == "whisper" else "input_ids"
+    settings = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "max_length": None, "min_length": None}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+
+    def run(rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        # Whisper returns the tokens without those that each text begins with.
+        found = compiled.generate(rows, **settings, **more)
+        return found.sequences[:, -2:], torch.stack(found.logits, 1)
+
+    tokens, logits = run(given)
+    start = torch.full((2, 1), compiled.generation_config.decoder_start_token_id)
+    with torch.no_grad():
+        # The whole forward pass, with the encoder in it.
+        whole = compiled(**{name: given}, decoder_input_ids=torch.cat([start, tokens[:, :1]], 1), use_cache=False)
+    assert torch.equal(whole.logits, logits) and torch.equal(logits.argmax(-1), tokens)
+    paths = [str(row["module"]) for row in compiled.captures()]
+    assert len(paths) == 4 and paths[0].endswith("encoder") and set(paths[1:]) == {""}
+    (encoder,) = compiled.called_submodules.values()
+    assert encoder.coverage().unrounded == ()
+    many = run(torch.cat([given, given]))
+    assert torch.equal(many[1], torch.cat([logits, logits])) and len(compiled.captures()) == 4
+    if kind == "t5":
+        alone, static = run(given[1:]), run(given, cache_implementation="static")
+        assert torch.equal(alone[1], logits[1:]) and torch.equal(static[1], logits)
+        assert [row["module"] for row in compiled.captures()].count("encoder") == 1
+
+
+def test_an_encoder_draws_its_own_random_bits_in_beams_and_samples() -> None:
+    model = build("t5")
+    compiled = fxround.compile(model, "stochastic", seed=1, advance=True)
+    settings = {"max_new_tokens": 2, "min_new_tokens": 2, "output_scores": True, "return_dict_in_generate": True}
+
+    def scores(seed: int, **more: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.stack(compiled.reseed(seed).generate(prompts(2, 7), **settings, **more).scores)
+
+    for way in ({"num_beams": 2, "do_sample": False}, {"do_sample": True}):
+        first = scores(1, **way)
+        assert torch.equal(scores(1, **way), first) and not torch.equal(scores(2, **way), first)
+    with torch.no_grad():
+        hidden = [
+            compiled.reseed(seed).call_submodule(model.encoder, (prompts(2, 7),), {}).last_hidden_state
+            for seed in (1, 1, 2)
+        ]
+    assert torch.equal(hidden[0], hidden[1]) and not torch.equal(hidden[0], hidden[2])

@@ -2,24 +2,27 @@
 
 A name of fxround's (``policy``, ``source``, ``rng``, ``graph``, ...) is fxround's on the compiled module; the model's
 attribute of that name is ``compiled.source.policy``. Any other name is read, set and deleted on the model. A method
-gets as ``self`` an object of the model's class with the model's own attributes, whose calls and ``forward`` are those
-of the compiled module. Floating-point operations that the method itself computes are rounded one by one, or reported
-(``method_dispatch``).
+gets as ``self`` a stand-in for the model (``stand_ins``), whose calls are those of the compiled module; a submodule
+that the method calls is compiled by itself. Floating-point operations that the method itself computes are rounded one
+by one, or reported (``method_dispatch``).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Generator
-from types import MethodType
+from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 from torch import nn
 
-from fxround.compiler.executable import Function, Sharing
+from fxround.compiler.delayed_state import DelayedState
+from fxround.compiler.executable import Function, Method, Sharing
 from fxround.compiler.method_dispatch import watching
+from fxround.compiler.method_operations import seed_of
+from fxround.compiler.stand_ins import plain, stand_in
+from fxround.compiler.state_key import StateKeys
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {
@@ -70,6 +73,46 @@ class Reaching(Sharing):
         self.source.train(mode)
         return self
 
+    @property
+    def called_submodules(self) -> Mapping[str, Any]:
+        """The submodules that methods have called, as compiled modules, by their paths.
+
+        Each is captured by itself under the same policy, as the encoder is by ``generate``. Read-only.
+        """
+        return MappingProxyType(self._apart)
+
+    def call_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the rounded result of a submodule that a method calls; one that the model has not is called itself."""
+        path = next((path for path, found in self.source.named_modules() if found is module), "")
+        if not path:
+            return module(*args, **kwargs)
+        part = self._apart.get(path)
+        if part is None:
+            part = self._apart.setdefault(path, self._like(Method(MethodType(_calling(path), self.source))))
+            part.__dict__.update(_path=path, _state_keys=StateKeys(path), policy=self.policy.with_optional_rules())
+            part.__dict__.update(_recorded=self._recorded, _delayed=self._delayed)
+        seed, sample = self.rng.tolist()
+        rng = part.reseed(seed_of(seed, f"submodule {path}"), sample).rng
+        part.__dict__.update(advance=self.advance, _rank=self._rank, _world_size=self._world_size)
+        result = part(*args, **kwargs)
+        if part.rng is not rng:
+            self.reseed(seed, int(part.rng[1]))
+        return result
+
+    _apart: dict[str, Any]
+    _recorded: list[Any]
+    _delayed: DelayedState
+    _rank: int
+    _world_size: int
+
+    def _like(self, model: nn.Module) -> Any:
+        """Compile another model with the same policy. ``RoundedModule`` defines it."""
+        raise NotImplementedError
+
+    def reseed(self, seed: int, sample: int = 0) -> Any:
+        """Set seed and sample. ``RoundedModule`` defines it."""
+        raise NotImplementedError
+
     # The (method, operator) pairs for which a warning was given.
     _told: set[tuple[str, str]]
 
@@ -85,55 +128,26 @@ def reached(compiled: Any, model: nn.Module, name: str) -> Any:
     # A class method keeps the model's class, whose name may select a checkpoint.
     if isinstance(known, classmethod | staticmethod):
         return getattr(model, name)
-    stand_in = _stand_in(compiled, model)
+    itself = stand_in(compiled, model)
     if isinstance(known, property | functools.cached_property):
-        return _watched(compiled, name, lambda: getattr(stand_in, name))()
-    value = getattr(stand_in, name)
-    if isinstance(value, MethodType) and value.__self__ is stand_in:
+        return _watched(compiled, name, lambda: getattr(itself, name))()
+    value = getattr(itself, name)
+    if isinstance(value, MethodType) and value.__self__ is itself:
         return functools.wraps(value)(_watched(compiled, name, value))
-    return value
+    return plain(value)
 
 
-class _StandIn:
-    """The first base of a stand-in's class; its calls are those of the compiled module."""
+def _calling(path: str) -> Callable[..., Any]:
+    """Return a method that calls a submodule of its module."""
+    names = path.split(".")
 
-    _fxround_compiled: Any
-    _fxround_model: nn.Module
+    def submodule(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        for name in names:
+            module = getattr(module, name)
+        return module(*args, **kwargs)
 
-    def __init_subclass__(cls, **named: Any) -> None:
-        """Skip the hooks of the model's class, which must not register this subclass."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fxround_compiled(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._fxround_model,)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(self._fxround_model, memo)
-
-
-def _itself(model: nn.Module) -> nn.Module:
-    return model
-
-
-def _stand_in(compiled: Any, model: nn.Module) -> Any:
-    """Return an object of a subclass of the model's class that shares the model's ``__dict__``."""
-    cls: Any = type(model)
-    kept = compiled.__dict__.get("_stand_in")
-    if kept is not None and type(kept).__mro__[2] is cls and kept.__dict__ is model.__dict__:
-        return kept
-
-    @functools.wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
-
-    members = {"forward": forward, "_fxround_compiled": compiled, "_fxround_model": model}
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = object.__new__(type(cls)(cls.__name__, (_StandIn, cls), members | names))
-    object.__setattr__(made, "__dict__", model.__dict__)
-    compiled.__dict__["_stand_in"] = made
-    return made
+    return submodule
 
 
 def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,9 +156,7 @@ def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Any:
         with watching(compiled, name):
             result = method(*args, **kwargs)
-        if inspect.isgenerator(result):
-            return _driven(result, compiled, name)
-        return compiled if isinstance(result, _StandIn) and result._fxround_compiled is compiled else result
+        return _driven(result, compiled, name) if inspect.isgenerator(result) else plain(result)
 
     return run
 
@@ -156,5 +168,5 @@ def _driven(generator: Any, compiled: Any, name: str) -> Generator[Any, Any, Any
             try:
                 item = generator.send(sent)
             except StopIteration as stop:
-                return stop.value
-        sent = yield item
+                return plain(stop.value)
+        sent = yield plain(item)

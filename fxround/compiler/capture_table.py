@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxround.capture import Captured
 from fxround.views.table import Table
 
-_COLUMNS: Final = ("capture", "mode", "arguments", "conditions", "reason", "seconds")
+_COLUMNS: Final = ("capture", "module", "mode", "arguments", "conditions", "reason", "seconds")
 _FIRST: Final = "first call"
 
 
@@ -31,17 +31,21 @@ class Capture:
     mode        "eval" or "training", and "with gradients" if the graph has them
     reason      why no earlier graph could be used
     seconds     the time of tracing, lowering and scheduling
+    module      the path of a submodule that a method calls; "" for the model itself
     """
 
     captured: Captured
     mode: str
     reason: str
     seconds: float
+    module: str = ""
 
 
 def table_of(captures: Sequence[Capture]) -> Table:
     """Return a table with a row for each capture, in their order."""
-    rows = [(i, c.mode, *_admitted(c.captured), c.reason, round(c.seconds, 2)) for i, c in enumerate(captures)]
+    rows = [
+        (i, c.module, c.mode, *_admitted(c.captured), c.reason, round(c.seconds, 2)) for i, c in enumerate(captures)
+    ]
     return Table(_COLUMNS, tuple(rows))
 
 

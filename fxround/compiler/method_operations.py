@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,13 +18,16 @@ from torch import Tensor, nn
 from fxround.errors import FxroundError
 from fxround.policy import Policy
 
+# Arguments that AOTAutograd does not take from a caller, so that each value has an operation of its own.
+_KINDS: Final = torch.dtype | torch.device | torch.layout | torch.memory_format
+
 
 class Operations:
     """The operators of a module's methods, each compiled by ``compiled_by``, under one policy."""
 
     def __init__(self, policy: Policy, compiled_by: Callable[[Any, Policy], Any]) -> None:
         self._compiled_by = compiled_by
-        self._policy = replace(policy, rules=tuple(replace(rule, optional=True) for rule in policy.rules))
+        self._policy = policy.with_optional_rules()
         self._known: dict[Any, Any] = {}
         self._complete: dict[int, bool] = {}
         # A rule for some modules does not say what applies to an operation outside of all modules.
@@ -38,13 +40,15 @@ class Operations:
         """
         if not self._everywhere:
             return None
-        compiled = self._known.get(func)
+        kinds = {name: value for name, value in kwargs.items() if isinstance(value, _KINDS)}
+        key = func, *kinds.items()
+        compiled = self._known.get(key)
         if compiled is None:
-            compiled = self._known[func] = self._compiled_by(_function(func), self._policy)
+            compiled = self._known[key] = self._compiled_by(_function(func, kinds), self._policy)
         if self._policy.draws:
-            compiled.reseed(seed_of(rng[0], number), rng[1])
+            compiled.reseed(seed_of(rng[0], f"operation {number}"), rng[1])
         try:
-            result = compiled(*_tensors(func, args), **kwargs)
+            result = compiled(*_tensors(func, args), **{k: v for k, v in kwargs.items() if k not in kinds})
         except FxroundError:
             return None
         graph = id(compiled.lowered)
@@ -53,9 +57,9 @@ class Operations:
         return result if self._complete[graph] else None
 
 
-def seed_of(seed: int, number: int) -> int:
-    """Return the seed of an operation by its number; distinct operations draw independent bits."""
-    digest = hashlib.blake2b(f"operation {number} of {seed}".encode(), digest_size=8).digest()
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of what a method computes beside the model's forward: independent bits for each name."""
+    digest = hashlib.blake2b(f"{name} of {seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -84,9 +88,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _function(func: Any) -> Callable[..., Any]:
+def _function(func: Any, kinds: dict[str, Any]) -> Callable[..., Any]:
     def operation(*args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+        return func(*args, **kinds, **kwargs)
 
     return operation
 

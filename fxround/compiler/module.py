@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class RoundedModule(Faulting):
         self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
-        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[])
+        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="")
 
     strict: bool | None
     fuse: bool
@@ -103,6 +104,7 @@ class RoundedModule(Faulting):
     _replay: Replay | None
     _differentiated: set[int]
     _recorded: list[Capture]
+    _path: str
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
@@ -128,7 +130,12 @@ class RoundedModule(Faulting):
 
     @property
     def _pipeline(self) -> Pipeline:
-        return Pipeline(self.policy, self._is_strict, self.fuse)
+        policy = self.policy
+        if self._apart:  # a rule for what methods call by itself may match nothing in the rest of the model
+            parts = [f"{path}." for path in self._apart]
+            names = [name for name, _ in self.source.named_modules() if f"{name}.".startswith(tuple(parts))]
+            policy = policy.with_optional_rules(names)
+        return Pipeline(policy, self._is_strict, self.fuse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
@@ -179,14 +186,15 @@ class RoundedModule(Faulting):
 
     def record(self, capture: Capture) -> None:
         """Add a row to the table of ``captures``."""
-        self._recorded.append(capture)
+        self._recorded.append(replace(capture, module=self._path))
 
     def captures(self) -> Table:
-        """Return a table of the captured graphs: mode, arguments, conditions, reason of the capture, seconds.
+        """Return a table of the captured graphs: module, mode, arguments, conditions, reason of the capture, seconds.
 
-        The column ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may
-        change. A call with other arguments captures another graph, whose ``reason`` says why no earlier one could be
-        used. ``captures`` itself captures nothing.
+        The column ``module`` is the path of a submodule that a method calls, empty for the model itself. The column
+        ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may change. A
+        call with other arguments captures another graph, whose ``reason`` says why no earlier one could be used.
+        ``captures`` itself captures nothing.
         """
         return table_of(self._recorded)
 

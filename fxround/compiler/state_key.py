@@ -26,16 +26,17 @@ _SCALARS: Final = bool | int | float | str | bytes | None
 
 
 class StateKeys:
-    """The key of one model, which is read again where the model has changed."""
+    """The key of one model, or of its submodule at ``path``, which is read again where it has changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
+        self._path = path
         self._latest: _Reading | None = None
 
     def of(self, model: nn.Module) -> Any:
         """Return the key of a model as it is now."""
         latest = self._latest
         if latest is None or not latest.holds():
-            latest = self._latest = _Reading(model)
+            latest = self._latest = _Reading(model.get_submodule(self._path) if self._path else model)
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return latest.modules, latest.state, torch.get_default_dtype(), cast
 

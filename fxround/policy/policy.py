@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, shown
-from fxround.keys import nearest, require_keys, toml
+from fxround.keys import nearest, require_keys, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.format_names import other_numbers, own_name
@@ -106,6 +106,15 @@ class Policy:
         name: the name of the new policy; None appends "+" to this one's.
         """
         return replace(self, name=name or f"{self.name}+", rules=(*self.rules, *rules))
+
+    def with_optional_rules(self, paths: Iterable[str] | None = None) -> Policy:
+        """Return this policy with rules that may match nothing: all, or those for one of these modules' paths."""
+        places = None if paths is None else list(paths)
+
+        def concerns(rule: Rule) -> bool:
+            return places is None or any(selects(rule.match, None, path=path, name="", kind="") for path in places)
+
+        return replace(self, rules=tuple(replace(r, optional=r.optional or concerns(r)) for r in self.rules))
 
     def matching(
         self, *, path: str, operator: str, kind: str, role: str, direction: str = "forward"
