@@ -43,10 +43,10 @@ class DelayedState:
 
     def record(self, scales: Sequence[DelayedScale], magnitudes: Sequence[Tensor]) -> None:
         """Append the largest magnitudes of a step, and make the next multipliers."""
-        groups: dict[tuple[Any, torch.dtype], list[tuple[DelayedScale, Tensor]]] = {}
+        groups: dict[tuple[Any, torch.dtype, torch.device], list[tuple[DelayedScale, Tensor]]] = {}
         for scale, most in zip(scales, magnitudes, strict=True):
-            groups.setdefault((scale.rounding, scale.dtype), []).append((scale, most))
-        for (rounding, dtype), rows in groups.items():
+            groups.setdefault((scale.rounding, scale.dtype, scale.device), []).append((scale, most))
+        for (rounding, dtype, _), rows in groups.items():
             old = torch.stack([self._of(scale) for scale, _ in rows])
             now = torch.stack([most.detach().reshape(()).to(dtype) for _, most in rows])
             history = torch.cat([now[:, None], old[:, 1:-1]], 1)
@@ -58,9 +58,9 @@ class DelayedState:
     def _of(self, scale: DelayedScale) -> Tensor:
         scaling = scale.rounding.format.scaling
         assert scaling is not None
-        fresh = torch.zeros(1 + scaling.history, dtype=scale.dtype)
+        fresh = torch.zeros(1 + scaling.history, dtype=scale.dtype, device=scale.device)
         fresh[0] = 1.0
-        found = self.values.setdefault(scale.name, fresh)
+        found = self.values.setdefault(scale.name, fresh).to(scale.device)
         if found.shape != fresh.shape or found.dtype != fresh.dtype:
             raise FxroundError(
                 f"the delayed scale {scale.name!r} has a state of {found.dtype} and {len(found) - 1} steps, and the "

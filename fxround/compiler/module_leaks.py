@@ -124,7 +124,7 @@ def _count(value: Any, declared: Any) -> Count:
 def _of_tensor(value: Tensor, declared: Format) -> Count:
     if not value.is_floating_point():
         return Count(0, 0)
-    numbers = value.detach().to(torch.float64).numpy()
+    numbers = value.detach().to("cpu", torch.float64).numpy()
     outside = ~declared.contains(numbers)
     if not outside.any():
         return Count(0, numbers.size)

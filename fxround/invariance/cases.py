@@ -38,13 +38,14 @@ STOCK_SETS: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a case runs: number of threads, instruction set, and whether in another process; None leaves it as it is.
+    """Where a case runs: threads, instruction set, device, and whether in another process; None leaves it as it is.
 
     environment: the variables of that process.
     """
 
     threads: int | None = None
     isa: str | None = None
+    device: str | None = None
     process: bool = False
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -148,6 +149,19 @@ def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
     yield Group(", ".join(names), cases)
 
 
+def device(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+    """The same call on the CPU and on every CUDA device."""
+    names = devices()
+    if len(names) < 2:
+        raise Inapplicable("PyTorch finds no CUDA device on this machine")
+    yield Group(", ".join(names), tuple(Case(name, call, Setting(device=name)) for name in names))
+
+
+def devices() -> list[str]:
+    """Return the names of the devices on which a model may run."""
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
 def process(call: Call, dim: int, stock: bool) -> Iterator[Group]:
     """The same call in this process and in a new interpreter."""
     yield Group("here and in a new process", (Case("here", call), Case("a new process", call, Setting(process=True))))
@@ -162,6 +176,7 @@ AXES: Final = MappingProxyType(
             Axis("stride", "the memory layout of the arguments", stride),
             Axis("threads", "how many threads work", threads),
             Axis("isa", "which instruction set the kernels use", isa),
+            Axis("device", "which device the model is on", device),
             Axis("process", "which process runs", process),
         )
     }
@@ -180,14 +195,14 @@ def rows_of(call: Call, dim: int) -> int:
 def taken(call: Call, dim: int, order: Sequence[int]) -> Call:
     """Return the call with the rows of ``order``, modulo the number of rows, in new memory."""
     index = torch.tensor([i % rows_of(call, dim) for i in order])
-    return _rowwise(call, dim, lambda t: t.index_select(dim, index))
+    return _rowwise(call, dim, lambda t: t.index_select(dim, index.to(t.device)))
 
 
 def _cut_out(call: Call, dim: int, skipped: int) -> Call:
     """Return the same rows as a view that starts after ``skipped`` other rows, so that addresses are less aligned."""
     rows = rows_of(call, dim)
     index = torch.arange(-skipped, rows + 1) % rows
-    return _rowwise(call, dim, lambda t: t.index_select(dim, index).narrow(dim, skipped, rows))
+    return _rowwise(call, dim, lambda t: t.index_select(dim, index.to(t.device)).narrow(dim, skipped, rows))
 
 
 def _rowwise(call: Call, dim: int, change: Callable[[Tensor], Tensor]) -> Call:
@@ -209,7 +224,7 @@ def owned(call: Call) -> Call:
 
 def _gapped(t: Tensor) -> Tensor:
     """Return a view of every other element of a larger tensor."""
-    wide = torch.zeros((*t.shape, 2), dtype=t.dtype)
+    wide = torch.zeros((*t.shape, 2), dtype=t.dtype, device=t.device)
     wide[..., 0] = t
     return wide[..., 0]
 

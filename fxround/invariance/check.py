@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,7 +20,7 @@ from fxround.compiler import compile
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.errors import FxroundError, type_of
-from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, taken
+from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
@@ -42,7 +42,7 @@ def check_invariance(
     build: Build | None = None,
     first: bool = True,
 ) -> InvarianceReport:
-    """Count the distinct results of a model when its batch, memory layout, threads, machine code or process change.
+    """Count the distinct results of a model when its batch, memory layout, threads, code, device or process change.
 
     Args:
         model: a ``torch.nn.Module``, a ``RoundedModule`` or a ``LoadedModule``. It is not changed.
@@ -50,7 +50,7 @@ def check_invariance(
             DataLoader, of which the first batch is used.
         axes: some of ``"batch"`` (a row in batches of other sizes), ``"slice"`` (its position, and the tensor that the
             batch is a slice of), ``"stride"`` (the memory layout of the arguments), ``"threads"``, ``"isa"`` (the
-            instruction set) and ``"process"`` (a new process).
+            instruction set), ``"device"`` (the CPU and every CUDA device) and ``"process"`` (a new process).
         policy: as for ``fxround.compile``; None checks stock PyTorch. A compiled or loaded module keeps its own policy.
         gradients: whether to compare the gradients of parameters and arguments as well, in the model's own mode.
         dim: the dimension of the arguments that is the batch.
@@ -111,13 +111,14 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A subject and the call from which all cases are made."""
+    """A subject, the call from which all cases are made, and copies of the subject on other devices."""
 
     subject: Subject
     call: Call
     dim: int
     build: Build | None
     first: bool
+    moved: dict[str, Subject] = field(default_factory=dict)
 
     def axis(self, axis: Axis) -> AxisResult:
         """Return the result of an axis, with the reason if it does not apply."""
@@ -173,8 +174,9 @@ class _Comparison:
             found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=False)
             assert isinstance(found, dict)
             return found
+        subject, call = self._placed(case)
         with _set(setting):
-            return self.subject.outcome(case.call)
+            return {name: value.cpu() for name, value in subject.outcome(call).items()}
 
     def _steps(self, case: Case) -> Iterator[Step]:
         setting = case.setting
@@ -183,8 +185,18 @@ class _Comparison:
             assert isinstance(found, list)
             yield from found
             return
+        subject, call = self._placed(case)
         with _set(setting):
-            yield from self.subject.steps(case.call)
+            yield from subject.steps(call)
+
+    def _placed(self, case: Case) -> tuple[Subject, Call]:
+        """Return the subject and the call on the device of a case."""
+        device = case.setting.device
+        if device is None:
+            return self.subject, case.call
+        if device not in self.moved:
+            self.moved[device] = self.subject.on(device)
+        return self.moved[device], mapped(case.call, lambda t: t.to(device))
 
     def _first(self, reference: Case, other: Case) -> Place | None:
         """Return the first operation of ``other`` whose value differs from that of ``reference``."""

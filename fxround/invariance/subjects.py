@@ -9,10 +9,11 @@ it trains, and those of a plain module from the operators that PyTorch dispatche
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -75,6 +76,9 @@ class Subject(Protocol):
     def stock(self, call: Call) -> bool:
         """Whether PyTorch's kernels compute floating-point numbers."""
 
+    def on(self, device: str) -> Subject:
+        """Return a copy on a device."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -123,6 +127,10 @@ class Compiled:
         self.outcome(call)
         return bool(self.module.coverage().unrounded)
 
+    def on(self, device: str) -> Compiled:
+        """Return a copy on a device."""
+        return replace(self, module=copy.deepcopy(self.module).to(device))
+
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
         """Restore state and sample after the block."""
@@ -165,6 +173,10 @@ class Eager:
         """Always true."""
         return True
 
+    def on(self, device: str) -> Eager:
+        """Return a copy on a device."""
+        return replace(self, module=copy.deepcopy(self.module).to(device))
+
 
 def _places(graph: fx.GraphModule) -> dict[str, Place]:
     """Return the place of every node by its name."""
@@ -198,7 +210,7 @@ def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
 def tangent(result: Tensor) -> Tensor:
     """Return a gradient for a result: multiples of 1/8 that depend on the last dimension alone, so on no other row."""
     last = result.shape[-1] if result.dim() > 1 else 1
-    numbers = ((torch.arange(last) * 7 + 3) % 13 - 6).to(result.dtype) / 8
+    numbers = ((torch.arange(last, device=result.device) * 7 + 3) % 13 - 6).to(result.dtype) / 8
     return numbers.expand(result.shape).contiguous() if result.dim() else numbers.reshape([])
 
 

@@ -26,11 +26,12 @@ DELAYED: Final = "fxround_delayed"
 
 @dataclass(frozen=True)
 class DelayedScale:
-    """A multiplier: the name of the value, the rounding that it serves, and the dtype of the multiplier."""
+    """A multiplier: the name of the value, the rounding that it serves, and dtype and device of the multiplier."""
 
     name: str
     rounding: ScaledRounding
     dtype: torch.dtype
+    device: torch.device
 
 
 class DelayedScales:
@@ -56,12 +57,15 @@ class DelayedScales:
         return self._found[key]
 
     def _entering(self, source: fx.Node, name: str, rounding: ScaledRounding) -> fx.Node:
-        wide = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
+        value = source.meta["val"]
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         with self.graph.graph.inserting_before(rng_of(self.graph)):
             node = self.graph.graph.placeholder("delayed_multiplier")
         node.target = node.name
-        node.meta[PORT], node.meta[DELAYED] = Port("multiplier", name), DelayedScale(name, rounding, wide)
-        node.meta["val"] = fake_mode(self.graph).from_tensor(torch.ones((), dtype=wide), static_shapes=True)
+        node.meta[PORT], node.meta[DELAYED] = Port("multiplier", name), DelayedScale(name, rounding, wide, value.device)
+        node.meta["val"] = fake_mode(self.graph).from_tensor(
+            torch.ones((), dtype=wide, device=value.device), static_shapes=True
+        )
         return node
 
     def _return_magnitude(self, source: fx.Node, name: str, near: fx.Node) -> None:

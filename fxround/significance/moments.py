@@ -26,7 +26,7 @@ NEVER: Final = -1
 def as_array(value: Tensor) -> NDArray[Any]:
     """Return the flat values, without rounding: float64 for float64 tensors, float32 for narrower ones."""
     carrier = torch.float64 if value.dtype == torch.float64 else torch.float32
-    array: NDArray[Any] = value.detach().to(carrier).reshape(-1).numpy()
+    array: NDArray[Any] = value.detach().to("cpu", carrier).reshape(-1).numpy()
     return array
 
 

@@ -58,10 +58,19 @@ def _seed() -> None:
 def test_a_reproducible_model_is_invariant_along_every_axis() -> None:
     report = check_invariance(network(), torch.randn(3, 40))
     assert [axis.axis for axis in report.axes] == list(AXES)
-    assert {axis.axis: axis.distinct for axis in report.axes} == dict.fromkeys(AXES, 1)
+    applied = [axis for axis in report.axes if axis.axis != "device" or torch.cuda.is_available()]
+    assert {axis.distinct for axis in applied} == {1}
     assert report.invariant and report.check() is report
-    assert all(axis.runs > 1 and axis.first is None and not axis.differing for axis in report.axes)
+    assert all(axis.runs > 1 and axis.first is None and not axis.differing for axis in applied)
     assert report["isa"].runs == len(instruction_sets()) - 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_one_device_is_no_axis() -> None:
+    report = check_invariance(network(), torch.randn(3, 40), ("threads", "device"))
+    assert not report["device"].distinct and "no CUDA device" in report["device"].reason
+    with pytest.raises(ValueError, match="no CUDA device"):
+        check_invariance(network(), torch.randn(3, 40), ("device",))
 
 
 def test_gradients_are_compared_as_well() -> None:
