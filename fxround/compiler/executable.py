@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,7 +22,9 @@ from fxround.errors import FxroundError
 from fxround.graph.site import Port
 from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
+from fxround.runtime.schedule.straight import Straight
 
+_ONE: Final = pytree.tree_structure(0)
 # The module and the attribute name that hold an input; None for an argument of the call.
 Owner = tuple[nn.Module, str] | None
 
@@ -57,9 +59,11 @@ class Entry:
         if self.step:
             outputs = differentiable(self.step, inputs, rng, self.state.record if trains else None)
         else:
-            outputs = self.running(*inputs, rng)
+            outputs = self._straight(*inputs, rng)
         results = len(self.captured.results)
         outputs, magnitudes = outputs[:results], outputs[results:]
+        if not (trains or self._changed):
+            return self._result(outputs)
         with torch.no_grad():
             if trains and self.step:
                 self.state.record(self.step.early, magnitudes)
@@ -70,8 +74,13 @@ class Entry:
 
     def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """Return the same result without writing anything."""
-        outputs = self.running(*self._inputs(leaves), *self.multipliers(), rng)
+        outputs = self._straight(*self._inputs(leaves), *self.multipliers(), rng)
         return self._result(outputs[: len(self.captured.results)])
+
+    @cached_property
+    def _straight(self) -> Straight:
+        """The running graph, by way of plans for small inputs."""
+        return Straight(self.running)
 
     def multipliers(self) -> list[Tensor]:
         """Return the multipliers of the delayed scales."""
@@ -109,14 +118,25 @@ class Entry:
         return held | dict(zip(placeholders, self.entering(leaves, tangents), strict=False))
 
     def _result(self, outputs: Sequence[Any]) -> Any:
+        if self._returns_one:
+            return outputs[0]
         results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
         return pytree.tree_unflatten(results, self.captured.out_spec)
 
+    @cached_property
+    def _returns_one(self) -> bool:
+        """Whether the graph has one result, and the model returns it as it is."""
+        return len(self.captured.results) == 1 and not self._changed and self.captured.out_spec == _ONE
+
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        pairs = zip(self.captured.entering, self.owners, strict=True)
-        inputs = [leaves[port.index] if owner is None else _tensor(*owner) for port, owner in pairs]
+        inputs = [leaves[index] if owner is None else _tensor(*owner) for index, owner in self._places]
         self._refuse_shared_memory(inputs)
         return resolved(inputs)
+
+    @cached_property
+    def _places(self) -> list[tuple[int, Owner]]:
+        """The index of each input among the arguments, and its owner."""
+        return [(port.index, owner) for port, owner in zip(self.captured.entering, self.owners, strict=True)]
 
     @cached_property
     def _changed(self) -> frozenset[int]:
@@ -173,7 +193,7 @@ def _described(port: Port) -> str:
 
 def resolved(values: Iterable[Any]) -> list[Any]:
     """Return the values, with the signs of negative views in memory, because kernels ignore the negative bit."""
-    return [value.resolve_neg() if isinstance(value, Tensor) else value for value in values]
+    return [value.resolve_neg() if isinstance(value, Tensor) and value.is_neg() else value for value in values]
 
 
 def owner_of(model: nn.Module, port: Port) -> Owner:

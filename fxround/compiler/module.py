@@ -38,6 +38,7 @@ from fxround.compiler.signature import (
     arguments,
     asked,
     class_of,
+    flattened,
     is_opaque,
     kind,
     require_arguments,
@@ -89,7 +90,7 @@ class RoundedModule(Faulting):
         self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
-        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="")
+        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="", _known=None)
 
     strict: bool | None
     fuse: bool
@@ -105,6 +106,7 @@ class RoundedModule(Faulting):
     _differentiated: set[int]
     _recorded: list[Capture]
     _path: str
+    _known: tuple[Any, Entry] | None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
@@ -143,7 +145,7 @@ class RoundedModule(Faulting):
         Raises FxroundError for a call in training mode inside a backward pass, as ``torch.utils.checkpoint`` around the
         compiled module makes it.
         """
-        flat = pytree.tree_flatten((args, kwargs))
+        flat = flattened(args, kwargs)
         leaves, wanted = flat[0], self._wants_gradients(flat[0])
         if wanted and self.training and inside_backward():
             raise FxroundError(
@@ -419,6 +421,11 @@ class RoundedModule(Faulting):
             raise LeftToPython(self.source, opaque, reads=True)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (*self._key(args, kwargs, flat), torch.is_grad_enabled())
+        known = self._known
+        # Most calls are like the one before; to compare them takes less than a lookup.
+        if known is not None and known[0] == (key, shapes):
+            self._latest = known[1]
+            return known[1]
         entry = self._admitting(key, shapes, replays)
         if entry is None:
             with capturing():
@@ -431,6 +438,8 @@ class RoundedModule(Faulting):
                     mode = mode_of(self.source.training, entry.step is not None)
                     self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
         self._latest = entry
+        # What a graph reads from elsewhere is looked at in every call.
+        self.__dict__["_known"] = None if entry.captured.reads else ((key, shapes), entry)
         return entry
 
     def _admitting(self, key: Any, shapes: Sequence[Any], replays: bool) -> Entry | None:
@@ -447,6 +456,7 @@ class RoundedModule(Faulting):
             if replays:
                 found = [(read.source, read.kind, "") for read in changed]
                 self._left[key] = LeftToPython(self.source, found, reads=True)
+                self.__dict__["_known"] = None
                 raise self._left[key]
         return None
 
@@ -458,6 +468,7 @@ class RoundedModule(Faulting):
             captured = self._pipeline.capture(self.source, args, kwargs, self._varying(args, kwargs, key))
         except LeftToPython as error:
             self._left[key] = error
+            self.__dict__["_known"] = None
             raise
         except CaptureError as error:
             refusal = error

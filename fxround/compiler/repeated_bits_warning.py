@@ -29,7 +29,7 @@ class Repeats:
         if self._told:
             return
         earlier = [found for ref in self._returned if (found := ref()) is not None] if self._drawn is rng else []
-        if any(leaf is tensor for leaf in leaves for tensor in earlier):
+        if earlier and any(leaf is tensor for leaf in leaves for tensor in earlier):
             self._told = True
             seed, sample = rng.tolist()
             warnings.warn(
@@ -40,7 +40,8 @@ class Repeats:
                 stacklevel=callers(),
             )
         self._drawn = rng
-        self._returned = [weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+        self._returned = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def callers() -> int:

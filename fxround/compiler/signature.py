@@ -42,6 +42,20 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return what ``pytree.tree_flatten((args, kwargs))`` returns; for tensors alone without walking a tree."""
+    if kwargs or not _TENSORS.issuperset(map(type, args)):
+        return pytree.tree_flatten((args, kwargs))
+    spec = _SPECS.get(len(args))
+    if spec is None:
+        spec = _SPECS[len(args)] = pytree.tree_structure((args, kwargs))
+    return list(args), spec
+
+
+_TENSORS: Final = frozenset((Tensor, nn.Parameter))
+_SPECS: Final[dict[int, pytree.TreeSpec]] = {}
+
+
 def signature_of(function: Any) -> inspect.Signature:
     """Return ``inspect.signature``, with annotations that cannot be evaluated left as they are written."""
     if sys.version_info >= (3, 14):  # evaluates annotations when they are asked for; imports for type checkers are none

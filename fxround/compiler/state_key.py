@@ -8,9 +8,8 @@ of the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import repeat
-from operator import is_
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_, itemgetter
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from fxround.compiler.executable import Sharing
 from fxround.compiler.signature import MODULE, baked, constant
 
-_ABSENT: Final = object()
 # The attributes of every module on whose content the key depends.
 _CONTENTS: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _SCALARS: Final = bool | int | float | str | bytes | None
@@ -56,23 +54,29 @@ class _Reading:
         watched = [vars(owner) for m in found for owner in _owners(m)]
         self._chosen = [(own, len(own), *_read(own)) for own in watched]
         inner = [own[name] for own in watched for name in _CONTENTS if name in own]
-        self._whole = [(content, tuple(content), tuple(content.values())) for content in inner]
+        self._empty = [content for content in inner if not content]
+        self._whole = [(content, tuple(content), tuple(content.values())) for content in inner if content]
         plain = [value for own in watched for name, value in own.items() if name not in MODULE]
         self._texts = [(value, constant(value)) for value in plain if _can_change(value)]
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        for own, size, names, values in self._chosen:
-            if len(own) != size or not all(map(is_, map(own.get, names, repeat(_ABSENT)), values)):
-                return False
+        if any(self._empty):
+            return False
+        try:
+            for own, size, read, values in self._chosen:
+                if len(own) != size or not all(map(is_, read(own), values)):
+                    return False
+        except KeyError:  # an attribute was deleted
+            return False
         for content, keys, values in self._whole:
-            if len(content) != len(keys) or (
-                keys and not (all(map(is_, content, keys)) and all(map(is_, content.values(), values)))
+            if len(content) != len(keys) or not (
+                all(map(is_, content, keys)) and all(map(is_, content.values(), values))
             ):
                 return False
-        if any(constant(value) != text for value, text in self._texts):
+        if self._texts and any(constant(value) != text for value, text in self._texts):
             return False
-        return all((t.dtype, t.shape, t.requires_grad) == s for t, s in zip(self._tensors, self.state, strict=True))
+        return self.state == tuple([(t.dtype, t.shape, t.requires_grad) for t in self._tensors])
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -82,10 +86,10 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
         yield module.source
 
 
-def _read(own: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names and values of the attributes that the key is made of."""
-    names = tuple(name for name in own if name not in MODULE or name in _CONTENTS or name == "training")
-    return names, tuple(own[name] for name in names)
+def _read(own: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], tuple[Any, ...]], tuple[Any, ...]]:
+    """Return the attributes that the key is made of: the function that reads them, and their values."""
+    read = itemgetter(*(name for name in own if name not in MODULE or name in _CONTENTS or name == "training"))
+    return read, read(own)
 
 
 def _can_change(value: Any) -> bool:

@@ -19,8 +19,10 @@ from torch import Tensor, fx
 from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
+from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.passes.partition import Parts
+from fxround.runtime.schedule.straight import Straight
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ class Step:
     mutated: frozenset[int]
     early: tuple[DelayedScale, ...] = ()
     late: tuple[DelayedScale, ...] = ()
+
+    @cached_property
+    def forwards(self) -> Straight:
+        """The forward graph, by way of plans for small inputs."""
+        return Straight(self.forward)
+
+    @cached_property
+    def backwards(self) -> Straight:
+        """The backward graph, by way of plans for small inputs."""
+        return Straight(self.backward)
 
 
 # Takes the largest magnitudes of a step.
@@ -82,7 +94,7 @@ def differentiable_later(
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
-        outputs = step.forward(*inputs, rng)
+        outputs = step.forwards(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
         ctx.step, ctx.rng, ctx.record = step, rng, record
         ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
@@ -118,7 +130,7 @@ class _Later(torch.autograd.Function):
         with unwatched():
             step, positions, multipliers = ctx.step()
             with torch.no_grad():
-                outputs = step.forward(*(inputs[i] for i in positions), *multipliers, ctx.rng)
+                outputs = step.forwards(*(inputs[i] for i in positions), *multipliers, ctx.rng)
             like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
             found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
         by_input = {positions[i]: gradient for i, gradient in found.items()}
@@ -137,7 +149,7 @@ def _gradients(
     ]
     require_ieee_arithmetic()
     with torch.no_grad():
-        values = step.backward(*saved, *tangents, rng)
+        values = step.backwards(*saved, *tangents, rng)
         gradients = values[: len(step.gradients)]
         if record is not None and step.late:
             record(step.late, values[len(step.gradients) :])

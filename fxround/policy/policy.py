@@ -23,6 +23,7 @@ from fxround.numerics.faults import Faults
 from fxround.numerics.format_names import other_numbers, own_name
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient
+from fxround.numerics.lazy import cached_property
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
 from fxround.numerics.scaled import OTHERS, SCALED, SPELLINGS, ScaledRounding, is_scaled
@@ -91,7 +92,7 @@ class Policy:
         scalings = [ScaledRounding.parse(text).format.scaling for text in texts]
         return any(scaling is not None and scaling.how == "delayed" for scaling in scalings)
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether some rounding draws random bits, or some bit flips by chance."""
         if any(rule.faults is not None and Faults.parse(rule.faults).possible for rule in self.rules):

@@ -52,7 +52,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
     "stack and cat": (_stacked, True),
     "products with rows": (_products, True),
     "views of rows": (_rows, True),
-    "a sum, which Python runs": (_passed, False),
+    "a flip, which Python runs": (_passed, False),
 }
 
 

@@ -34,7 +34,7 @@ _ENOUGH: Final = 1 << 15
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
     """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
-    call = _reduction(kernel, tuple(x.shape), x.stride(), tuple(dims), current_set())
+    call = reduction_for(kernel, x, dims)
     if call is None:
         kept = [d for d in range(x.dim()) if d not in dims]
         return run_reduce(kernel, x.detach().permute(*kept, *dims).contiguous(), draw, range(len(kept), x.dim()))
@@ -42,6 +42,11 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
     if call.items:
         call.run(x, result, draw.key())
     return result
+
+
+def reduction_for(kernel: Reduce, x: Tensor, dims: Sequence[int]) -> Reduction | None:
+    """The call that reduces ``dims`` of operands of this layout; None if a description does not hold that many."""
+    return _reduction(kernel, tuple(x.shape), x.stride(), tuple(dims), current_set())
 
 
 @dataclass(frozen=True)

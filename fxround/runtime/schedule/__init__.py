@@ -20,6 +20,7 @@ from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, m
 from fxround.runtime.schedule.epilogues import join_epilogues
 from fxround.runtime.schedule.loops import Body, Repeated, own_loops, owned
 from fxround.runtime.schedule.row_chains import gather_rows
+from fxround.runtime.schedule.straight import SOURCE
 from fxround.runtime.schedule.verify import verify_schedule
 from fxround.runtime.torch_ops import KERNELS
 
@@ -54,6 +55,7 @@ def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule
         chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
     scheduled = _direct(gathered, dead, begun)
     verify_schedule(scheduled)
+    scheduled.meta[SOURCE] = looped
     return scheduled
 
 

@@ -45,7 +45,7 @@ from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import NO_KEY
 from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
 
-_LARGEST: Final = torch.ops.aten.amax.default
+LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 _UNKNOWN: Final = "not planned yet"
 # The bytes that a range's buffers should have, to fit the second-level cache beside operands and results, and the most
@@ -78,7 +78,7 @@ def _shape(node: fx.Node) -> Shape | None:
         return None
     if node.target is FUSED:
         value = node.meta["val"][0]
-    elif node.target in (Sum.overload, _LARGEST):
+    elif node.target in (Sum.overload, LARGEST):
         value = node.all_input_nodes[0].meta["val"]
         if not _reduces_rows(node, value.dim()):
             return None
@@ -106,8 +106,13 @@ def _reduces_rows(node: fx.Node, dims: int) -> bool:
     if isinstance(call, Sum):
         rows = call.keepdim and _is_last(call.dims, dims)
         return rows and parsed.order(call.order).kind != "exact"
-    # The maximum may be a zero of either sign (``largest_kernel``): only our own maps may read it.
+    return is_largest_of_rows(node, dims)
+
+
+def is_largest_of_rows(node: fx.Node, dims: int) -> bool:
+    """Whether a maximum is that of rows, is kept with size 1, and may be a zero of either sign (``largest_kernel``)."""
     rows = argument(node, "keepdim") and _is_last(argument(node, "dim"), dims)
+    # Only our own maps may read such a zero.
     return rows and all(user.target in MAPS for user in node.users)
 
 

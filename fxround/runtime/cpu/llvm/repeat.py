@@ -7,6 +7,7 @@ gets the seed of the iteration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -15,10 +16,11 @@ from fxround.runtime.cpu.llvm.loops import I64, PTR, at, call_address, count, de
 
 # The table: HEADER; KERNEL for each kernel; the address and the growth of each number; the address of each seed.
 HEADER: Final = ("kernels", "growing", "seeds")
-# long: whether the kernel has ten arguments after its items; otherwise it has seven.
-MOST: Final = 10
-FEW: Final = 7
-KERNEL: Final = ("function", "long", "begin", "end", *(f"argument{i}" for i in range(MOST)))
+# The numbers of arguments that kernels have after their items: of reductions, of maps and direct products, of image
+# planes, and of packed products.
+COUNTS: Final = (4, 7, 9, 10)
+MOST: Final = max(COUNTS)
+KERNEL: Final = ("function", "count", "begin", "end", *(f"argument{i}" for i in range(MOST)))
 
 
 def build_repeat(_: None) -> str:
@@ -31,30 +33,33 @@ def build_repeat(_: None) -> str:
     b, a = define(module, "repeat", [(name, I64) for name in ("begin", "end", "table", "states")])
     table = b.inttoptr(a["table"], PTR)
     states = b.inttoptr(a["states"], PTR)
-    kernels, growing, seeds = (_word(b, table, I64(i)) for i in range(len(HEADER)))
+    kernels, growing, seeds = (word(b, table, I64(i)) for i in range(len(HEADER)))
     numbers = b.add(I64(len(HEADER)), b.mul(kernels, I64(len(KERNEL))))
     keys = b.add(numbers, b.mul(growing, I64(2)))
     with count(b, a["begin"], a["end"]) as i:
         with count(b, I64(0), seeds) as k:
-            seed = _word(b, states, b.mul(i, I64(2)))
-            b.store(seed, b.inttoptr(_word(b, table, b.add(keys, k)), PTR), align=4)
+            seed = word(b, states, b.mul(i, I64(2)))
+            b.store(seed, b.inttoptr(word(b, table, b.add(keys, k)), PTR), align=4)
         with count(b, I64(0), kernels) as k:
             first = b.add(I64(len(HEADER)), b.mul(k, I64(len(KERNEL))))
-            kernel = [_word(b, table, b.add(first, I64(j))) for j in range(len(KERNEL))]
-            function, long, *arguments = kernel
-            with b.if_else(b.icmp_signed("!=", long, I64(0))) as (ten, seven):
-                with ten:
-                    call_address(b, function, arguments)
-                with seven:
-                    call_address(b, function, arguments[: 2 + FEW])
+            function, many, *arguments = (word(b, table, b.add(first, I64(j))) for j in range(len(KERNEL)))
+            call_kernel(b, function, many, arguments)
         with count(b, I64(0), growing) as k:
             place = b.add(numbers, b.mul(k, I64(2)))
-            number = b.inttoptr(_word(b, table, place), PTR)
-            grown = b.add(b.load(number, typ=I64), _word(b, table, b.add(place, I64(1))))
+            number = b.inttoptr(word(b, table, place), PTR)
+            grown = b.add(b.load(number, typ=I64), word(b, table, b.add(place, I64(1))))
             b.store(grown, number)
     b.ret_void()
     return str(module)
 
 
-def _word(b: ir.IRBuilder, base: Any, index: Any) -> Any:
+def call_kernel(b: ir.IRBuilder, function: Any, many: Any, arguments: Sequence[Any]) -> None:
+    """Call a kernel with its range of items and as many of the further arguments as it has, one of ``COUNTS``."""
+    for number in COUNTS:
+        with b.if_then(b.icmp_signed("==", many, I64(number))):
+            call_address(b, function, arguments[: 2 + number])
+
+
+def word(b: ir.IRBuilder, base: Any, index: Any) -> Any:
+    """The number at an index of an array of int64."""
     return b.load(at(b, base, index, I64), typ=I64)

@@ -1,0 +1,233 @@
+"""Segments: consecutive kernels in one call of machine code, and the programs of a call that are made of them.
+
+A ``Program`` has the steps of a call in order. A ``Segment`` is passed the addresses of what it reads and of new
+results; values between its kernels are in memory of the call's own. A ``Step`` is a call of Python, whose result must
+be what the program was made for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxround.runtime import buffers
+from fxround.runtime.cpu.code import address_of, native, signature
+from fxround.runtime.cpu.llvm.repeat import MOST
+from fxround.runtime.cpu.llvm.straight import build_straight
+from fxround.runtime.cpu.pointwise import addresses, array
+from fxround.runtime.draw import Draw
+from fxround.runtime.schedule.launches import Flag, Key, Launch, Space, Value
+
+_STRAIGHT: Final = signature(2, 3)
+_LINE: Final = 64
+# The bytes of a random key before the number of a node.
+_STATE: Final = 12
+# The bases of a frame: seed, sample, the frame itself, the memory after it, then what is outside.
+_SEED, _SAMPLE, _FRAME, _MEMORY, _OUTSIDE = range(5)
+_NO_DRAW: Final = Draw()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a value in a call: an argument of a step, or a part of one."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of Python.
+
+    results     the slots of its result, or of the parts of a result that is a list
+    expected    the layouts, or the numbers, that the program assumes
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+    expected: Any
+
+    def run(self, slots: list[Any]) -> bool:
+        """Call the function; whether the result is what the plan assumes."""
+        args = [_filled(arg, slots) for arg in self.args]
+        found = self.function(*args, **{name: _filled(arg, slots) for name, arg in self.kwargs.items()})
+        if self.expected != assumed(found):
+            return False
+        for slot, part in zip(self.results, found if isinstance(found, list | tuple) else [found], strict=True):
+            slots[slot] = part
+        return True
+
+
+def _filled(arg: Any, slots: Sequence[Any]) -> Any:
+    """Return an argument with values in place of slots."""
+    if isinstance(arg, Slot):
+        return slots[arg.index]
+    if isinstance(arg, list | tuple):
+        return type(arg)(_filled(part, slots) for part in arg)
+    return arg
+
+
+def assumed(found: Any) -> Any:
+    """Return what a plan assumes of a result of Python: its layout, or the number itself."""
+    if isinstance(found, Tensor):
+        return found.shape, found.stride(), found.dtype, found.is_cpu, found.is_neg()
+    if isinstance(found, list | tuple):
+        return tuple(map(assumed, found))
+    return type(found), found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A segment with the slots of what it reads and of what it makes, of these shapes and dtypes."""
+
+    segment: Segment
+    reads: tuple[int, ...]
+    makes: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    rng: int | None
+
+    def run(self, slots: list[Any]) -> bool:
+        """Make the results."""
+        for slot, shape, dtype in self.makes:
+            slots[slot] = buffers.empty(shape, dtype)
+        outside = [slots[i] for i in self.reads]
+        outside += [slots[slot] for slot, _, _ in self.makes]
+        self.segment.run(outside, None if self.rng is None else slots[self.rng])
+        return True
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a call. slots: the inputs, what the graph holds, and room for the values of a call."""
+
+    steps: tuple[Run | Step, ...]
+    held: tuple[Any, ...]
+    room: int
+    returned: Any
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Return what the graph returns; None if a result of Python is not what the plan assumes."""
+        buffers.begin()
+        slots = [*inputs, *self.held, *(None,) * self.room]
+        for step in self.steps:
+            if not step.run(slots):
+                return None
+        return _filled(self.returned, slots)
+
+
+class Segment:
+    """Launches in one call of machine code, with values between them in memory of the call's own."""
+
+    def __init__(self, launches: Sequence[Launch], outside: Sequence[int], inside: Sequence[Value]) -> None:
+        """outside: the homes whose addresses a call gives; inside: the other homes, as row-major values."""
+        self.launches = tuple(launches)
+        self._words, self._places = [0], list[tuple[int, int, int]]()
+        self._bases = {home: (_OUTSIDE + i, 0) for i, home in enumerate(outside)}
+        end = 0
+        for value in inside:
+            self._bases[value.home] = (_MEMORY, end)
+            end += _aligned(value.tensor.nbytes)
+        spaces = [arg.size for launch in launches for arg in launch.arguments if isinstance(arg, Space)]
+        self._space = end
+        self._firsts = [self._arguments(launch) for launch in launches]
+        kernels = [self._kernel(*pair) for pair in zip(launches, self._firsts, strict=True)]
+        # A kernel with few arguments is called with numbers after them that it does not take.
+        self._words += [0] * MOST
+        self._frame = _aligned(8 * len(self._words))
+        self._size = self._frame + end + _aligned(max(spaces, default=0)) + _LINE
+        flat = [number for row in (*self._places, *kernels) for number in row]
+        self._plan = array([len(self._words), len(self._places), len(kernels), *self._words, *flat])
+        self._straight = native("straight", build_straight, None, "straight", _STRAIGHT)
+        self._may_fail = any(launch.work is not None for launch in launches)
+
+    def run(self, outside: Sequence[Tensor], rng: Tensor | None) -> None:
+        """Run all launches; outside: the tensors of the homes outside. rng: None if nothing draws."""
+        # A tensor of the call, not of the thread: a signal handler may call the model, too.
+        space = torch.empty(self._size, dtype=torch.uint8)
+        at = space.data_ptr()
+        draw = _NO_DRAW if rng is None else Draw.of(rng, 0)
+        given = array((draw.seed, draw.sample, at, at + self._frame, *addresses(outside)))
+        plan, bases, count = ctypes.addressof(self._plan), ctypes.addressof(given), len(self.launches)
+        self._straight(0, count, plan, bases, at)
+        if not self._may_fail:
+            return
+        status = ctypes.c_int64.from_address(at)
+        while done := status.value:
+            self._again(done - 1, at)
+            self._straight(done, count, plan, bases, at)
+
+    def _again(self, number: int, at: int) -> None:
+        """Do a contraction again whose quick results do not count."""
+        launch = self.launches[number]
+        assert launch.work is not None
+        words = (ctypes.c_int64 * len(launch.arguments)).from_address(at + 8 * self._firsts[number])
+        *pointers, _space, key, _flag = words[1:]
+        launch.work.run(tuple(pointers), (ctypes.c_uint32 * 4).from_address(key) if key else None)
+
+    def _kernel(self, launch: Launch, first: int) -> tuple[int, ...]:
+        """A launch as the plan has it: ``llvm.straight.KERNEL``."""
+        flag = -1
+        if launch.work is not None:
+            place = next(i for i, arg in enumerate(launch.arguments) if isinstance(arg, Flag))
+            index = first + place
+            flag = next(offset // 8 for at, base, offset in self._places if at == index and base == _FRAME)
+        return address_of(launch.function), len(launch.arguments), 0, launch.items, first, flag
+
+    def _arguments(self, launch: Launch) -> int:
+        """Put what a launch needs into the frame; returns the index of its first argument."""
+        found = [self._argument(argument) for argument in launch.arguments]
+        first = len(self._words)
+        for argument in found:
+            self._put(argument)
+        return first
+
+    def _argument(self, argument: Any) -> int | tuple[int, int]:
+        """An argument: a number, or a base and what is added to it. Its arrays are put into the frame."""
+        if isinstance(argument, int):
+            return argument
+        if isinstance(argument, Value):
+            base, start = self._bases[argument.home]
+            return base, start + argument.shift
+        if isinstance(argument, Space):
+            return _MEMORY, self._space
+        if isinstance(argument, Key) and not argument.draws:
+            return ctypes.addressof(argument.words)
+        index = len(self._words)
+        if isinstance(argument, tuple):
+            for value in [self._argument(value) for value in argument]:
+                self._put(value)
+        elif isinstance(argument, Key):
+            # Seed, 64 bits; sample, 32 bits, and the number of a node; the numbers of further nodes.
+            nodes = bytes(argument.words)[_STATE:] + bytes(8)
+            self._put((_SEED, 0))
+            self._put((_SAMPLE, int.from_bytes(nodes[:4], "little") << 32))
+            for i in range(4, len(nodes) - 7, 8):
+                self._put(int.from_bytes(nodes[i : i + 8], "little"))
+        else:
+            assert isinstance(argument, Flag)
+            self._put(0)
+        return _FRAME, 8 * index
+
+    def _put(self, number: int | tuple[int, int]) -> None:
+        """Append a number to the frame."""
+        if isinstance(number, int):
+            self._words.append(_signed(number))
+        else:
+            base, offset = number
+            self._places.append((len(self._words), base, _signed(offset)))
+            self._words.append(0)
+
+
+def _signed(number: int) -> int:
+    """64 bits as a signed number."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _aligned(size: int) -> int:
+    """A size rounded up to whole cache lines."""
+    return -(-size // _LINE) * _LINE

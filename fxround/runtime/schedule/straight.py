@@ -1,0 +1,326 @@
+"""Straight runs: a graph of small operations with all consecutive kernels in one call of machine code.
+
+A call of a compiled model that is small costs what Python needs for each kernel: layouts, results, arguments. A graph
+is therefore planned for inputs of given layouts when they come for the second time: every run of kernels that nothing
+interrupts becomes a ``Segment``, which a call passes the addresses of its inputs and of new results. Values inside of a
+segment are in its own memory. Other operations are called by Python between the segments; if one gives a result of
+another layout than it did while planning, the call starts again without the plan. The kernels, the numbers of elements
+and the random bits are those of the graph, so the bits are the same. A graph with large values is not planned, because
+it gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fxround.graph.values import outputs_of
+from fxround.runtime.cpu.code import current_set
+from fxround.runtime.cpu.contraction import Code, Work
+from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.draw import Draw
+from fxround.runtime.schedule.launches import Key, Launch, NoPlan, Planner, Value
+from fxround.runtime.schedule.segments import Program, Run, Segment, Slot, Step, assumed
+from fxround.runtime.torch_ops import KERNELS
+
+# The key of a scheduled graph's ``meta`` for the graph that it was made of, with loops as modules.
+SOURCE: Final = "fxround_source"
+# The most elements of an input or of a result of Python, and the most bytes that the kernels of a graph write.
+_ELEMENTS: Final = 1 << 18
+_BYTES: Final = 1 << 19
+_MANY: Final = 32
+# The functions that return a part of a tensor's layout.
+_SIZES: Final = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
+
+
+class Straight:
+    """A scheduled graph, called by way of a plan for small inputs of layouts that were seen before."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        self._source: fx.GraphModule | None = graph.meta.get(SOURCE)
+        # None: the layout was seen, and is planned when it comes again; False: there is no plan.
+        self._plans: dict[Any, Program | bool | None] = {}
+        self._latest: tuple[Any, Program | bool | None] = (None, None)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return what the graph returns."""
+        plan = self._plan(inputs)
+        found = plan.run(inputs) if isinstance(plan, Program) else None
+        return self.graph(*inputs) if found is None else found
+
+    def _plan(self, inputs: Sequence[Any]) -> Program | bool | None:
+        if self._source is None or runs_texts(()):
+            return None
+        try:
+            # Everything that the plan depends on; addresses and numbers of Python are given with each call.
+            layouts = [(x.shape, x.stride(), x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in inputs]
+            key = (current_set(), torch.get_num_threads(), *layouts)
+            latest, plan = self._latest
+            # To compare with the latest key takes less than to look one up.
+            if key != latest:
+                plan = self._plans.get(key)
+        except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
+            return None
+        if plan is None:
+            plan = self._planned(key, inputs)
+        self._latest = key, plan
+        return plan
+
+    def _planned(self, key: Any, inputs: Sequence[Any]) -> Program | bool | None:
+        """Note a layout that is new, and plan one that was seen before."""
+        assert self._source is not None
+        if key in self._plans:
+            with torch.no_grad():
+                self._plans[key] = plan_of(self._source, inputs) or False
+        else:
+            if len(self._plans) > _MANY:
+                self._plans.clear()
+            self._plans[key] = None if all(map(_is_small, inputs)) else False
+        return self._plans.get(key)
+
+
+def _is_small(x: Any) -> bool:
+    return not isinstance(x, Tensor) or (x.is_cpu and x.numel() <= _ELEMENTS)
+
+
+class _TooLarge(Exception):
+    """A graph has values that are too large to gain anything."""
+
+
+def plan_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Program | None:
+    """Run a graph one operation at a time, and return its program; None if no kernel is in it, or large values are."""
+    try:
+        return _StraightPlanner(graph, inputs).program()
+    except _TooLarge:
+        return None
+
+
+class _StraightPlanner(Planner):
+    """Plans a graph while it computes each node, since some results decide what comes after them.
+
+    homes     the tensor of each home: inputs, what the graph holds, results of kernels and of Python
+    events    launches, and nodes that Python calls, in order
+    """
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.homes: list[Tensor] = []
+        self.slots: dict[int, int] = {}
+        self.events: list[Launch | fx.Node] = []
+        self.bytes = 0
+        self.rng: Any = None
+        self.places: dict[fx.Node, int] = {}
+        self.held: list[Any] = []
+        self.makers: dict[int, Launch] = {}
+        entries = graph.graph.find_nodes(op="placeholder")
+        for i, (node, x) in enumerate(zip(entries, inputs, strict=True)):
+            self._given(node, x, i)
+        self.inputs = len(entries)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                self._given(node, fx.graph_module._get_attr(graph, str(node.target)), self.inputs + len(self.held))
+                self.held.append(self.env[node].tensor if isinstance(self.env[node], Value) else self.env[node])
+            elif node.op in ("call_function", "call_module"):
+                self._next(node)
+
+    def _given(self, node: fx.Node, x: Any, slot: int) -> None:
+        self.env[node] = self._at_home(x) if isinstance(x, Tensor) else x
+        self.places[node] = slot
+        if isinstance(x, Tensor):
+            self.slots[len(self.homes) - 1] = slot
+
+    def _at_home(self, x: Tensor) -> Value:
+        self.homes.append(x)
+        return Value(x, len(self.homes) - 1)
+
+    def _next(self, node: fx.Node) -> None:
+        try:
+            self.add(node)
+        except NoPlan:
+            self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        """Call a node by Python."""
+        function = self._function(node)
+        found = function(*self._argument(node.args), **self._argument(node.kwargs))
+        if isinstance(found, int) and (node.target in _SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
+            # A size, or what is computed from sizes and numbers, is the same in every call of the plan.
+            self.env[node] = found
+            return
+        self.events.append(node)
+        parts = [self._at_home(x) if isinstance(x, Tensor) else x for x in _parts(found)]
+        if any(isinstance(x, Value) and x.tensor.numel() > _ELEMENTS for x in parts):
+            raise _TooLarge
+        self.env[node] = parts if isinstance(found, list | tuple) else parts[0]
+
+    def _is_tensor(self, node: fx.Node) -> bool:
+        return node in self.places or not isinstance(self.env[node], int)
+
+    def _function(self, node: fx.Node) -> Any:
+        if node.op == "call_module":
+            return self.graph.get_submodule(str(node.target))
+        return KERNELS.get(node.target, node.target)
+
+    def launch(self, launch: Launch) -> None:
+        """Run a launch, and note it."""
+        homes = _homes([launch])
+        rng = None if self.rng is None or not _draws(launch) else self.env[self.rng].tensor
+        Segment([launch], homes, ()).run([self.homes[home] for home in homes], rng)
+        self.events.append(launch)
+
+    def made(self, shape: Sequence[int], dtype: torch.dtype) -> Value:
+        """Return a result of a kernel."""
+        made = torch.empty(tuple(shape), dtype=dtype)
+        if not made.numel():
+            raise NoPlan  # no kernel writes it
+        self.bytes += made.nbytes
+        if self.bytes > _BYTES:
+            raise _TooLarge
+        return self._at_home(made)
+
+    def state(self, rng: Any) -> tuple[int, int]:
+        """Return seed and sample; all kernels that are planned draw from one input."""
+        if rng.op != "placeholder" or self.rng not in (None, rng):
+            raise NoPlan
+        self.rng = rng
+        draw = Draw.of(self.env[rng].tensor, 0)
+        return draw.seed, draw.sample
+
+    def code(self, work: Work) -> Code:
+        """Return quick code where there is some: its results are seldom refused."""
+        return work.quick or work.general()
+
+    def program(self) -> Program | None:
+        """Return the program; None if there is no launch."""
+        if not any(isinstance(event, Launch) for event in self.events):
+            return None
+        self.steps: list[Run | Step] = []
+        self.next = self.inputs + len(self.held)
+        runs = self._runs()
+        outside = self._outside(runs)
+        for run in runs:
+            if isinstance(run, fx.Node):
+                self._step(run)
+            else:
+                self._segment(run, outside)
+        found = self.graph.graph.output_node().args[0]
+        returned = fx.map_arg(found, self._emitted)
+        return Program(tuple(self.steps), tuple(self.held), self.next - self.inputs - len(self.held), _plain(returned))
+
+    def _runs(self) -> list[fx.Node | list[Launch]]:
+        """The events, with consecutive launches together."""
+        runs: list[fx.Node | list[Launch]] = []
+        for event in self.events:
+            if isinstance(event, fx.Node):
+                runs.append(event)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(event)
+            else:
+                runs.append([event])
+        return runs
+
+    def _outside(self, runs: Sequence[fx.Node | list[Launch]]) -> set[int]:
+        """The homes of kernels' results that another run, Python or the caller reads."""
+        found, made = set[int](), dict[int, int]()
+        for number, run in enumerate(runs):
+            if isinstance(run, fx.Node):
+                for node in run.all_input_nodes:
+                    found |= self._needed(node)
+                continue
+            for home in _homes(run):
+                if made.setdefault(home, number) != number:
+                    found.add(home)
+        for node in outputs_of(self.graph):
+            if isinstance(node, fx.Node):
+                found |= self._needed(node)
+        return found
+
+    def _needed(self, node: fx.Node) -> set[int]:
+        """The homes that have to be tensors for Python to read a node."""
+        if self._is_view(node):
+            return {home for source in node.all_input_nodes for home in self._needed(source)}
+        return {x.home for x in _parts(self.env[node]) if isinstance(x, Value)}
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a node is a view of another one, or several, that no event has made."""
+        return any(isinstance(x, Value) and x.tensor is not self.homes[x.home] for x in _parts(self.env[node]))
+
+    def _segment(self, launches: Sequence[Launch], outside: set[int]) -> None:
+        homes = _homes(launches)
+        reads = [home for home in homes if home in self.slots]
+        makes = [home for home in homes if home not in self.slots and home in outside]
+        inside = [Value(self.homes[home], home) for home in homes if home not in self.slots and home not in outside]
+        before = tuple(self.slots[home] for home in reads)
+        for home in makes:
+            self.slots[home] = self._room()
+        described = tuple((self.slots[h], tuple(self.homes[h].shape), self.homes[h].dtype) for h in makes)
+        rng = None if self.rng is None or not any(map(_draws, launches)) else self.places[self.rng]
+        self.steps.append(Run(Segment(launches, (*reads, *makes), inside), before, described, rng))
+
+    def _step(self, node: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
+        value = self.env[node]
+        parts = _parts(value)
+        results = tuple(self._room() for _ in parts)
+        for slot, part in zip(results, parts, strict=True):
+            if isinstance(part, Value):
+                self.slots[part.home] = slot
+        expected = assumed(_tensors(value))
+        self.steps.append(Step(self._function(node), _plain(args), dict(kwargs), results, expected))
+        if not isinstance(value, list):
+            self.places[node] = results[0]
+
+    def _emitted(self, node: fx.Node) -> Any:
+        """The slot that has a node's value; a view of a kernel's result is computed when Python first needs it."""
+        if node not in self.places and self._is_view(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
+            expected = assumed(_tensors(self.env[node]))
+            self.places[node] = slot = self._room()
+            self.steps.append(Step(_whole(node.target), _plain(args), dict(kwargs), (slot,), (expected,)))
+        if node in self.places:
+            return Slot(self.places[node])
+        found = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in _parts(self.env[node])]
+        return found if isinstance(self.env[node], list) else found[0]
+
+    def _room(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+def _homes(launches: Sequence[Launch]) -> tuple[int, ...]:
+    """The homes that launches read and write."""
+    values = [arg for launch in launches for arg in launch.arguments]
+    flat = [x for arg in values for x in (arg if isinstance(arg, tuple) else (arg,))]
+    return tuple(dict.fromkeys(x.home for x in flat if isinstance(x, Value)))
+
+
+def _draws(launch: Launch) -> bool:
+    return any(isinstance(arg, Key) and arg.draws for arg in launch.arguments)
+
+
+def _parts(found: Any) -> list[Any]:
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _tensors(value: Any) -> Any:
+    """Return tensors in place of values."""
+    if isinstance(value, list):
+        return [_tensors(part) for part in value]
+    return value.tensor if isinstance(value, Value) else value
+
+
+def _whole(function: Any) -> Any:
+    """Return the function that gives its result, or its list of results, as the only one."""
+    return lambda *args, **kwargs: [function(*args, **kwargs)]
+
+
+def _plain(arg: Any) -> Any:
+    """Return an argument with plain lists and tuples in place of those of fx, which cannot be changed."""
+    if isinstance(arg, list | tuple):
+        return (list if isinstance(arg, list) else tuple)(_plain(part) for part in arg)
+    return arg

@@ -1,0 +1,280 @@
+"""Kernels that run in one call of machine code have the bits of the same operations, called one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+import fxround
+from fxround.policy import Policy, Rule
+from fxround.runtime import buffers
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.schedule.segments import Program, Run, Segment
+from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
+
+
+class Views(nn.Module):
+    """Results that are views of inputs and of results of kernels, and one that is returned twice."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = x * 3
+        first, second = (y + 1).split(2)
+        return y.t(), first[:, ::2], second.reshape(-1), y, torch.cat([y, x], 1), x.t()
+
+
+class Attention(nn.Module):
+    """A layer with a softmax, norms and products of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.reshape(2, 5, 3, 4).transpose(1, 2) for part in self.heads(self.norm(x)).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 2, -1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(2, 5, 12))
+
+
+def _layers(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers).eval()
+
+
+def _reductions(x: Tensor) -> Any:
+    return x.sum(), x.sum(0), (x - x.amax(1, keepdim=True)).exp().sum(1), x.mean((0, 1), keepdim=True), x.prod(1)
+
+
+_MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "linear": (lambda: _layers(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 33), nn.GELU(), nn.Linear(33, 1)), (3, 6)),
+    "convolution": (
+        lambda: _layers(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 7, 1)),
+        (2, 3, 8, 8),
+    ),
+    "padded": (lambda: _layers(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()), (2, 3, 8, 8)),
+    "planes": (lambda: _layers(nn.Conv2d(4, 4, 3, groups=4, padding=1), nn.Sigmoid()), (2, 4, 7, 9)),
+    "transposed": (lambda: _layers(nn.ConvTranspose2d(3, 5, 3, stride=2), nn.ReLU()), (2, 3, 4, 4)),
+    "attention": (Attention, (2, 5, 12)),
+    "views": (Views, (4, 6)),
+    "reductions": (lambda: _reductions, (5, 40)),
+    "empty": (lambda: lambda x: (x[:0] * 2, x[:0].sum(0) + x[0]), (4, 6)),
+}
+_POLICIES = {
+    "reproducible": "reproducible",
+    "stochastic": "stochastic",
+    "up_down": "up_down",
+    "bfloat16": "bfloat16",
+    "toward_zero": Policy("toward_zero", (Rule(rounding="binary32/toward_zero/inf"),)),
+}
+
+
+def _made(name: str) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    build, shape = _MODELS[name]
+    return build(), torch.randn(shape)
+
+
+def _straight(compiled: Any) -> Straight:
+    found: Straight = compiled._latest._straight
+    return found
+
+
+def _programs(straight: Straight) -> list[Program]:
+    return [plan for plan in straight._plans.values() if isinstance(plan, Program)]
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    """Whether all tensors have the same bits and strides."""
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return all(
+        a.stride() == b.stride() and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+        for a, b in pairs
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        *((name, "stochastic") for name in _MODELS),
+        *(("linear", policy) for policy in _POLICIES if policy != "stochastic"),
+        *(("attention", policy) for policy in ("reproducible", "bfloat16")),
+        *(("convolution", policy) for policy in ("up_down", "toward_zero")),
+    ],
+)
+def test_a_planned_call_has_the_bits_of_the_operations(name: str, policy: str) -> None:
+    model, x = _made(name)
+    compiled = fxround.compile(model, _POLICIES[policy], seed=7)
+    first = compiled(x)
+    compiled(x)
+    assert len(_programs(_straight(compiled))) == 1
+    with buffers.guarded():
+        assert _equal(compiled(x), first)
+    # A plan holds neither the numbers of its inputs nor the seed.
+    compiled.reseed(8, 3)
+    other = torch.randn_like(x)
+    with buffers.guarded():
+        found = compiled(other)
+    (shown,) = [value for name, value in compiled.observe(other) if name == "output"]
+    assert _equal(found, compiled._latest._result(compiled._latest.running(*_inputs(compiled, other))))
+    assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(shown), strict=True))
+
+
+def _inputs(compiled: Any, x: Tensor) -> list[Any]:
+    return [*compiled._latest._inputs([x]), compiled.rng]
+
+
+@torch.no_grad()
+def test_consecutive_kernels_are_one_call() -> None:
+    for name, steps in (("linear", 1), ("convolution", 1), ("attention", 1)):
+        model, x = _made(name)
+        compiled = fxround.compile(model, "stochastic")
+        for _ in range(2):
+            compiled(x)
+        (program,) = _programs(_straight(compiled))
+        assert [type(step) for step in program.steps] == [Run] * steps, name
+
+
+@torch.no_grad()
+def test_results_stay_when_the_model_is_called_again() -> None:
+    model, x = _made("views")
+    compiled = fxround.compile(model, "reproducible")
+    for _ in range(2):
+        compiled(x)
+    before = compiled(x)
+    kept = [t.clone() for t in before]
+    compiled(x + 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("accumulate", ["binary32/toward_zero/inf", "bfloat16"])
+def test_products_whose_quick_results_do_not_count_are_done_again(accumulate: str) -> None:
+    policy = Policy("mine", (Rule(rounding="binary32", accumulate=accumulate),))
+    model, x = _made("linear")
+    compiled = fxround.compile(model, policy)
+    for _ in range(2):
+        compiled(x)
+    with mock.patch.object(Segment, "_again", autospec=True, side_effect=Segment._again) as again:
+        for scale in (1e-38, 1e38, float("inf"), float("nan"), 1e-45, 1.0):
+            # Subnormal numbers and infinities, first in one row, then in all.
+            for other in (torch.cat([x[:1] * scale, x[1:]]), x * scale):
+                assert _equal(compiled(other), compiled._latest.running(*_inputs(compiled, other))[0]), scale
+    assert again.call_count > 5
+
+
+@torch.no_grad()
+def test_a_plan_is_for_one_layout_one_instruction_set_and_one_number_of_threads() -> None:
+    model, x = _made("attention")
+    compiled = fxround.compile(model, "stochastic", seed=2)
+    expected = compiled(x)
+    strided = torch.empty(2, 12, 5).transpose(1, 2).copy_(x)
+    for given in (x, strided, x):
+        for _ in range(3):
+            assert torch.equal(compiled(given), expected)
+    assert len(_programs(_straight(compiled))) == 2
+    for isa in instruction_sets():
+        with fxround.instruction_set(isa):
+            for _ in range(3):
+                assert torch.equal(compiled(x), expected)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for _ in range(3):
+                assert torch.equal(compiled(x), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def test_parameters_may_be_replaced() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.rand(2, 4)
+    compiled = fxround.compile(model, "reproducible")
+    for _ in range(2):
+        compiled(x)
+    model[0].weight.data = torch.rand(8, 4)[::2]
+    model[0].bias = nn.Parameter(torch.rand(4))
+    for _ in range(3):
+        assert torch.equal(compiled(x), compiled._latest.running(*_inputs(compiled, x))[0])
+    model[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="its storage was freed"):
+        compiled(x)
+
+
+def test_threads_share_a_plan() -> None:
+    model, x = _made("attention")
+    compiled = fxround.compile(model, "stochastic")
+    given = [torch.randn_like(x) for _ in range(4)]
+    with torch.no_grad():
+        expected = [compiled(x) for x in given]
+    wrong: list[int] = []
+
+    def calls(number: int) -> None:
+        with torch.no_grad():
+            wrong.extend(number for _ in range(50) if not torch.equal(compiled(given[number]), expected[number]))
+
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["padded", "attention"])
+def test_training_steps_are_planned(name: str) -> None:
+    def steps(planned: bool) -> list[Tensor]:
+        model, x = _made(name)
+        compiled = fxround.compile(model.train(), "stochastic", seed=1)
+        found: list[Tensor] = []
+        with mock.patch.object(Straight, "_plan", Straight._plan if planned else lambda self, inputs: None):
+            for _ in range(4):
+                result = compiled(x)
+                result.square().sum().backward()
+                found += [result.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.01 * p.grad
+        step = compiled._latest.step
+        assert planned == bool(_programs(step.forwards) and _programs(step.backwards))
+        return found
+
+    assert _equal(steps(planned=True), steps(planned=False))
+
+
+def _numbered(x: Tensor) -> int:
+    return int(x.sum())
+
+
+def test_a_call_without_its_assumptions_starts_again() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    number = graph.call_function(_numbered, (x,))
+    filled = graph.call_function(torch.full, ((2,), number))
+    y = graph.call_function(torch.ops.fxround.pointwise.default, ([x], "t0 = add(x0, x0) @ binary32/nearest_even/inf"))
+    y.args = (*y.args, torch.float32, graph.placeholder("rng"), 0)
+    graph.output((y, filled))
+    whole = fx.GraphModule({}, graph)
+    program, rng = plan_of(whole, (torch.ones(2), torch.zeros(2, dtype=torch.int64))), torch.zeros(2, dtype=torch.int64)
+    assert program is not None and program.run((torch.ones(2), rng)) is not None
+    assert program.run((torch.full((2,), 4.0), rng)) is None
+    whole.meta[SOURCE] = whole
+    straight = Straight(whole)
+    for value in (1.0, 1.0, 4.0):
+        doubled, filled_with = straight(torch.full((2,), value), rng)
+        assert torch.equal(doubled, torch.full((2,), 2 * value)) and filled_with.tolist() == [2 * value] * 2
+
+
+def test_large_values_are_not_planned() -> None:
+    compiled = fxround.compile(lambda x: (F.relu(x * 2) + 1).sum(), "reproducible")
+    for size in (1 << 19, 1 << 18):
+        x = torch.rand(size)
+        assert len({float(compiled(x)) for _ in range(3)}) == 1
+    assert not _programs(_straight(compiled))
