@@ -27,6 +27,7 @@ from torch._guards import tracing
 
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
+from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops
 from fxround.capture.refusals import (
     EXPECTED,
@@ -128,7 +129,7 @@ def capture(
     and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
     refuse_unsupported_tensors(model, args, kwargs)
-    with alone(type(model).__name__), uncollected():
+    with alone(type(model).__name__), uncollected(), logging_while_traced():
         return _captured(model, args, kwargs, decompositions, marked, varying)
 
 

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.refusals import LeftToPython, explained
 from fxround.capture.torch_private import find_builtins, separate_sizes
 from fxround.errors import CaptureError
@@ -150,7 +151,7 @@ def replaying(model: nn.Module, symbolic: bool) -> Iterator[None]:
         accumulated_recompile_limit=8 * _GRAPHS,
         suppress_errors=False,
     )
-    with settings, separate_sizes():
+    with settings, separate_sizes(), logging_while_traced():
         try:
             yield
         except exc.TorchDynamoException as error:

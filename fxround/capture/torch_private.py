@@ -68,6 +68,14 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         yield
 
 
+def traced_logger() -> tuple[Any, Any]:
+    """Return Dynamo's class for a logger in a trace, and its function that makes a constant of the trace."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+    return LoggingLoggerVariable, ConstantVariable.create
+
+
 def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
     """Replace functions and methods in Dynamo's graph by their definitions, which apply before differentiation."""
     functions = {key: f for key, f in definitions.items() if not isinstance(key, torch._ops.OperatorBase)}

@@ -66,7 +66,17 @@ class Reaching(Sharing):
             delattr(self.source, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.source)})  # type: ignore[no-untyped-call]
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self.source)})
+
+    def _class(self) -> Any:
+        """Return the model's class, so that ``isinstance`` finds it as that of the compiled module, beside its own.
+
+        Libraries choose by it how to save a model, for example.
+        """
+        source = self.__dict__.get("source")
+        return type(self) if source is None or isinstance(source, Function) else type(source)
+
+    __class__ = property(_class)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag by the model's own ``train``, which may leave some modules out; returns the module."""

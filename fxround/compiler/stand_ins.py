@@ -35,7 +35,9 @@ def stand_in(compiled: Any, module: nn.Module) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _call(self, cls.forward, args, kwargs)
 
-    members = {"forward": forward, "_fxround_compiled": compiled, "_fxround_model": module}
+    members: dict[str, Any] = {"forward": forward, "_fxround_compiled": compiled, "_fxround_model": module}
+    if module is compiled.source:
+        members["state_dict"] = _state_dict
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     try:
         made = object.__new__(type(cls)(cls.__name__, (_StandIn, cls), members | names))
@@ -124,6 +126,12 @@ def _call(caller: Any, own: Any, args: Any, kwargs: Any) -> Any:
         return own(caller, *args, **kwargs)
     compiled, module = caller._fxround_compiled, caller._fxround_model
     return compiled(*args, **kwargs) if module is compiled.source else compiled.call_submodule(module, args, kwargs)
+
+
+def _state_dict(caller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the state with the (seed, sample) of the compiled module, so that a method that saves it saves all."""
+    held: Any = caller._fxround_compiled if _is_original(caller) else super(_StandIn, caller)
+    return held.state_dict(*args, **kwargs)
 
 
 def _is_original(value: _StandIn) -> bool:

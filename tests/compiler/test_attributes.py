@@ -86,6 +86,9 @@ class Plain(nn.Module):
         yield self(x)
         yield x.exp()
 
+    def saved(self) -> dict[str, Any]:
+        return self.state_dict()
+
     def set_up(self, width: int) -> Plain:
         self.config = {"width": width}
         return self
@@ -287,6 +290,15 @@ def test_submodules_that_a_method_calls_are_compiled_by_themselves(policy: str) 
     part = compiled.called_submodules["layers.1"]
     assert part.coverage().unrounded == ()
     assert {"layers.1.0", "layers.1.1"} <= {row["module"] for row in part.summary()}
+
+
+def test_a_compiled_module_is_of_the_models_class_too_and_methods_save_its_seed(model: Plain) -> None:
+    compiled = fxround.compile(model, "bfloat16", seed=4)
+    assert isinstance(compiled, Plain) and isinstance(compiled, fxround.RoundedModule)
+    assert not isinstance(compiled, Child) and not isinstance(fxround.compile(model.encode, "bfloat16"), Plain)
+    assert compiled.saved()["fxround_rng"].tolist() == [4, 0] and "fxround_rng" not in model.saved()
+    again = pickle.loads(pickle.dumps(compiled))
+    assert type(again).__mro__[1:] == type(compiled).__mro__[1:] and isinstance(again, Plain)
 
 
 def test_rules_name_a_submodule_that_a_method_calls_by_its_path() -> None:

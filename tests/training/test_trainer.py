@@ -1,0 +1,117 @@
+"""transformers' Trainer and Accelerate train a compiled model with the bits of a plain loop, and resume with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import hugging_face
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import fxround
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+STEPS, SEED, POLICY = 4, 3, "stochastic"
+ROW = torch.arange(1, 7)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Equal rows, so that their order does not matter."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": ROW, "labels": ROW}
+
+
+def build() -> tuple[Any, Any]:
+    """A model whose first and last weights are one tensor, compiled, and its optimizer."""
+    transformers = hugging_face()
+    special = {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "resid_pdrop": 0,
+    }
+    config = transformers.GPT2Config(
+        vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8, use_cache=False, **special
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        compiled = fxround.compile(transformers.GPT2LMHeadModel(config), POLICY, seed=SEED)
+    return compiled, fxround.compile_optimizer(torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9), POLICY)
+
+
+def trained_plainly(**more: Any) -> list[Tensor]:
+    compiled, optimizer = build()
+    ids, labels = ROW.repeat(4, 1), ROW.repeat(4, 1)
+    compiled.train()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        compiled(input_ids=ids, labels=labels, **more).loss.backward()
+        optimizer.step()
+    return [p.detach() for p in compiled.parameters()]
+
+
+def equal(compiled: Any, parameters: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(compiled.parameters(), parameters, strict=True))
+
+
+def test_a_trainer_has_the_bits_of_a_plain_loop_and_resumes_with_them(tmp_path: Path) -> None:
+    transformers = hugging_face()
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        save_steps=2,
+        seed=0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    # The Trainer passes the number of labels, by which the sum of losses is divided.
+    wanted = trained_plainly(num_items_in_batch=torch.tensor(4.0 * len(ROW)))
+    for start in (None, str(tmp_path / "checkpoint-2")):
+        compiled, optimizer = build()
+        if start:
+            compiled.reseed(9)
+        trainer = transformers.Trainer(
+            model=compiled, args=settings, train_dataset=Rows(), optimizers=(optimizer, None)
+        )
+        trainer.train(resume_from_checkpoint=start)
+        assert equal(compiled, wanted) and compiled.rng.tolist() == [SEED, STEPS]
+        assert len(compiled.captures()) == 1
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    assert equal(saved, wanted)
+
+
+def test_accelerate_has_the_bits_of_a_plain_loop_and_resumes_with_them(tmp_path: Path) -> None:
+    wanted = trained_plainly()
+    accelerator = accelerate.Accelerator(cpu=True)
+    for begin in (0, 2):
+        compiled, optimizer = build()
+        model, optimizer, rows = accelerator.prepare(compiled, optimizer, DataLoader(Rows(), batch_size=4))
+        assert model is compiled and accelerator.unwrap_model(model) is compiled
+        if begin:
+            accelerator.load_state(str(tmp_path))
+        model.train()
+        for i, batch in enumerate(rows):
+            if i < begin:
+                continue
+            if i == 2 and not begin:
+                accelerator.save_state(str(tmp_path))
+            optimizer.zero_grad()
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+        assert equal(compiled, wanted)
+        accelerator.free_memory()
