@@ -57,6 +57,9 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         if not by_dynamo:
             stack.enter_context(asked_sizes())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
+        decompositions = "torch._decomp.decompositions"
+        stack.enter_context(mock.patch(f"{decompositions}._upsample_get_cubic_coefficients", _cubic_coefficients))
+        stack.enter_context(_shapes_of_cells())
         # A module with two names is swapped twice. Undo the swaps in reverse order, else it keeps the trace's tensors.
         swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
         stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))
@@ -191,6 +194,32 @@ def find_builtins(codegen: Any) -> None:
     if not hasattr(importlib.import_module("torch._dynamo.convert_frame"), "_safe_builtins_dict"):
         for part in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
             part.f_globals = ChainMap(part.f_globals, vars(builtins))
+
+
+@contextlib.contextmanager
+def _shapes_of_cells() -> Iterator[None]:
+    """Let Dynamo trace the kernels that recurrent cells have on CUDA devices; formulas replace them in its graph."""
+
+    def lstm_cell(gates: Any, _: Any, cx: Any, *biases: Any) -> tuple[Any, ...]:
+        return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
+
+    def gru_cell(gates: Any, _: Any, hx: Any, *biases: Any) -> tuple[Any, ...]:
+        return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, shapes in (("_thnn_fused_lstm_cell", lstm_cell), ("_thnn_fused_gru_cell", gru_cell)):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+                library.impl(name, shapes, "Meta")
+        yield
+
+
+def _cubic_coefficients(t: Any) -> tuple[Any, ...]:
+    """Return the weights of the four neighbours, by PyTorch's decomposition for the CPU, on every device."""
+    decompositions: Any = importlib.import_module("torch._decomp.decompositions")
+    near, far = torch.stack([t, 1.0 - t]), torch.stack([t + 1.0, 2.0 - t])
+    first, last = decompositions._upsample_cubic_convolution2(far, -0.75).unbind()
+    second, third = decompositions._upsample_cubic_convolution1(near, -0.75).unbind()
+    return first, second, third, last
 
 
 def _declared_causality(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

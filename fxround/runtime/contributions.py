@@ -115,7 +115,8 @@ def put_rows(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Con
         if place is None:
             own = _along(x.shape[d], before.index(d), len(before), x.device)
         else:
-            own = _in_range(place, x.shape[d], d, "index_put").expand(shape).reshape([*shape, *[1] * len(before)])
+            own = _in_range(place.to(x.device), x.shape[d], d, "index_put")
+            own = own.expand(shape).reshape([*shape, *[1] * len(before)])
         rows = rows * x.shape[d] + own
     rows = rows.expand([*shape, *(x.shape[d] for d in before)])
     inner = x.shape[depth:].numel()

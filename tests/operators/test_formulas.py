@@ -139,6 +139,11 @@ def samples() -> dict[Any, list[Call]]:
             for p in (-1, 1)
         ],
         aten.index_add.default: [call(x, 1, torch.tensor([0, 4, 4]), y[:, :3], alpha=0.5)],
+        torch.gru_cell: [call(x, t(3, 2), t(6, 6), t(6, 2), t(6), t(6)), call(x, t(3, 2), t(6, 6), t(6, 2))],
+        torch.lstm_cell: [
+            call(x, (t(3, 2), t(3, 2)), t(8, 6), t(8, 2), t(8), t(8)),
+            call(x, (t(3, 2), t(3, 2)), t(8, 6), t(8, 2)),
+        ],
     }
 
 
@@ -255,17 +260,22 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
 SAMPLES = samples()
 
 
+def name_of(op: Any) -> str:
+    """The name of an operator or a function; the text of a function would have its address."""
+    return str(op) if isinstance(op, torch._ops.OpOverload) else op.__name__
+
+
 def test_every_formula_has_samples() -> None:
     assert set(SAMPLES) == set(FORMULAS)
 
 
-@pytest.mark.parametrize("op", FORMULAS, ids=str)
+@pytest.mark.parametrize("op", FORMULAS, ids=name_of)
 def test_a_formula_states_itself_in_one_line(op: Any) -> None:
     doc = FORMULAS[op].__doc__ or ""
     assert doc and "\n" not in doc and ("=" in doc or "as without" in doc)
 
 
-@pytest.mark.parametrize("op", FORMULAS, ids=str)
+@pytest.mark.parametrize("op", FORMULAS, ids=name_of)
 def test_a_formula_computes_its_operator(op: Any) -> None:
     """In binary64, where the two may differ by a few roundings in another order: hence the tolerance."""
     for args, kwargs in SAMPLES[op]:

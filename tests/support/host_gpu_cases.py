@@ -1,87 +1,45 @@
-"""A second device without a GPU: ``python second_device.py FOLDER CASE...`` runs cases on it.
-
-The device, "second", is made by ``second_device.cpp``: PyTorch keeps its tensors apart from the CPU's. fxround runs
-them as it runs CUDA tensors, with the texts of the GPU compiled for the host (``cuda_host``). What is registered in
-PyTorch stays for the life of a process, so that the cases have one of their own. It prints a line of JSON for each
-case, ``[case, ""]`` or ``[case, traceback]``.
-"""
+"""Cases for a device that is not the CPU: models in training and in studies, and every layer of ``layers.LAYERS``."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import shutil
-import subprocess
 import sys
 import traceback
-import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from cuda_host import HostLauncher
+from host_gpu import COMPILER
+from layers import LAYERS
 from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule
-from fxround.runtime import torch_ops
+from fxround.compiler import module as compiled_module
 from fxround.runtime.cuda import launcher
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-DEVICE = "second"
+DEVICE = "cuda"
 
 
-def install(folder: Path) -> None:
-    """Register the device in PyTorch and in fxround."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    assert compiler
-    home = Path(torch.__file__).parent
-    include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    made = folder / "second_device.so"
-    flags = [
-        "-std=c++20",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    ]
-    subprocess.run([compiler, *flags, *include, str(SOURCE), "-o", str(made), *libraries], check=True)
-    torch.ops.load_library(str(made))
-    torch.utils.rename_privateuse1_backend(DEVICE)
-    module: Any = types.ModuleType(f"torch.{DEVICE}")
-    module.is_available = lambda: True
-    module.device_count = lambda: 2
-    module.current_device = lambda: 0
-    module.set_device = module.manual_seed_all = lambda _: None
-    module._is_in_bad_fork = lambda: False
-    module.get_rng_state = lambda device=None: torch.get_rng_state()
-    module.set_rng_state = lambda state, device=None: None
-    torch._register_device_module(DEVICE, module)
-    torch.utils.generate_methods_for_privateuse1_backend()
-    _run_texts_on_it(HostLauncher(folder, compiler))
-
-
-def _run_texts_on_it(host: HostLauncher) -> None:
-    """Let fxround take the device's tensors for CUDA tensors."""
-
-    def runs_texts(tensors: Any) -> bool:
-        return any(isinstance(x, Tensor) and x.device.type == DEVICE for x in tensors)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fxround"):
-            if hasattr(module, "runs_texts"):
-                module.runs_texts = runs_texts  # type: ignore[attr-defined]
-            if hasattr(module, "DEVICES"):
-                module.DEVICES = ("cpu", DEVICE)  # type: ignore[attr-defined]
-    launcher._DEVICE = host  # type: ignore[assignment]
-    for overload, kernel in torch_ops.KERNELS.items():
-        torch_ops.LIBRARY.impl(torch_ops.CALLS[overload].name, kernel, "PrivateUse1")
+def enable(folder: Path) -> None:
+    """Let PyTorch's Python part and fxround use the device."""
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 2
+    cuda._exchange_device = lambda device: 0
+    cuda._maybe_exchange_device = lambda device: 0
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: None
+    launcher._DEVICE = HostLauncher(folder, COMPILER)  # type: ignore[assignment]
 
 
 # ---- cases: a function of a model and its input, or of nothing ----
@@ -153,9 +111,11 @@ def lorenz(_: nn.Module, x: Tensor) -> Any:
 
 
 def exported(layers: nn.Module, x: Tensor) -> Any:
-    file = Path(sys.argv[1]) / "model.pt2"
-    fxround.compile(copy.deepcopy(layers).cpu().eval(), "stochastic", seed=1).export(file, x.cpu())
-    return fxround.load(file).to(x.device)(x)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "model.pt2"
+        # A build without CUDA cannot load a tensor that was saved on the device.
+        fxround.compile(copy.deepcopy(layers).cpu().eval(), "stochastic", seed=1).export(file, x.cpu())
+        return fxround.load(file).to(x.device)(x)
 
 
 def moved() -> None:
@@ -191,15 +151,12 @@ def mixed() -> None:
     """Operands on two devices are an error."""
     layers, x = model()
     compiled = fxround.compile(layers.eval().to(DEVICE), "stochastic")
-    with pytest.raises((RuntimeError, ValueError), match="device"):
+    with pytest.raises((RuntimeError, ValueError, fxround.CaptureError), match="device"):
         compiled(x)
 
 
 def invariance() -> None:
     """The axis of devices, and the others on the device."""
-    from fxround.invariance import cases
-
-    cases.devices = lambda: ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"]  # type: ignore[assignment]
     layers, x = model()
     axes = ("batch", "slice", "stride", "threads", "device")
     report = fxround.check_invariance(layers.eval().to(DEVICE), x.to(DEVICE), axes, gradients=True).check()
@@ -230,6 +187,26 @@ CASES: dict[str, Callable[..., Any]] = {
 ALONE: dict[str, Callable[[], None]] = {f.__name__: f for f in (moved, two_devices, mixed, invariance)}
 
 
+def layer(name: str) -> None:
+    """Results and gradients of a layer."""
+    module, arguments = LAYERS[name]
+    results = []
+    for device in ("cpu", DEVICE):
+        placed = copy.deepcopy(module).to(device)
+        given = pytree.tree_map_only(Tensor, lambda x: _leaf(x, device), arguments)  # noqa: B023
+        found = fxround.compile(placed, "stochastic", strict=False)(*given)
+        leading = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor) and t.requires_grad]
+        leaves = [*placed.parameters(), *(t for t in pytree.tree_leaves(given) if isinstance(t, Tensor))]
+        wanted = [t for t in leaves if t.requires_grad]
+        sums = [t.float().sum() for t in leading]
+        results.append((found, torch.autograd.grad(sums, wanted, allow_unused=True) if leading and wanted else ()))
+    equal(*results)
+
+
+def _leaf(x: Tensor, device: str) -> Tensor:
+    return x.detach().to(device, copy=True).requires_grad_(x.is_floating_point())
+
+
 def equal(here: Any, there: Any) -> None:
     """Raise AssertionError unless results are on the device, with the bits of the CPU's; texts must be equal."""
     expected, found = pytree.tree_leaves(here), pytree.tree_leaves(there)
@@ -246,6 +223,8 @@ def run(name: str) -> None:
     """Run a case; on both devices unless it is one of its own."""
     if name in ALONE:
         return ALONE[name]()
+    if name in LAYERS:
+        return layer(name)
     results = []
     for device in ("cpu", DEVICE):
         layers, x = model()
@@ -253,11 +232,13 @@ def run(name: str) -> None:
     return equal(*results)
 
 
-def main() -> None:
-    """Run the cases of the command line."""
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Run cases, "layers" for all layers, and print the result of each."""
     warnings.simplefilter("ignore")
-    install(Path(sys.argv[1]))
-    for name in sys.argv[2:]:
+    enable(folder)
+    # The device lacks the cells' own kernels, which a GPU has.
+    compiled_module.asked = lambda *_: True  # type: ignore[attr-defined]
+    for name in LAYERS if names == ["layers"] else names:
         try:
             run(name)
             problem = ""
@@ -267,7 +248,3 @@ def main() -> None:
     sys.stdout.flush()
     # Autograd's threads of the device cannot be joined.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,38 @@
+"""Models on PyTorch's device "cuda" without a GPU: the CPU's bits, on the device, in training, studies and checks.
+
+``host_gpu`` makes the device. It runs in a process of its own, since PyTorch keeps a device that was registered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import host_gpu
+import pytest
+from host_gpu_cases import ALONE, CASES
+
+# Layers for which PyTorch has other kernels or formulas on a GPU.
+LAYERS = ["Upsample2d_bicubic", "GRUCell", "index_put"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The traceback of each case, "" for none."""
+    if not host_gpu.COMPILER:
+        pytest.skip("no C++ compiler: install g++ to run models on a GPU of the host")
+    folder = str(tmp_path_factory.mktemp("gpu"))
+    command = [sys.executable, host_gpu.__file__, folder, *CASES, *ALONE, *LAYERS]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("case", [*CASES, *ALONE, *LAYERS])
+def test_a_model_runs_on_a_host_gpu_with_the_cpus_bits(problems: dict[str, str], case: str) -> None:
+    assert problems[case] == ""
