@@ -18,7 +18,7 @@ from fxround.numerics.exact import round_float
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import apply
+from fxround.numerics.operators import HARDWARE, apply
 from fxround.numerics.randomness import width_of
 from fxround.numerics.scalar import Expr, Function, Type, const, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
@@ -91,15 +91,29 @@ def _map_kernel(
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
     randoms: list[Expr] = []
     drawn: list[Word] = []
+    plain = {carrier, *(CARRIER_OF[s] for s in loads)} == {"f32"}
     for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
         random = param(f"r{number}", "u32") if draws(s) else None
         if random is not None:
             randoms.append(random)
             drawn.append(replace(word, width=_width(s)))
         operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
-        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random)
+        any_nan = plain and s.operator in _NATIVE and str(s.rounding) == HARDWARE and _only_computed(s.target, program)
+        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
     return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn))
+
+
+# Operators that are one instruction of the processor in binary32 to nearest.
+_NATIVE: Final = frozenset(("add", "sub", "mul", "div", "fma", "reciprocal", "sqrt"))
+# Operators whose rounded result is the one NaN for a NaN of any sign and payload.
+_COMPUTING: Final = _NATIVE | {"rsqrt", "exp", "log", "tanh", "sigmoid", "erf"}
+
+
+def _only_computed(name: str, program: Program) -> bool:
+    """Whether nothing shows the sign or the payload of a NaN that is the value: rounded arithmetic alone reads it."""
+    readers = [s for s in program.statements if name in s.operands]
+    return name not in program.results and all(s.rounding is not None and s.operator in _COMPUTING for s in readers)
 
 
 def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[str, Format]:

@@ -63,7 +63,7 @@ from fxround.numerics.scalar import (
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]
-_HARDWARE: Final = "binary32/nearest_even/inf"
+HARDWARE: Final = "binary32/nearest_even/inf"
 """The rounding of the conversion from binary64 to binary32."""
 
 
@@ -228,7 +228,7 @@ def apply(
     if _is_native(operator, carriers, rounding) and operator.native is not None:
         result = operator.native(*(args if rounding.format == _BINARY32 else map(widen_exactly, args)))
         return _convert(result if any_nan else one_nan(result), out)
-    if name == "identity" and str(rounding) == _HARDWARE and carriers == ("f64",) and out == "f32":
+    if name == "identity" and str(rounding) == HARDWARE and carriers == ("f64",) and out == "f32":
         # The hardware's conversion is this rounding.
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
     if operator.selects:
@@ -241,7 +241,7 @@ def apply(
         nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
         return _convert(round_expr(_finite(operator, nearest, operands, rounding), rounding, random), out)
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
-    if str(rounding) == _HARDWARE and {*carriers, out} == {"f32"}:
+    if str(rounding) == HARDWARE and {*carriers, out} == {"f32"}:
         return _short(operator, args, value)
     return value
 

@@ -30,6 +30,7 @@ from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
+from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map, run_product
 
 
@@ -275,3 +276,64 @@ def test_what_binary64_cannot_decide_of_float32_operands_is_refused(program: str
 
 def test_scatter_kernels_are_made_once() -> None:
     assert scatter_kernel(Rounding.parse("binary32"), "f32") is scatter_kernel(Rounding.parse("binary32"), "f32")
+
+
+_R = "binary32/nearest_even/inf"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"t0 = sub(x0, x1) @ {_R}; t1 = exp(t0) @ {_R}; return t1",
+        f"t0 = sub(x0, x1) @ {_R}; t1 = mul(t0, t0) @ {_R}; t2 = add(t1, x1) @ {_R}; return t0, t2",
+        f"t0 = div(x0, x1) @ {_R}; t1 = tanh(t0) @ {_R}; t2 = sqrt(t1) @ {_R}; t3 = log(t2) @ {_R}; return t3",
+        f"t0 = mul(x0, x1) @ {_R}; t1 = neg(t0) @ exact; return t1",
+        f"t0 = mul(x0, x1) @ {_R}; t1 = where_lt(x0, x1, t0, x1) @ exact; return t1",
+        f"t0 = add(x0, x1) @ {_R}; t1 = mul(t0, x1) @ bfloat16/nearest_even/inf; return t1",
+        f"t0 = fma(x0, x1, x0) @ {_R}; t1 = add(t0, x1) @ binary32/stochastic/inf; return t1",
+    ],
+)
+def test_a_chain_has_the_nans_of_its_operations(program: str) -> None:
+    # NaNs of both signs and many payloads, quiet and signalling, infinities and numbers, in all pairs.
+    codes = [0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7FA00000, 0x7FD55555, 0, 0x3F800000, 0x00000001]
+    values = torch.tensor([c - (s << 31) for c in codes for s in (0, 1)], dtype=torch.int32).view(torch.float32)
+    x0, x1 = (t.reshape(-1).contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
+    rng = torch.tensor([1, 2])
+    *statements, returned = program.split("; ")
+    names = returned.removeprefix("return ").split(", ")
+    found = torch.ops.fxround.fused([x0, x1], program, " ".join(["f32"] * len(names)), rng, [5, 6])
+    env = {"x0": x0, "x1": x1}
+    for statement in statements:
+        target, rest = statement.split(" = ")
+        used = rest[rest.index("(") + 1 : rest.index(")")].split(", ")
+        alone = rest.replace(", ".join(used), ", ".join(f"x{i}" for i in range(len(used))), 1)
+        operands = [env[name] for name in used]
+        env[target] = torch.ops.fxround.pointwise(operands, f"t0 = {alone}", torch.float32, rng, 5)
+    for name, result in zip(names, found, strict=True):
+        assert torch.equal(result.view(torch.int32), env[name].view(torch.int32)), name
+
+
+def test_maps_over_rows_begin_and_end_at_any_block() -> None:
+    shape = (2, 3, 192)
+    operands = [torch.rand(shape), torch.rand(2, 3, 1), torch.rand(192), torch.rand(3, 192), torch.rand(())]
+    program = "t0 = fma(x0, x1, x2) @ R; t1 = add(t0, x3) @ R; t2 = mul(t1, x4) @ binary32/stochastic/inf"
+    kernel = map_kernel(Program.parse(program.replace("@ R", f"@ {_R}")), ("f32",) * 5, "f32")
+    call, key = pointwise.call_for(kernel, operands), Draw(3, 4, 5).key()
+    assert call is not None and call.blocks == 18
+    whole = torch.empty(shape)
+    call.over(
+        range(18), pointwise.array(pointwise.addresses(operands)), pointwise.array(pointwise.addresses([whole])), key
+    )
+    (expected,) = pointwise.run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key)
+    assert torch.equal(whole, expected)
+    for begin in range(18):
+        for end in range(begin, 19):
+            part = torch.full((18, 64), -1.0)
+            call.over(
+                range(begin, end),
+                pointwise.array(pointwise.addresses(operands)),
+                pointwise.array(pointwise.addresses([part])),
+                key,
+            )
+            assert torch.equal(part[begin:end], expected.reshape(18, 64)[begin:end])
+            assert bool((part[:begin] == -1).all() and (part[end:] == -1).all())

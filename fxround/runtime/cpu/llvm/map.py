@@ -9,7 +9,8 @@ the same bits. Only elements below ``total`` are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal
@@ -102,22 +103,10 @@ def build_map(variant: MapVariant) -> str:
     seeds = _seeds(b, a["key"], variant)
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
-    with count(b, a["begin"], a["end"]) as block:
-        base = b.mul(block, I64(BLOCK))
-        left = b.sub(a["total"], base)
-        short = b.icmp_signed("<", left, I64(BLOCK))
-        number = b.select(short, left, I64(BLOCK))
-        sources = [
-            _neighbours(b, a, i, kernel.loads[i], pointers[i], place)
-            if access in ("inner", "row")
-            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
-            for i, access in enumerate(variant.access)
-        ]
+
+    def compute(block: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Emit the body for all elements of a block."""
         _draw(b, random, block, seeds, [w.width for w in kernel.draws])
-        heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
-        # The body always computes 64 elements. In a short block those beyond ``total`` are stale, and stay on the
-        # stack: the results go to ``ends``, from which only ``number`` are copied.
-        targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
         with count(b, I64(0), I64(BLOCK), lanes) as i:
             values = [
                 splat(b, load_vector(b, source, s, 1), lanes)
@@ -135,11 +124,43 @@ def build_map(variant: MapVariant) -> str:
                 # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
                 # loaded before the same elements are stored.
                 store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
+
+    if walks and "strided" not in variant.access:
+        # Rows are whole blocks, so that no block is short.
+        with _runs(b, a, place) as (first, stop):
+            starts = [
+                _neighbours(b, a, i, kernel.loads[i], pointer, place) if access in ("inner", "row") else pointer
+                for i, (access, pointer) in enumerate(zip(variant.access, pointers, strict=True))
+            ]
+            with count(b, first, stop) as block:
+                base, run = b.mul(block, I64(BLOCK)), b.mul(b.sub(block, first), I64(BLOCK))
+                steps = {"contiguous": base, "inner": run, "scalar": I64(0), "row": I64(0)}
+                walked = zip(starts, variant.access, kernel.loads, strict=True)
+                sources = [at(b, start, steps[access], MEMORY[s]) for start, access, s in walked]
+                heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
+                compute(block, sources, heads)
+        b.ret_void()
+        return str(module)
+    with count(b, a["begin"], a["end"]) as block:
+        base = b.mul(block, I64(BLOCK))
+        left = b.sub(a["total"], base)
+        short = b.icmp_signed("<", left, I64(BLOCK))
+        number = b.select(short, left, I64(BLOCK))
+        sources = [
+            _neighbours(b, a, i, kernel.loads[i], pointers[i], place)
+            if access in ("inner", "row")
+            else _fetch(b, module, a, access, i, kernel.loads[i], pointers[i], buffers[i], base, number, place)
+            for i, access in enumerate(variant.access)
+        ]
+        heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
+        # The body always computes 64 elements. In a short block those beyond ``total`` are stale, and stay on the
+        # stack: the results go to ``ends``, from which only ``number`` are copied.
+        compute(block, sources, [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)])
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
                 copy_elements(b, head, end, number, MEMORY[s])
         if walks:
-            _advance(b, a, place)
+            _advance(b, a, place, I64(BLOCK))
     b.ret_void()
     return str(module)
 
@@ -253,11 +274,11 @@ def _place(b: ir.IRBuilder, a: dict[str, Any], base: Any) -> Any:
     return place
 
 
-def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> None:
-    """Move the coordinates on by one block, with carries outwards; only a carry costs a division."""
+def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any, by: Any) -> None:
+    """Move the coordinates on by elements, with carries outwards; only a carry costs a division."""
     last = b.sub(a["ndim"], I64(1))
     # The outermost coordinate has no carry: after the last block it is beyond its size, and is not used.
-    dimension, moved = Carried(b, [last]), Carried(b, [b.add(b.load(at(b, place, last, I64), typ=I64), I64(BLOCK))])
+    dimension, moved = Carried(b, [last]), Carried(b, [b.add(b.load(at(b, place, last, I64), typ=I64), by)])
     loop, carry, done = (b.append_basic_block(n) for n in ("advance", "carry", "settled"))
     b.branch(loop)
     b.position_at_end(loop)
@@ -270,6 +291,26 @@ def _advance(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> None:
     b.store(b.sub(reached, b.mul(over, size)), at(b, place, d, I64))
     moved.store([b.add(b.load(at(b, place, outer, I64), typ=I64), over)])
     dimension.store([outer])
+    b.branch(loop)
+    b.position_at_end(done)
+
+
+@contextmanager
+def _runs(b: ir.IRBuilder, a: dict[str, Any], place: Any) -> Iterator[tuple[Any, Any]]:
+    """Loop over runs of blocks in one row, from the block at ``place`` on: the first block and the end of each."""
+    block, last = Carried(b, [a["begin"]]), b.sub(a["ndim"], I64(1))
+    loop, body, done = (b.append_basic_block(n) for n in ("runs", "run", "walked"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    (first,) = block.load()
+    b.cbranch(b.icmp_signed("<", first, a["end"]), body, done)
+    b.position_at_end(body)
+    size, reached = (b.load(at(b, array, last, I64), typ=I64) for array in (a["sizes"], place))
+    end = b.add(first, b.udiv(b.sub(size, reached), I64(BLOCK)))
+    stop = b.select(b.icmp_signed("<", end, a["end"]), end, a["end"])
+    yield first, stop
+    _advance(b, a, place, b.mul(b.sub(stop, first), I64(BLOCK)))
+    block.store([stop])
     b.branch(loop)
     b.position_at_end(done)
 

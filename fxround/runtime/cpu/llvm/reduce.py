@@ -37,8 +37,9 @@ from fxround.runtime.cpu.llvm.streams import advance, apply, load_seed, start
 
 # Registers of adjacent lines to use where there are many lines.
 WIDE: Final = 8
-# Lines that are walked together where a step draws.
+# Lines that are walked together where a step draws, or has more than this number of operators.
 TOGETHER: Final = 4
+_SHORT: Final = 4
 # How many elements ahead of the present one are prefetched.
 AHEAD: Final = 8
 
@@ -71,7 +72,7 @@ def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
     module = ir.Module("along")
     b, a = define(module, "reduce", ARGS)
     walk = Along(b, a, kernel, machine)
-    together = TOGETHER if dense and kernel.draws else 1
+    together = TOGETHER if dense and (kernel.draws or len(kernel.step.schedule) > _SHORT) else 1
     with count(b, a["begin"], a["end"], together) as first:
         lines = _least(b, b.sub(a["end"], first), I64(together))
         with count(b, I64(0), lines) as slot:
