@@ -126,6 +126,10 @@ def test_loops_have_the_bits_of_their_unrolled_code(case: str, policy: str) -> N
     with torch.no_grad(), buffers.guarded():
         alone = pytree.tree_leaves(fxround.compile(loop, policy)(*given))
     assert _same(alone, found[: len(alone)])
+    if "cond" not in case:
+        loop.zero_grad()
+        one_by_one = fxround.compile(loop, policy, unroll_loops=True)
+        assert _same(_gradients(one_by_one, given), found) and not list(loops_of(one_by_one.lowered))
 
 
 def test_a_scan_is_numpys_arithmetic() -> None:

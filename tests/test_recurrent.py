@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -43,9 +42,8 @@ def test_layers_have_the_bits_of_the_unrolled_formulas(name: str) -> None:
     policy = "bfloat16" if "tanh" in name else "reproducible"
     layer, x = _LAYERS[name](), torch.rand(3, 2, 3)
     found = _step(fxround.compile(layer, policy), x)
-    with mock.patch("fxround.compiler.pipeline.recurrent_loops", contextlib.nullcontext):
-        unrolled = fxround.compile(layer, policy)
-        expected = _step(unrolled, x)
+    unrolled = fxround.compile(layer, policy, unroll_loops=True)
+    expected = _step(unrolled, x)
     assert not any("scan" in row.operator for row in unrolled.summary().operations)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -116,3 +114,32 @@ def test_a_training_step_needs_no_new_capture() -> None:
         compiled(torch.rand(4, 2, 3))[0].sum().backward()
         optimizer.step()
     assert len(compiled.captures()) == 1
+
+
+def test_gates_of_every_step_are_operations_of_an_unrolled_layer() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(3, 4).eval(), torch.rand(3, 2, 3)
+    compiled = fxround.compile(layer, "bfloat16", unroll_loops=True)
+    with torch.no_grad():
+        seen = dict(compiled.observe(x))
+        assert torch.equal(seen["output"][0], fxround.compile(layer, "bfloat16")(x)[0])
+    # Of each step: the gates of the input, of the state and of the result. The last result is sigmoid times tanh.
+    gates = [name for name in seen if name.startswith("sigmoid")]
+    assert gates == ["sigmoid", *(f"sigmoid_{i}" for i in range(1, 9))]
+    product = seen["sigmoid_8"].double() * seen["tanh_5"].double()
+    assert torch.equal(fxround.round(product, "bfloat16").float()[0], seen["output"][0][2])
+    assert pickle.loads(pickle.dumps(compiled)).unroll_loops and compiled.with_policy("reproducible").unroll_loops
+    report = fxround.variability(layer, x, samples=5, capture="nodes", unroll_loops=True, reference=None)
+    assert {place.place.name for place in report.places} >= {*gates}
+
+
+def test_localize_names_a_gate_of_a_step() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(3, 4).eval(), torch.rand(3, 2, 3)
+    narrow = fxround.Policy("gates", (fxround.Rule(operator="sigmoid", rounding="e4m3fn"),))
+    with torch.no_grad():
+        wanted = fxround.compile(layer, "reproducible")(x)[0]
+
+    # The first result depends on the first step alone, and its cell is zero, which the gate of the state multiplies.
+    report = fxround.localize(layer, x, lambda out: bool(torch.equal(out[0][0], wanted[0])), narrow)
+    assert [[site.node for site in culprits.sites] for culprits in report.sets] == [["sigmoid"], ["sigmoid_2"]]

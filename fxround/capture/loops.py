@@ -4,12 +4,15 @@ PyTorch computes parts of an iteration again in its backward pass. Stochastic ro
 here the forward loop returns every value that the backward loop reads, and each value is rounded once. A backward loop
 runs over the iterations in reverse, and adds the gradients of what all iterations read, the last iteration first. The
 body of a loop is traced without formulas; they are applied when the loop itself is traced, as to any other graph.
+Inside of ``unrolled_loops``, a scan or map of a known number of iterations is traced as its iterations, one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +23,17 @@ from fxround.errors import CaptureError
 from fxround.graph.dialect.loops import COND, MAP, SCAN, WHILE
 
 Step = Callable[..., Any]
+_UNROLLED: Final[ContextVar[bool]] = ContextVar("unrolled", default=False)
+
+
+@contextlib.contextmanager
+def unrolled_loops() -> Iterator[None]:
+    """Trace the iterations of scans and maps one by one, so that each operation of each iteration is a node."""
+    token = _UNROLLED.set(True)
+    try:
+        yield
+    finally:
+        _UNROLLED.reset(token)
 
 
 def own_loops(graph: fx.GraphModule) -> None:
@@ -39,6 +53,8 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     step: returns the next carries and its results as one flat list. Every tensor is an argument of ``step``. Raises
     CaptureError if a carry changes its shape or dtype.
     """
+    if _UNROLLED.get():
+        return _one_by_one(step, carries, xs, others)
     carries = [_row_major(x) for x in carries]
     operands = (*carries, *xs, *others)
     guarded = _separate(step, len(carries))
@@ -46,6 +62,17 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
         found: tuple[Any, ...] = _Scan.apply(guarded, len(carries), len(xs), *operands)  # type: ignore[no-untyped-call]
         return found
     return tuple(SCAN(guarded, list(carries), list(xs), tuple(others)))
+
+
+def _one_by_one(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+    run, state, rows = _interpreted(step), list(carries), []
+    for x in zip(*(torch.unbind(x) for x in xs), strict=True):
+        results = list(run(*state, *x, *others))
+        for i, before in enumerate(state):
+            _require_kept(i, before, results[i])
+        state = results[: len(state)]
+        rows.append(results[len(state) :])
+    return *state, *(torch.stack(column) for column in zip(*rows, strict=True))
 
 
 def mapped(step: Step, xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
@@ -328,6 +355,8 @@ class _Scan(torch.autograd.Function):
         reversed_ = [
             torch.flip(x, (0,)) for x in (*(tangents[i] for i in results), *(operands[i] for i in read_xs), *saved)
         ]
+        # A loop has a row for each iteration, if only for their number.
+        reversed_ = reversed_ or [torch.flip(operands[carries], (0,))]
         run = _interpreted(parts.backward)
 
         def step(*args: Any) -> list[Any]:
@@ -337,7 +366,7 @@ class _Scan(torch.autograd.Function):
             carried = dict(zip(of_carries, state, strict=False))
             stacked = dict(zip(results, own, strict=False))
             cotangents = [carried[i] if i < carries else stacked[i] for i in parts.given]
-            kept = own[len(results) + len(read_xs) :]
+            kept = own[len(results) + len(read_xs) :][: len(saved)]
             found = dict(zip(parts.wanted, run(*(rows[i] for i in parts.read), *kept, *cotangents), strict=True))
             sums = [total + found[i] for total, i in zip(state[len(of_carries) :], of_others, strict=True)]
             return [*(found[i] for i in of_carries), *sums, *(found[i] for i in parts.wanted if carries <= i < xs_end)]

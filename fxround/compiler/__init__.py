@@ -30,12 +30,19 @@ def compile(
     seed: int = 0,
     fuse: bool = True,
     advance: bool = False,
+    unroll_loops: bool = False,
 ) -> RoundedModule: ...
 
 
 @overload
 def compile(
-    *, policy: PolicyLike, strict: bool | None = None, seed: int = 0, fuse: bool = True, advance: bool = False
+    *,
+    policy: PolicyLike,
+    strict: bool | None = None,
+    seed: int = 0,
+    fuse: bool = True,
+    advance: bool = False,
+    unroll_loops: bool = False,
 ) -> Callable[[nn.Module | Callable[..., Any]], RoundedModule]: ...
 
 
@@ -48,6 +55,7 @@ def compile(
     seed: int = 0,
     fuse: bool = True,
     advance: bool = False,
+    unroll_loops: bool = False,
 ) -> Any:
     """Return a module that computes ``model`` with the roundings of ``policy``; without a model, return a decorator.
 
@@ -67,6 +75,9 @@ def compile(
         advance: whether every call advances the sample. By default only calls in training mode that record gradients
             do. Use it for a module that is iterated (a time step, a sampler), which otherwise draws the same random
             bits at every call.
+        unroll_loops: whether the steps of LSTM, GRU, RNN, ``scan`` and ``map`` are captured one by one, so that each
+            operation of each step is an operation of the graph, which ``observe`` sees. Each length is another graph.
+            The bits are those of the loop, unless the policy draws: then they are other draws of the same kind.
 
     Returns:
         A ``RoundedModule``, called like the model. It takes floating-point tensors of float32, float64, float16 or
@@ -88,7 +99,7 @@ def compile(
     if model is None:
         if example_inputs is not None:
             raise TypeError("example_inputs is for a model that is given: a decorated function is captured by its call")
-        settings = {"strict": strict, "seed": seed, "fuse": fuse, "advance": advance}
+        settings = {"strict": strict, "seed": seed, "fuse": fuse, "advance": advance, "unroll_loops": unroll_loops}
         return partial(compile, policy=Policy.parse(policy), **settings)
     if isinstance(model, type):
         raise TypeError(f"model is the class {model.__name__}: pass an instance, or decorate the class's forward")
@@ -103,7 +114,7 @@ def compile(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
-    compiled.advance = advance
+    compiled.__dict__.update(advance=advance, unroll_loops=unroll_loops)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
         compiled.prepare(*args, **kwargs)

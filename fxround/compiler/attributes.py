@@ -28,6 +28,7 @@ from fxround.compiler.state_key import StateKeys
 _FIXED: Final = {
     "policy": "with_policy(...) makes a module of another policy",
     "source": "fxround.compile(...) makes a module of another model",
+    "unroll_loops": "fxround.compile(..., unroll_loops=True) makes a module of it",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,6 +40,8 @@ class Iteration(nn.Module):
         def body(carried: Any, row: Any) -> Any:
             _, given = row
             following = self.step(carried) if inputs is None else self.step(carried, given)
+            kept = pytree.tree_leaves((carried, given))
+            following = pytree.tree_map(lambda x: x.clone() if any(x is old for old in kept) else x, following)
             return following, pytree.tree_map(torch.clone, following) if keeps else ()
 
         begun = pytree.tree_map(lambda x: x[0], state)
@@ -61,6 +63,7 @@ def iterate(
     seed: int = 0,
     sample: int = 0,
     strict: bool | None = None,
+    check_finite: bool = False,
 ) -> Any:
     """Apply a step function many times, each time rounded by the policy; return the last state.
 
@@ -83,11 +86,14 @@ def iterate(
         inputs: tensors of which step i reads ``[i]``; their first dimension is ``steps``.
         keep: k to return every k-th state too, stacked along a new first dimension; None for none.
         seed, sample, strict: as for ``compile`` and ``reseed``; not for a compiled step.
+        check_finite: whether an infinity or a NaN in the last state is an error that names the first step that makes
+            one. The search runs the iteration again, with fewer steps, and only if there is one.
 
     Returns:
         The last state; with ``keep``, a tuple of it and the kept states: those after k, 2 k, ... steps.
 
     Raises:
+        FloatingPointError: for a state that is not finite, with ``check_finite``.
         TypeError, ValueError: for arguments of another type or out of range, and a state that a step gives another
             structure, shape or dtype; the message names the part. Also what ``compile`` raises.
     """
@@ -106,11 +112,42 @@ def iterate(
         chosen = Policy.parse(policy)
     _require_inputs(inputs, steps)
     _require_state(step, state, inputs)
-    compiled = _compiled(step, chosen, strict, keep).reseed(seed, sample)
+    compiled = _compiled(step, chosen, strict, keep)
     wide = pytree.tree_map(lambda x: x.unsqueeze(0), state)
-    ticks = torch.empty(steps, 0)
-    last, rows = compiled(wide, ticks) if inputs is None else compiled(wide, ticks, inputs)
+
+    def run(count: int) -> Any:
+        given = () if inputs is None else (pytree.tree_map(lambda x: x[:count], inputs),)
+        return compiled.reseed(seed, sample)(wide, torch.empty(count, 0), *given)
+
+    last, rows = run(steps)
+    if check_finite and _broken(last):
+        with torch.no_grad():
+            _raise_first(lambda count: run(count)[0] if count else state, steps)
     return last if keep is None else (last, rows)
+
+
+def _broken(state: Any) -> bool:
+    return not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state))
+
+
+def _raise_first(after: Callable[[int], Any], steps: int) -> NoReturn:
+    """Raise FloatingPointError for the first step that makes an infinity or a NaN.
+
+    after: the state after a number of steps, which is not finite after ``steps``.
+    """
+    if _broken(after(0)):
+        raise FloatingPointError("the state has infinities or NaNs before the first step")
+    finite, broken = 0, steps
+    while broken - finite > 1:
+        middle = (finite + broken) // 2
+        finite, broken = (finite, middle) if _broken(after(middle)) else (middle, broken)
+    before, leaves = pytree.tree_leaves(after(finite)), pytree.tree_flatten_with_path(after(broken))[0]
+    path, leaf, old = next((p, x, y) for (p, x), y in zip(leaves, before, strict=True) if _broken(x))
+    where = tuple((~leaf.isfinite()).nonzero()[0].tolist())
+    raise FloatingPointError(
+        f"step {broken} of {steps} makes state{pytree.keystr(path)} {leaf[where].item()} at {list(where)}, which was "
+        f"{old[where].item()} before it: use a format with a wider range, a smaller step, or a saturating rounding."
+    )
 
 
 @functools.lru_cache(maxsize=16)

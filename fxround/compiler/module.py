@@ -67,8 +67,8 @@ class RoundedModule(Faulting):
     ``reseed`` chooses the random bits. ``summary``, ``coverage``, ``graph_text`` and ``draw`` show the roundings,
     ``leaks`` finds values that are not in their declared format, ``flips`` shows the bits that faults flip, ``observe``
     yields every value, and ``export`` writes a file for ``fxround.load``. The attributes ``policy``, ``source`` (the
-    model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse`` and ``advance`` are those of the
-    compiled module; attributes of any other name are the model's. Example::
+    model), ``rng`` (seed and sample, int64 of shape [2]), ``strict``, ``fuse``, ``advance`` and ``unroll_loops`` are
+    those of the compiled module; attributes of any other name are the model's. Example::
 
         compiled = fxround.compile(model, "bfloat16", example_inputs=x)
         print(compiled.summary(), compiled.coverage())
@@ -87,7 +87,7 @@ class RoundedModule(Faulting):
         super().__init__(model)
         if is_plain(model):
             self.__dict__.update(names_of(model.function))
-        self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False)
+        self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False, unroll_loops=False)
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
         self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="", _known=None)
@@ -95,6 +95,7 @@ class RoundedModule(Faulting):
     strict: bool | None
     fuse: bool
     advance: bool
+    unroll_loops: bool
     _repeats: Repeats
     _state_keys: StateKeys
     _delayed: DelayedState
@@ -117,7 +118,7 @@ class RoundedModule(Faulting):
     def _like(self, model: nn.Module) -> RoundedModule:
         """Compile another model with the same policy, settings and seed, from sample 0."""
         made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
-        made.advance = self.advance
+        made.__dict__.update(advance=self.advance, unroll_loops=self.unroll_loops)
         return made
 
     @functools.cached_property
@@ -137,7 +138,7 @@ class RoundedModule(Faulting):
             parts = [f"{path}." for path in self._apart]
             names = [name for name, _ in self.source.named_modules() if f"{name}.".startswith(tuple(parts))]
             policy = policy.with_optional_rules(names)
-        return Pipeline(policy, self._is_strict, self.fuse)
+        return Pipeline(policy, self._is_strict, self.fuse, self.unroll_loops)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
@@ -294,7 +295,7 @@ class RoundedModule(Faulting):
         """
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
-        other.advance = self.advance
+        other.__dict__.update(advance=self.advance, unroll_loops=self.unroll_loops)
         if [rule.operands for rule in other.policy.rules] == [rule.operands for rule in self.policy.rules]:
             other.__dict__["_delayed"] = self._delayed.copy()
         same = other.policy.definitions == self.policy.definitions
@@ -399,7 +400,7 @@ class RoundedModule(Faulting):
             return name
         seed, sample = self.rng.tolist()
         args = self.source, self.policy, self.strict, seed, sample, self.fuse
-        return RoundedModule, args, {"advance": self.advance, "_delayed": self._delayed}
+        return RoundedModule, args, {name: self.__dict__[name] for name in ("advance", "unroll_loops", "_delayed")}
 
     def _key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
         leaves, spec = flat or pytree.tree_flatten((args, kwargs))

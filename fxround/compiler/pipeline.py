@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
+from fxround.capture.loops import unrolled_loops
 from fxround.capture.recurrent import recurrent_loops
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
@@ -52,30 +53,34 @@ class Pipeline:
     """From a model to graphs that run, under one policy.
 
     strict: whether an operation that cannot be rounded is an error. fuse: whether operations share passes over memory.
+    unroll: whether the iterations of loops are captured one by one.
     """
 
     policy: Policy
     strict: bool
     fuse: bool = True
+    unroll: bool = False
 
     def capture(self, model: nn.Module, args: Any, kwargs: Any, varying: Collection[Dimension] = ()) -> Captured:
         """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises.
 
         varying: further dimensions of arguments that stay symbolic.
         """
-        with self._recurrent():
+        with self._loops():
             return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
 
     def receive(
         self, graph: fx.GraphModule, inputs: Sequence[Any], state: DelayedState | None = None
     ) -> tuple[Entry, nn.Module | None]:
         """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
-        with self._recurrent():
+        with self._loops():
             captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
         return self.program(captured, owners, state), model
 
-    def _recurrent(self) -> contextlib.AbstractContextManager[None]:
+    def _loops(self) -> contextlib.AbstractContextManager[None]:
         """Let recurrent layers run as loops, unless the policy has what loops cannot have; then they are unrolled."""
+        if self.unroll:
+            return unrolled_loops()
         unrolled = self.policy.treats_gradients or self.policy.delays_scales
         return contextlib.nullcontext() if unrolled else recurrent_loops()
 

@@ -47,7 +47,8 @@ def localize(
     """Find minimal sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
 
     A site is an operation that is rounded by ``policy`` (the site is on) or by ``quiet`` (off). The check fails if the
-    sites of a set are on and all others are off, and passes if any one site of the set is off too.
+    sites of a set are on and all others are off, and passes if any one site of the set is off too. Recurrent layers and
+    other loops are unrolled, as by ``fxround.compile(..., unroll_loops=True)``, so that a gate of a step is a site.
 
     Args:
         model: any ``torch.nn.Module`` that ``fxround.compile`` takes.

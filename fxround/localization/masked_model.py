@@ -1,10 +1,10 @@
 """Masks: one captured graph lowered twice, with a choice at run time of which version computes each site.
 
-A site is a captured node that the two policies lower differently. ``run(on)`` computes the sites of ``on`` as the loud
-policy says and every other node as the quiet policy says, without compiling anything. With all sites on, the result has
-the bits of ``fxround.compile(model, policy)``; with none, those of ``fxround.compile(model, quiet)``. This works
-because both lowerings keep the dtype and shape of every captured value, and because streams of random bits are numbered
-before a policy is applied, so that a site draws the same bits whatever else is on.
+A site is a captured node that the two policies lower differently; loops are unrolled. ``run(on)`` computes the sites of
+``on`` as the loud policy says and every other node as the quiet policy says, without compiling anything. With all sites
+on, the result has the bits of ``fxround.compile(model, policy, unroll_loops=True)``; with none, those under the quiet
+policy. This works because both lowerings keep the dtype and shape of every captured value, and because streams of
+random bits are numbered before a policy is applied, so that a site draws the same bits whatever else is on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured
 from fxround.compiler import compile
 from fxround.compiler.module import PolicyLike
+from fxround.errors import UnsupportedOperator
 from fxround.fingerprint import hash
-from fxround.graph.site import PORT, Port, Site, located, operator_name
+from fxround.graph.dialect import loops_of
+from fxround.graph.site import PORT, Port, Site, located, operator_name, placed
 from fxround.localization.bundles import Bundle, bundles
 from fxround.numerics.lazy import cached_property
 from fxround.operators.rules import rule_of
@@ -63,9 +65,10 @@ class Masked:
         args, kwargs = self.call.args, self.call.kwargs
         self.policy = Policy.parse(policy)
         self.quiet = replace(Policy.parse(quiet), definitions=self.policy.definitions)
-        self._compiled = compile(model, self.policy, fuse=False)
+        self._compiled = compile(model, self.policy, fuse=False, unroll_loops=True)
         with torch.no_grad():
             self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
+            _refuse_loops(self.captured.graph)
             self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)
         self._on = bundles(self._compiled.graph)
         entry = self._compiled._latest
@@ -205,6 +208,16 @@ class Masked:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield
+
+
+def _refuse_loops(graph: fx.GraphModule) -> None:
+    """Raise UnsupportedOperator for a loop that is not unrolled: its operations cannot be switched one by one."""
+    for loop, _ in loops_of(graph):
+        place = located(loop.node)
+        raise UnsupportedOperator(
+            f"{placed(place.operator, place.path, place.source, place.code)} chooses at run time what it computes, "
+            "so that its operations cannot be switched one by one: localize a function of one branch or one iteration."
+        )
 
 
 def _given(model: nn.Module, captured: Captured, leaves: list[Any]) -> Values:

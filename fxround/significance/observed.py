@@ -37,9 +37,9 @@ def sample_number(batch: int, sample: int) -> int:
     return (batch % BATCH) * BATCH + sample
 
 
-def compiled_for(model: nn.Module, policy: Policy, seed: int, fuse: bool) -> RoundedModule:
-    """Return the compiled model; ``fuse=False`` keeps every node visible."""
-    return compile(model, policy, seed=seed, fuse=fuse)
+def compiled_for(model: nn.Module, policy: Policy, seed: int, fuse: bool, unroll: bool) -> RoundedModule:
+    """Return the compiled model; ``fuse=False`` keeps every node visible, ``unroll`` those of loops."""
+    return compile(model, policy, seed=seed, fuse=fuse, unroll_loops=unroll)
 
 
 def sample_stream(compiled: RoundedModule, call: Call, number: int, watch: Watch) -> Iterator[tuple[Key, Any]]:
@@ -63,11 +63,13 @@ def _stream(compiled: RoundedModule, call: Call, watch: Watch) -> Iterator[tuple
 class Runs:
     """A model under a policy, and the two runs with which it is compared."""
 
-    def __init__(self, model: nn.Module, policy: Policy, seed: int, *, fuse: bool, binary64: bool) -> None:
-        self.perturbed = compiled_for(model, policy, seed, fuse)
+    def __init__(
+        self, model: nn.Module, policy: Policy, seed: int, *, fuse: bool, unroll: bool, binary64: bool
+    ) -> None:
+        self.perturbed = compiled_for(model, policy, seed, fuse, unroll)
         self._plain: RoundedModule | None = None
         self._double: RoundedModule | None = None
-        self._fuse, self._binary64 = fuse, binary64
+        self._fuse, self._unroll, self._binary64 = fuse, unroll, binary64
         self.notes: list[str] = []
 
     def unperturbed(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
@@ -95,7 +97,7 @@ class Runs:
     def _doubled(self) -> RoundedModule:
         if self._double is None:
             wide = copy.deepcopy(self.perturbed.source).double()
-            self._double = compiled_for(wide, Policy.parse(IDENTITY), 0, self._fuse)
+            self._double = compiled_for(wide, Policy.parse(IDENTITY), 0, self._fuse, self._unroll)
         return self._double
 
     def _say_what_is_narrow(self, double: RoundedModule) -> None:

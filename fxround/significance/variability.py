@@ -54,6 +54,7 @@ def variability(
     probability: float | None = None,
     confidence: float = CONFIDENCE,
     isolate: Isolate | None = None,
+    unroll_loops: bool = False,
     n_jobs: int = 1,
     keep_samples: bool = False,
     progress: bool | None = None,
@@ -86,6 +87,8 @@ def variability(
         confidence: of the bits (for ``"cnh"``) and of the interval for ``samples="auto"``, between 0 and 1.
         isolate: ``"layers"`` or ``"operators"`` also perturbs them one at a time, and reports the effect of each on the
             first result; None does not.
+        unroll_loops: as for ``fxround.compile``: with ``capture="nodes"``, each gate of a recurrent layer is measured
+            at each step.
         n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.
         keep_samples: whether to keep every sample of everything that is measured; memory grows with ``samples``.
         progress: whether to show progress; None shows it in a terminal.
@@ -115,13 +118,17 @@ def variability(
     _require_known(inputs, plan, seed, n_jobs)
     chosen = Policy.parse(policy)
     fuse = capture == "outputs"
-    runs = Runs(model, chosen, seed, fuse=fuse, binary64=isinstance(reference, str))
+    runs = Runs(model, chosen, seed, fuse=fuse, unroll=unroll_loops, binary64=isinstance(reference, str))
     started = time.perf_counter()
     batches = count(inputs, batch_size)
     total = None if batches is None or plan.samples is None or isolate else batches * plan.samples
     with ExitStack() as stack:
         tick = stack.enter_context(shown_progress(f"{chosen.name}", total, progress))
-        fan = stack.enter_context(Workers(n_jobs, model, chosen, seed, fuse)).samples if n_jobs != 1 else None
+        fan = (
+            stack.enter_context(Workers(n_jobs, model, chosen, seed, fuse, unroll_loops)).samples
+            if n_jobs != 1
+            else None
+        )
         study = Study(runs, plan, fan, tick)
         study.stopping = stack.enter_context(interruptible())
         for call in _until(study, calls(model, inputs, batch_size)):

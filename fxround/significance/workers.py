@@ -34,10 +34,10 @@ _PARENT: Final = os.getpid()
 class Workers:
     """A joblib pool that keeps one model under one policy; ``n_jobs`` as joblib's."""
 
-    def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, fuse: bool) -> None:
+    def __init__(self, n_jobs: int, model: Any, policy: Any, seed: int, fuse: bool, unroll: bool) -> None:
         joblib = require("joblib", "distributed")
         self._dumps = require("cloudpickle", "distributed").dumps
-        self._model = self._packed((model, policy, seed, fuse))
+        self._model = self._packed((model, policy, seed, fuse, unroll))
         self._pool = joblib.Parallel(n_jobs=n_jobs, return_as="list")
         self._delayed = joblib.delayed
         self._wave = 2 * max(1, joblib.effective_n_jobs(n_jobs))
@@ -64,7 +64,7 @@ class Workers:
 
 def _work(model: NDArray[np.uint8], key: str, batch: NDArray[np.uint8], at: str, number: int) -> list[tuple[Key, Any]]:
     _leave_interrupts_to_the_parent()
-    compiled = _kept("model", key, model, lambda parts: compiled_for(parts[0], parts[1], parts[2], parts[3]))
+    compiled = _kept("model", key, model, lambda parts: compiled_for(*parts))
     call, watch = _kept("batch", at, batch, lambda parts: parts)
     compiled.prepare(*call.args, **call.kwargs)
     return [(name, _owned(value)) for name, value in sample_stream(compiled, call, number, watch)]

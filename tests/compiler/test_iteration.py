@@ -108,3 +108,44 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
     given = {"step": lorenz, "state": torch.ones(3), "steps": 5, "policy": "bfloat16"} | change
     with pytest.raises(error, match=message):
         fxround.iterate(**given)
+
+
+@pytest.mark.parametrize("steps", [12, 13, 40])
+def test_the_first_step_that_overflows_is_named(steps: int) -> None:
+    def step(state: dict[str, Tensor], u: Tensor) -> dict[str, Tensor]:
+        return {"x": state["x"] * u, "y": state["y"]}
+
+    start, us = {"x": torch.tensor([1.0, -3.0]), "y": torch.zeros(2)}, torch.full((steps, 1), 256.0)
+    # 3 * 256^15 is less than 2^128, and 3 * 256^16 is more: the sixteenth step overflows, in binary32 and in bfloat16.
+    settings: dict[str, Any] = {"inputs": us, "check_finite": True}
+    if steps < 16:
+        assert fxround.iterate(step, start, steps, "bfloat16", **settings)["x"].tolist() == [
+            2.0 ** (8 * steps),
+            -3.0 * 2.0 ** (8 * steps),
+        ]
+        return
+    with pytest.raises(
+        FloatingPointError, match=r"step 16 of 40 makes state\['x'\] inf at \[0\], which was 1\.3.*e\+36"
+    ):
+        fxround.iterate(step, start, steps, "bfloat16", **settings)
+    assert fxround.iterate(step, start, steps, "bfloat16", inputs=us)["x"].isinf().all()
+    start["y"][1] = float("nan")
+    with pytest.raises(FloatingPointError, match="before the first step"):
+        fxround.iterate(step, start, steps, "bfloat16", **settings)
+
+
+def test_the_search_for_an_overflow_draws_the_same_random_bits() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * 1.7
+
+    start = torch.ones(8, requires_grad=True)
+    path = fxround.iterate(step, start, 200, "bfloat16/stochastic", keep=1, seed=5)[1]
+    first = int((~path.isfinite()).any(1).nonzero()[0]) + 1
+    with pytest.raises(FloatingPointError, match=rf"step {first} of 200"):  # the call records gradients, as training
+        fxround.iterate(step, start, 200, "bfloat16/stochastic", seed=5, check_finite=True)
+
+
+def test_a_step_whose_gradient_reads_no_value_has_one() -> None:
+    start = torch.tensor([1.0, 3.0], requires_grad=True)
+    fxround.iterate(lambda x: x * 2.0, start, 10, "reproducible").sum().backward()
+    assert start.grad is not None and start.grad.tolist() == [1024.0, 1024.0]

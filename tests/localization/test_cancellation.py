@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import cond, scan
 
+from fxround.errors import UnsupportedOperator
 from fxround.localization.cancellation import Cancellation, cancellations
 from fxround.localization.nonfinite import first_nonfinite
 
@@ -129,3 +131,32 @@ def test_a_policy_may_be_what_overflows() -> None:
     x = torch.tensor([3.0, 300.0])
     assert births(Square(), x) == [] and str(first_nonfinite(Square(), x)).endswith("The output is finite.")
     assert births(Square(), x, policy="binary16") == [("mul", "inf", (1,), True)]
+
+
+class Growing(nn.Module):
+    """A scan whose third step overflows, or a choice, whose operations are no sites."""
+
+    def __init__(self, chooses: bool = False) -> None:
+        super().__init__()
+        self.chooses = chooses
+
+    def forward(self, x: Tensor, us: Tensor) -> Any:
+        if self.chooses:
+            return cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
+
+        def step(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            return x.exp() * u, x * 2
+
+        return scan(step, x, us)
+
+
+def test_the_operation_of_the_first_step_that_overflows_is_named() -> None:
+    # exp: 1, 2.7, 15.2, 3.9e6, and then infinity.
+    report = first_nonfinite(Growing(), (torch.zeros(2), torch.ones(6, 1)))
+    assert (report.first.node, report.first.operator, report.first.value) == ("exp_4", "aten.exp.default", math.inf)
+    assert [round(x, -5) for x in report.first.operands] == [3_800_000.0]
+
+
+def test_a_choice_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"cond in the root module.* chooses at run time"):
+        first_nonfinite(Growing(chooses=True), (torch.zeros(2), torch.ones(6, 1)))
