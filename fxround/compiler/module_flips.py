@@ -19,7 +19,7 @@ from fxround.kernels.program import Program
 from fxround.numerics.faults import numbers_of
 from fxround.passes.inject_faults import FLIP
 from fxround.passes.leaks import operand_source, unrounded
-from fxround.policy import Policy
+from fxround.policy import Policy, Rule
 from fxround.views.flips import Flip, Flips, flips_of
 from fxround.views.leaks import value_name
 
@@ -62,8 +62,12 @@ class Faulting(Leaking):
 
 def _without_faults(policy: Policy) -> Policy:
     """Return the policy with faults of probability 0, which flip nothing; its rules still match what they matched."""
-    rules = (rule if rule.faults is None else replace(rule, faults="any:0") for rule in policy.rules)
-    return replace(policy, rules=tuple(rules))
+
+    def without(rule: Rule) -> Rule:
+        kept = " ".join(word for word in (rule.accumulate or "").split() if not word.startswith("faults="))
+        return replace(rule, faults=rule.faults and "any:0", accumulate=kept or None)
+
+    return replace(policy, rules=tuple(map(without, policy.rules)))
 
 
 def _flips(

@@ -7,6 +7,7 @@ the result cannot store raises ValueError here, before any code is compiled.
 from __future__ import annotations
 
 from fxround.numerics.carriers import one_nan
+from fxround.numerics.faults import Faults, hit
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.scalar import Function, Type, narrow, param
@@ -26,17 +27,20 @@ def _is_hardware(rounding: Rounding) -> bool:
     return str(rounding) == "binary32/nearest_even/inf"
 
 
-def chain_rounding(accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Rounding:
+def chain_rounding(
+    accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...], faults: Faults | None = None
+) -> Rounding:
     """Return the rounding of a step inside a chain.
 
     Over binary32 operands, a format with binary32's exponents gets binary64's inside a chain: no partial sum overflows
     or becomes subnormal there, and the store brings the result into range. binary32/nearest_even, the hardware's own,
-    keeps its range, whatever else the chain rounds, and so do formats with fewer exponents (binary16, e5m2, ...).
+    keeps its range, whatever else the chain rounds, and so do formats with fewer exponents (binary16, e5m2, ...). An
+    accumulator whose bits flip has the format's own bits.
     """
     fmt = accumulate.format
     binary32, binary64 = FORMAT_OF["f32"], FORMAT_OF["f64"]
     like_binary32 = (fmt.emin, fmt.emax, fmt.subnormals) == (binary32.emin, binary32.emax, True) and fmt.has_minus_zero
-    own = accumulator != "f64" or "f64" in carriers or _is_hardware(accumulate)
+    own = faults is not None or accumulator != "f64" or "f64" in carriers or _is_hardware(accumulate)
     if own or not like_binary32 or accumulate.overflow != "inf":
         return accumulate
     return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
@@ -48,8 +52,28 @@ def lift_function(stored: Storage, accumulator: Type) -> Function:
     return Function("lift", (element,), (apply("identity", (load(element, stored),), None, accumulator),))
 
 
-def add_function(name: str, accumulate: Rounding, accumulator: Type, loaded: Storage | None, inside: bool) -> Function:
-    """Return (acc, x, random) to R_acc(acc + x). x is a stored element, or another accumulator.
+def stays_inside(narrow: bool, accumulate: Rounding, faults: Faults | None) -> bool:
+    """Whether no sum overflows in binary64: of narrow elements, unless a fault makes a binary64 number of any size."""
+    return narrow and (faults is None or accumulate.format.within(FORMAT_OF["f32"]))
+
+
+def after_faults(accumulate: Rounding, faults: Faults | None) -> Rounding:
+    """Return a rounding to all values that an accumulator can have, with the infinities that faults make."""
+    fmt = accumulate.format
+    return accumulate if faults is None else Rounding(fmt, accumulate.mode, fmt.default_overflow)
+
+
+def add_function(
+    name: str,
+    accumulate: Rounding,
+    accumulator: Type,
+    loaded: Storage | None,
+    inside: bool,
+    faults: Faults | None = None,
+) -> Function:
+    """Return (acc, x, random) to R_acc(acc + x), whose bits flip afterwards.
+
+    x is a stored element, or another accumulator.
 
     inside: the operands of the chain have at most 32 bits, whose sums do not overflow in binary64.
     """
@@ -57,9 +81,9 @@ def add_function(name: str, accumulate: Rounding, accumulator: Type, loaded: Sto
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = load(x, loaded) if loaded else x
     # A NaN of a binary32 operand has zeros below binary32's bits; one of a binary64 operand may have any bits there.
-    operator = "add_inside" if inside else "add_step"
+    operator = "add_inside" if stays_inside(inside, accumulate, faults) else "add_step"
     total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
-    return Function(name, (acc, x, random), (total,))
+    return Function(name, (acc, x, random), (hit(total, accumulate.format, faults, random),))
 
 
 def finish_function(accumulate: Rounding, rounding: Rounding, accumulator: Type, result: Storage) -> Function:

@@ -11,13 +11,16 @@ from functools import lru_cache
 from fxround.kernels.accumulators import (
     accumulator_of,
     add_function,
+    after_faults,
     chain_rounding,
     finish_draws,
     finish_function,
     lift_function,
+    stays_inside,
 )
 from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.faults import hit
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.scalar import Function, Type, bits, fma, from_bits, param, select, substitute
@@ -35,15 +38,15 @@ def contract_kernel(
     native = all(accumulator_of(r, carriers) == "f32" for r in (how.step, how.combine) if r is not None)
     fits = how.product is None or how.product.format.within(FORMAT_OF["f32"])
     accumulator: Type = "f32" if native and fits else "f64"
-    step = chain_rounding(how.step, accumulator, carriers)
-    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers)
-    last = combine or step
+    step = chain_rounding(how.step, accumulator, carriers, how.flips)
+    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers, how.flips)
+    last, narrow = after_faults(combine or step, how.flips), "f64" not in carriers
     return Contract(
         lifts=(lift_function(loads[0], accumulator), lift_function(loads[1], accumulator)),
         step=_contract_step(how, step, accumulator, carriers),
         finish=finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
-        combine=None if combine is None else add_function("combine", combine, accumulator, None, "f64" not in carriers),
+        combine=None if combine is None else add_function("combine", combine, accumulator, None, narrow, how.flips),
         loads=loads,
         result=result,
         accumulator=accumulator,
@@ -57,7 +60,7 @@ def contract_kernel(
 def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
     a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
     random = param("random", "u32")
-    narrow_factors = "f64" not in carriers
+    narrow_factors = stays_inside("f64" not in carriers, step, how.flips)
     if how.product is not None:
         # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.
         operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
@@ -71,12 +74,13 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
             value = up_or_down(fma(a, b, acc), step.format.precision, random)
         else:
             value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
-    return Function("step", (a, b, acc, random), (value,))
+    return Function("step", (a, b, acc, random), (hit(value, step.format, how.flips, random),))
 
 
 def _tosses_coins(how: Accumulation) -> bool:
     """Whether a step has one rounding that needs one random bit, and nothing else draws between two steps."""
-    return how.product is None and how.chunk is None and how.step.mode.random_bits == 1
+    simple = how.product is None and how.chunk is None and how.flips is None
+    return simple and how.step.mode.random_bits == 1
 
 
 def _quick_contract(
@@ -86,7 +90,8 @@ def _quick_contract(
 
     Its store consists of operators that the rounding direction does not change.
     """
-    simple = how.product is None and how.chunk is None and {CARRIER_OF[s] for s in (*loads, result)} == {"f32"}
+    simple = how.product is None and how.chunk is None and how.flips is None
+    simple = simple and {CARRIER_OF[s] for s in (*loads, result)} == {"f32"}
     if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
         return None
     a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")

@@ -63,9 +63,9 @@ def contract(accumulate: str, round_by: str, loads: tuple[Storage, Storage], res
 @lru_cache(maxsize=1024)
 def total(order_of: str, accumulate: str, round_by: str, stored: Storage) -> Reduce | Exact:
     """The kernel of a sum in an order; operand and result are stored in the same way, as in all that follow."""
-    return sum_kernel(order(order_of), rounding(accumulate), rounding(round_by), stored, stored)
+    return sum_kernel(order(order_of), accumulation(accumulate), rounding(round_by), stored, stored)
 
 
 def scatter(accumulate: str, stored: Storage) -> Scatter:
     """The kernel that adds contributions to a destination."""
-    return scatter_kernel(rounding(accumulate), stored)
+    return scatter_kernel(accumulation(accumulate), stored)

@@ -11,13 +11,16 @@ from functools import lru_cache
 from fxround.kernels.accumulators import (
     accumulator_of,
     add_function,
+    after_faults,
     chain_rounding,
     finish_draws,
     finish_function,
     lift_function,
 )
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
+from fxround.numerics.faults import Faults, hit
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
@@ -27,15 +30,19 @@ from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage,
 
 
 def sum_kernel(
-    order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage
+    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage
 ) -> Reduce | Exact:
     """Return the sum of a length under an order, stored through ``rounding``.
 
-    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once.
+    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once. Raises ValueError for faults of
+    an exact sum.
     """
-    if order.kind == "exact":
-        return exact_kernel(accumulate, rounding, load_as, result)
-    return chain_kernel(order, accumulate, rounding, load_as, result)
+    if order.kind != "exact":
+        return chain_kernel(order, accumulate, rounding, load_as, result)
+    how = Accumulation.parse(accumulate)
+    if how.flips is not None:
+        raise ValueError(f"faults={how.flips}: an exact sum has no partial sums whose bits could flip; use lanes:16")
+    return exact_kernel(how.step, rounding, load_as, result)
 
 
 @lru_cache(maxsize=1024)
@@ -68,25 +75,29 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
 
 
 @lru_cache(maxsize=1024)
-def chain_kernel(order: Order, accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
-    """Return the sum of a length by the chains of an order, each addition rounded by ``accumulate``."""
-    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
-    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[load_as],))
+def chain_kernel(
+    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage
+) -> Reduce:
+    """Return the sum of a length by the chains of an order, each addition rounded by the step of ``accumulate``."""
+    how = Accumulation.parse(accumulate)
+    accumulator = accumulator_of(how.step, (CARRIER_OF[load_as],))
+    step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
+    last = after_faults(step, how.flips)
     return Reduce(
-        step=add_function("step", accumulate, accumulator, load_as, load_as != "f64"),
-        combine=add_function("combine", accumulate, accumulator, None, load_as != "f64"),
-        finish=finish_function(accumulate, rounding, accumulator, result),
+        step=add_function("step", step, accumulator, load_as, load_as != "f64", how.flips),
+        combine=add_function("combine", step, accumulator, None, load_as != "f64", how.flips),
+        finish=finish_function(last, rounding, accumulator, result),
         order=order,
         loads=(load_as,),
         result=result,
         accumulator=accumulator,
-        draws=accumulate.mode.random_bits > 0,
-        finish_draws=finish_draws(accumulate, rounding),
+        draws=how.of_sums.random,
+        finish_draws=finish_draws(last, rounding),
     )
 
 
 @lru_cache(maxsize=1024)
-def cumsum_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+def cumsum_kernel(accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     """Return the kernel of all prefix sums, k ascending."""
     return _scan_of(chain_kernel(SEQUENTIAL, accumulate, rounding, load_as, result))
 
@@ -106,36 +117,41 @@ def _scan_of(whole: Reduce) -> Scan:
 
 
 @lru_cache(maxsize=1024)
-def prod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
+def prod_kernel(accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Reduce:
     """Return the product of a length: acc = 1; acc = R_acc(acc * x[k]), k ascending, in the format's own range."""
-    accumulator = accumulator_of(accumulate, (CARRIER_OF[load_as],))
+    how = Accumulation.parse(accumulate)
+    accumulator = accumulator_of(how.step, (CARRIER_OF[load_as],))
+    last = after_faults(how.step, how.flips)
     return Reduce(
-        step=_multiply_step(accumulate, accumulator, load_as),
-        combine=add_function("combine", accumulate, accumulator, None, load_as != "f64"),
-        finish=finish_function(accumulate, rounding, accumulator, result),
+        step=_multiply_step(how.step, accumulator, load_as, how.flips),
+        combine=add_function("combine", how.step, accumulator, None, load_as != "f64", how.flips),
+        finish=finish_function(last, rounding, accumulator, result),
         order=SEQUENTIAL,
         loads=(load_as,),
         result=result,
         accumulator=accumulator,
-        draws=accumulate.mode.random_bits > 0,
-        finish_draws=finish_draws(accumulate, rounding),
+        draws=how.of_sums.random,
+        finish_draws=finish_draws(last, rounding),
         first=1,
     )
 
 
-def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage) -> Function:
-    """Return (acc, x, random) to R_acc(acc * x). The product of a short significand and a binary32 value is exact."""
+def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage, faults: Faults | None) -> Function:
+    """Return (acc, x, random) to R_acc(acc * x), whose bits flip afterwards.
+
+    The product of a short significand and a binary32 value is exact.
+    """
     acc, x, random = param("acc", accumulator), param("x", ELEMENT_OF[loaded]), param("random", "u32")
     fmt = accumulate.format
     # The product may not leave binary64's range either: binary32 spans 2^-149 to 2^128.
     short = fmt.precision <= 29 and fmt.quantum_exponent >= -1074 + 149 and fmt.emax < 1023 - 128
     short = short and CARRIER_OF[loaded] == "f32"
     product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
-    return Function("step", (acc, x, random), (product,))
+    return Function("step", (acc, x, random), (hit(product, fmt, faults, random),))
 
 
 @lru_cache(maxsize=1024)
-def cumprod_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
+def cumprod_kernel(accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage) -> Scan:
     """Return the kernel of all prefix products, k ascending."""
     return _scan_of(prod_kernel(accumulate, rounding, load_as, result))
 
@@ -168,27 +184,30 @@ def largest_kernel(storage: Storage) -> Reduce:
 
 
 @lru_cache(maxsize=1024)
-def scatter_kernel(accumulate: Rounding, storage: Storage) -> Scatter:
+def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Scatter:
     """Return the kernel that adds contributions to a destination in order, each addition rounded by ``accumulate``.
 
     The result is stored in the destination's own dtype, rounded to nearest even if the dtype does not hold it.
     """
-    accumulator = accumulator_of(accumulate, (CARRIER_OF[storage],))
-    accumulate = chain_rounding(accumulate, accumulator, (CARRIER_OF[storage],))
+    how = Accumulation.parse(accumulate)
+    accumulator = accumulator_of(how.step, (CARRIER_OF[storage],))
+    step = chain_rounding(how.step, accumulator, (CARRIER_OF[storage],), how.flips)
+    last = after_faults(step, how.flips)
     return Scatter(
         lift=lift_function(storage, accumulator),
-        step=add_function("step", accumulate, accumulator, storage, storage != "f64"),
-        finish=finish_function(accumulate, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
+        step=add_function("step", step, accumulator, storage, storage != "f64", how.flips),
+        finish=finish_function(last, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
         loads=(storage,),
         result=storage,
         accumulator=accumulator,
-        draws=accumulate.mode.random_bits > 0,
+        draws=how.of_sums.random,
     )
 
 
 @lru_cache(maxsize=1024)
-def scatter_format(accumulate: Rounding, storage: Storage) -> Format:
+def scatter_format(accumulate: Accumulation | Rounding, storage: Storage) -> Format:
     """Return a format that holds every sum of a scatter into zeros, as it is stored."""
     carriers = (CARRIER_OF[storage],)
-    inside = chain_rounding(accumulate, accumulator_of(accumulate, carriers), carriers).format
+    how = Accumulation.parse(accumulate)
+    inside = chain_rounding(how.step, accumulator_of(how.step, carriers), carriers, how.flips).format
     return inside if inside.within(FORMAT_OF[storage]) else FORMAT_OF[storage]

@@ -6,6 +6,7 @@ For each output element, with a and b the operands along the contracted dimensio
     R product=P                  acc = R(P(a[k] * b[k]) + acc), the product rounded on its own (unfused)
     R chunk=n combine=C          total = +0; for each run of n products: acc as above from +0, then
                                  total = C(acc + total); the last run may be shorter
+    R faults=F                   bits of acc (and of total, in C's format) flip by chance after each of these steps
 
 The chunked form models FP8 tensor cores, which sum n products in one format and combine the partial sums in another:
 ``Accumulation.parse("ieee(8,14)/toward_zero chunk=128 combine=binary32")``. An accumulation is plain data:
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fxround.errors import shown
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import spelt
 from fxround.numerics.modes import Rounding
 
-_OPTIONS: Final = ("product", "chunk", "combine")
+_OPTIONS: Final = ("product", "chunk", "combine", "faults")
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,15 @@ class Accumulation:
 
     ``step`` rounds every multiply-add, ``product`` (optional) rounds the products first. ``chunk`` is the number of
     products in a partial sum and ``combine`` the rounding that adds partial sums; an accumulation has both or neither.
+    ``faults`` (optional) are the bits that flip in an accumulator after each of its steps; in a text, commas separate
+    them: ``binary32 faults=significand:1e-6,sign:1e-9``.
     """
 
     step: Rounding
     product: Rounding | None = None
     chunk: int | None = None
     combine: Rounding | None = None
+    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if (self.chunk is None) != (self.combine is None):
@@ -44,17 +49,30 @@ class Accumulation:
             raise ValueError(f"chunk={self.chunk}: expected 1 to 65536 products in a partial sum")
 
     def __str__(self) -> str:
-        said = [(name, getattr(self, name)) for name in _OPTIONS]
-        return " ".join([str(self.step), *(f"{name}={value}" for name, value in said if value is not None)])
+        said = [(name, str(getattr(self, name)).replace(" ", ",")) for name in _OPTIONS if getattr(self, name)]
+        return " ".join([str(self.step), *(f"{name}={value}" for name, value in said)])
+
+    @property
+    def flips(self) -> Faults | None:
+        """The faults of a probability above zero; None if there are none."""
+        return None if self.faults is None else self.faults.possible
+
+    @property
+    def of_sums(self) -> Accumulation:
+        """What a reduction takes of it: the rounding of a step, and the faults that can happen."""
+        return Accumulation(self.step, faults=self.flips)
 
     @property
     def random(self) -> bool:
-        """Whether any of its roundings draws random bits."""
-        return any(r is not None and r.mode.random_bits for r in (self.step, self.product, self.combine))
+        """Whether any of its roundings draws random bits, or bits flip by chance."""
+        roundings = (self.step, self.product, self.combine)
+        return self.flips is not None or any(r is not None and r.mode.random_bits for r in roundings)
 
     @staticmethod
     def parse(text: Any) -> Accumulation:
-        """Parse ``rounding [product=rounding] [chunk=n combine=rounding]``, or anything that ``Rounding.parse`` takes.
+        """Parse ``rounding [product=rounding] [chunk=n combine=rounding] [faults=field:p,...]``.
+
+        Anything that ``Rounding.parse`` takes is an accumulation too.
 
         Raises ValueError, which names the part that is wrong.
         """
@@ -80,4 +98,5 @@ class Accumulation:
             Rounding.parse(options["product"]) if "product" in options else None,
             int(chunk) if chunk is not None else None,
             Rounding.parse(options["combine"]) if "combine" in options else None,
+            Faults.parse(options["faults"].replace(",", " ")) if "faults" in options else None,
         )

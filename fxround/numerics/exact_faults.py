@@ -10,7 +10,7 @@ import math
 from fractions import Fraction
 
 from fxround.numerics.exact import floor_log2
-from fxround.numerics.faults import Encoding
+from fxround.numerics.faults import Encoding, Faults, share
 from fxround.numerics.formats import Format
 
 
@@ -54,3 +54,19 @@ def flip(value: float, fmt: Format, numbers: tuple[int, int, int], random: int) 
     if math.isnan(value) or q == 0 or random // q >= count:
         return value
     return value_of(code_of(value, fmt) ^ (1 << (first + random // q)), fmt)
+
+
+def word(random: int, number: int) -> int:
+    """Return the random word of fault ``number`` of a step with this word: MurmurHash3's finalizer, all in 32 bits."""
+    x = random ^ ((number + 1) * 0x9E3779B9 & 0xFFFFFFFF)
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def flip_step(value: float, fmt: Format, faults: Faults, random: int) -> float:
+    """Return an accumulator of the format after the faults of a step with this random word."""
+    for number, fault in enumerate(faults.faults):
+        first, count = Encoding(fmt).field(fault.field)
+        value = flip(value, fmt, (first, count, share(fault, count)), word(random, number))
+    return value

@@ -23,6 +23,10 @@ from fxround.numerics.carriers import CARRIERS, Carrier
 from fxround.numerics.formats import Format
 from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, minimum, rarely, select
 
+# A bijection of 32 bits: MurmurHash3's finalizer (Austin Appleby), in which each bit changes half of the bits.
+_MIXING: Final = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+_WEYL: Final = 0x9E3779B9
+
 # The parts of an encoding; "any" is all of it.
 FIELDS: Final = ("significand", "exponent", "sign", "any")
 _OPERATOR: Final = re.compile(r"flip_([0-9]{1,2})_([0-9]{1,2})_([0-9]{1,10})")
@@ -167,6 +171,28 @@ def numbers_of(name: str) -> tuple[int, int, int] | None:
     """Return the lowest bit, the number of bits and q of an operator; None for an operator that is no fault."""
     found = _OPERATOR.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+def word_of(random: Expr, number: int) -> Expr:
+    """Return the random word (u32) of fault ``number`` of an accumulator's step, a bijection of the step's word.
+
+    Roundings of the step read its word as it is, so that they draw what they draw without faults.
+    """
+    x = random ^ ((number + 1) * _WEYL % _WORDS)
+    for shift, factor in _MIXING:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 16)
+
+
+def hit(x: Expr, fmt: Format, faults: Faults | None, random: Expr) -> Expr:
+    """Return an accumulator of the format after the faults of a step with this random word (u32).
+
+    Raises what ``operator_of`` and ``flipped`` raise.
+    """
+    for i, fault in enumerate(faults.faults if faults else ()):
+        first, count = Encoding(fmt).field(fault.field)
+        x = flipped(x, fmt, (first, count, share(fault, count)), word_of(random, i))
+    return x
 
 
 def flipped(x: Expr, fmt: Format, numbers: tuple[int, int, int], random: Expr) -> Expr:

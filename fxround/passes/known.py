@@ -25,6 +25,7 @@ from fxround.graph.site import float_values, site
 from fxround.graph.values import outputs_of
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_format
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
@@ -188,7 +189,7 @@ def _made(graph: fx.GraphModule, node: fx.Node, operands: Known) -> Known:
     if is_constant(node):
         return _filled(node, own)
     if isinstance(call, ScatterCall):
-        kept = scatter_format(Rounding.parse(call.accumulate), call.loads()[0])
+        kept = scatter_format(Accumulation.parse(call.accumulate), call.loads()[0])
         return operands | Known(frozenset([kept]))
     if place is not None and place.kind == "random" and place.status == "exact":
         return Known(numbers=frozenset((0.0, 1.0)))  # a mask: a probability, rounded stochastically to an integer

@@ -42,10 +42,10 @@ def lower_reductions(graph: fx.GraphModule, plan: Plan) -> None:
             _LOWERINGS[rule.lower](graph, node, place, wanted[0], wanted[1])
 
 
-def _step(assignment: Assignment) -> Rounding:
-    """Return the rounding of one addition. Product roundings and chunks apply to contractions only."""
+def _step(assignment: Assignment) -> Accumulation:
+    """Return the rounding of one addition and its faults. Product roundings and chunks apply to contractions only."""
     assert isinstance(assignment.accumulate, Accumulation)
-    return assignment.accumulate.step
+    return assignment.accumulate.of_sums
 
 
 def _tail(
@@ -102,7 +102,7 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
     """
     accumulate, dtype = _step(assignment), node.meta["val"].dtype
     stored = Format.parse(FORMAT_OF[dtype])
-    copied = not accumulate.format.within(stored) and rounding != Rounding.parse(str(stored))
+    copied = not accumulate.step.format.within(stored) and rounding != Rounding.parse(str(stored))
 
     def operand(name: str) -> fx.Node:
         given: fx.Node = argument(node, name)

@@ -37,6 +37,7 @@ from fxround.policy.rule import (
     WIDE,
     Assignment,
     Rule,
+    faults_of,
     resolve,
     with_dtype,
     with_wide,
@@ -95,7 +96,8 @@ class Policy:
     @cached_property
     def draws(self) -> bool:
         """Whether some rounding draws random bits, or some bit flips by chance."""
-        if any(rule.faults is not None and Faults.parse(rule.faults).possible for rule in self.rules):
+        listed = (rule.faults or faults_of(rule.accumulate) for rule in self.rules)
+        if any(Faults.parse(text).possible for text in listed if text is not None):
             return True
         said = (str(getattr(rule, key)) for rule in self.rules for key in ("rounding", "accumulate", "operands"))
         words = (word for text in said for option in text.split() for word in re.split("[/:=]", option))
@@ -184,7 +186,8 @@ class Policy:
         _require_within(rounding, dtype, str(chosen), operator, path)
         how: Accumulation | Literal["native"] = NATIVE
         if accumulate != NATIVE:
-            how = Accumulation.parse(with_dtype(with_wide(accumulate, dtype), dtype))
+            parsed = Accumulation.parse(with_dtype(with_wide(accumulate, dtype), dtype))
+            how = replace(parsed, faults=parsed.flips)
         gradient = Gradient.parse(with_dtype(last.get("gradient", STRAIGHT), dtype))
         faults = Faults.parse(last["faults"]).possible if "faults" in last else None
         if blocks is not None and faults is not None:

@@ -93,7 +93,8 @@ class Rule:
     rounding    "format/mode/overflow"; the format "dtype" is the operation's own; "identity" leaves values unchanged
     accumulate  the rounding of each step of an accumulator, optionally followed by "product=..." or "chunk=n
                 combine=..."; the format "wide" is binary32 for 16-bit dtypes, else the dtype; "native": the stock
-                kernel accumulates, and its result is rounded once
+                kernel accumulates, and its result is rounded once. "faults=field:probability,...", the last option,
+                flips bits of the accumulator after each of its steps
     order       of a reduction: "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing; False: that is an error
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
@@ -274,8 +275,14 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, "binary32"), "binary32")), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
-    said = [f"{name}={value if name == 'chunk' else _full_rounding(value)}" for name, _, value in words]
+    said = [f"{name}={value if name in ('chunk', 'faults') else _full_rounding(value)}" for name, _, value in words]
     return " ".join([_full_rounding(step), *said])
+
+
+def faults_of(accumulate: str | None) -> str | None:
+    """Return the faults in the text of an accumulation, or None."""
+    found = [word.partition("=")[2] for word in (accumulate or "").split() if word.startswith("faults=")]
+    return found[0].replace(",", " ") if found else None
 
 
 def _has_bits(operands: str) -> bool:

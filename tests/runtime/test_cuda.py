@@ -100,14 +100,16 @@ SUM_KERNELS = [
         ("f32",),
     ),
     ("lanes:4", "binary32", "binary16", "f16"),
+    ("lanes:2", "e4m3fn/stochastic/saturate faults=any:0.1", "binary32", "f32"),
 ]
-SCAN_KERNELS = ("binary32", "bfloat16/stochastic")
+SCAN_KERNELS = ("binary32", "bfloat16/stochastic", "bfloat16 faults=exponent:0.1")
 SCATTER_KERNELS: list[tuple[str, Storage]] = [
     ("binary32", "f32"),
     ("binary32/stochastic", "f32"),
     ("e5m2/up_down", "bf16"),
     ("binary16/toward_zero", "f16"),
     ("binary32/stochastic", "f64"),
+    ("binary32 faults=sign:0.1", "f32"),
 ]
 EXACT_KERNELS: list[tuple[str, str, Storage]] = [
     ("binary32", "binary32", "f32"),
@@ -122,6 +124,7 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
     "binary32/stochastic": ("binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
     "binary32/to_odd": ("binary32/to_odd", "binary32", ("f32", "f32"), "f32"),
     "bfloat16": ("bfloat16", "bfloat16", ("f32", "f32"), "f32"),
+    "faults": ("binary32/stochastic faults=significand:0.1,sign:0.05", "binary32", ("f32", "f32"), "f32"),
     "e4m3fn": ("e4m3fn/up_down/saturate", "binary32", ("f32", "f32"), "f32"),
     "chunks": ("ieee(8,14)/toward_zero chunk=5 combine=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
     "products": ("binary32/stochastic product=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
@@ -163,17 +166,17 @@ def layout_kernel(name: str) -> Map:
 
 @cache
 def sum_of(order: str, accumulate: str, rounding: str, storage: Storage) -> Reduce:
-    return sum_kernel(Order.parse(order), Rounding.parse(accumulate), Rounding.parse(rounding), storage, storage)
+    return sum_kernel(Order.parse(order), Accumulation.parse(accumulate), Rounding.parse(rounding), storage, storage)
 
 
 @cache
 def scan_of(accumulate: str) -> Scan:
-    return cumsum_kernel(Rounding.parse(accumulate), Rounding.parse("binary16/stochastic"), "f32", "f32")
+    return cumsum_kernel(Accumulation.parse(accumulate), Rounding.parse("binary16/stochastic"), "f32", "f32")
 
 
 @cache
 def scatter_of(accumulate: str, storage: Storage) -> Scatter:
-    return scatter_kernel(Rounding.parse(accumulate), storage)
+    return scatter_kernel(Accumulation.parse(accumulate), storage)
 
 
 @cache
@@ -363,7 +366,7 @@ def test_scans(host: HostLauncher, accumulate: str, shape: tuple[int, int, int])
 
 def run_scan(accumulate: str, x: Tensor) -> Tensor:
     rng = torch.tensor([DRAW.seed, DRAW.sample])
-    return reduction.scan(Cumsum(x, 1, str(Rounding.parse(accumulate)), "binary16/stochastic/inf", rng, DRAW.node))
+    return reduction.scan(Cumsum(x, 1, accumulate, "binary16/stochastic/inf", rng, DRAW.node))
 
 
 def exact_operands(storage: Storage) -> Iterator[Tensor]:

@@ -29,9 +29,9 @@ def sign(x: float) -> float:
     return math.copysign(1.0, x)
 
 
-def rounded(value: Fraction, negative_zero: bool, rounding: Rounding) -> float:
-    """R of a rational; ``negative_zero``: the sign of a zero."""
-    return round_exact(value, value < 0 or (value == 0 and negative_zero), rounding)
+def rounded(value: Fraction, negative_zero: bool, rounding: Rounding, random: int = 0) -> float:
+    """R of a rational; ``negative_zero``: the sign of a zero. random: 32 random bits."""
+    return round_exact(value, value < 0 or (value == 0 and negative_zero), rounding, random)
 
 
 def in_chain(rounding: Rounding) -> Rounding:
@@ -49,7 +49,7 @@ def is_down(rounding: Rounding) -> bool:
     return rounding.mode.name == "toward_negative"
 
 
-def fma(a: float, b: float, c: float, rounding: Rounding, chain: bool = False) -> float:
+def fma(a: float, b: float, c: float, rounding: Rounding, chain: bool = False, random: int = 0) -> float:
     """R(a * b + c); in a chain an exact zero of unlike zeros, or a cancellation, is +0 in every mode."""
     if any(map(math.isnan, (a, b, c))) or (math.isinf(a) and b == 0) or (math.isinf(b) and a == 0):
         return NAN
@@ -61,7 +61,7 @@ def fma(a: float, b: float, c: float, rounding: Rounding, chain: bool = False) -
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     product, addend = sign(a) * sign(b), sign(c)
     alike = Fraction(a) * Fraction(b) == 0 and c == 0 and product == addend
-    return rounded(exact, product < 0 if alike else is_down(rounding) and not chain, rounding)
+    return rounded(exact, product < 0 if alike else is_down(rounding) and not chain, rounding, random)
 
 
 def add(a: float, b: float, rounding: Rounding, chain: bool = False) -> float:

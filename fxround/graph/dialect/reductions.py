@@ -19,6 +19,7 @@ from fxround.graph.dialect.call import Call, T, operator, require_state
 from fxround.kernels import parsed
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.kernels.shapes import Exact, Reduce, Scan
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.storage import Storage
 
@@ -50,10 +51,10 @@ class ChainCall(Call[T]):
     rng: T
     node: int
 
-    def arithmetic(self, loads: tuple[Storage, ...]) -> tuple[Rounding, Rounding, Storage, Storage]:
+    def arithmetic(self, loads: tuple[Storage, ...]) -> tuple[Accumulation, Rounding, Storage, Storage]:
         """Return what specializes a kernel: both roundings, and how operand and result are stored."""
         (stored,) = loads
-        return parsed.rounding(self.accumulate), parsed.rounding(self.rounding), stored, stored
+        return parsed.accumulation(self.accumulate), parsed.rounding(self.rounding), stored, stored
 
 
 class ReductionCall(ChainCall[T]):
