@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from fxround.numerics.formats import Format
@@ -100,6 +101,8 @@ def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random:
     It is the positive one of a number and its opposite. The lost fraction is that of the way from the kept neighbour to
     the other; for the modes that draw, both differences and their quotient are rounded to binary64.
     """
+    if mode.jitter:
+        return next_listed(round_to_table(value, values, replace(mode, jitter=False), random), values, random >= 2**31)
     if value <= values[0]:
         return values[0]
     if value >= values[-1]:
@@ -127,6 +130,18 @@ def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random:
     return other if mode.away(seen) else kept
 
 
+def next_listed(value: float, values: Sequence[float], up: bool) -> float:
+    """Return the listed value after this one, away from zero (up) or towards it; at an end of the list the only one.
+
+    Zero stays.
+    """
+    if value == 0:
+        return value
+    listed = list(values) if (value > 0) == up else list(values)[::-1]
+    position = listed.index(value)
+    return listed[position + 1] if position + 1 < len(listed) else listed[position - 1]
+
+
 def is_drawn(passed: Fraction, gap: Fraction, mode: Mode, random: int) -> bool:
     """Whether the random bits draw the step of a table or a posit: both distances, and their quotient, in binary64."""
     lost = min(Fraction(float(Fraction(float(passed)) / Fraction(float(gap)))), 1 - Fraction(1, 2**53))
@@ -150,6 +165,11 @@ def round_to_posit(value: Fraction, fmt: Format, mode: Mode, random: int) -> flo
     def decoded(code: int) -> Fraction:
         return Fraction(posit_value(code, bits, exponent_bits))
 
+    if mode.jitter:
+        nearest = abs(round_to_posit(value, fmt, replace(mode, jitter=False), random))
+        code = bisect_right(codes, Fraction(nearest), key=decoded)
+        moved = code + 1 if random >= 2**31 and code < codes[-1] else code - 1
+        return sign * float(decoded(moved)) if moved else 0.0
     code = codes[max(bisect_right(codes, magnitude, key=decoded) - 1, 0)]
     low = decoded(code)
     if magnitude <= low or code == codes[-1]:

@@ -150,10 +150,6 @@ class Rounding:
         if self.overflow not in self.format.overflows:
             possible = ", ".join(self.format.overflows)
             raise ValueError(f"{self.format.said} cannot overflow to {shown(self.overflow)}; it can: {possible}")
-        if self.mode.jitter and not self.format.is_grid:
-            raise ValueError(
-                f"{self.mode} moves a value by one ulp, which tables and posits do not have; use stochastic"
-            )
 
     def __str__(self) -> str:
         return f"{self.format}/{self.mode}/{self.overflow}"

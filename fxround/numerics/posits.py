@@ -27,12 +27,17 @@ def round_to_posit(x: Expr, posit: tuple[int, int], rounding: Rounding, random: 
     # A bias of one more, 2^7 or 2^10, is a multiple of 2^exponent_bits.
     one_more = 1 << trailing
     encoding = maximum(minimum(ordinal, most), least) + one_more
-    regime = encoding >> (trailing + exponent_bits)
     zero = (carrier.bias + 1) >> exponent_bits
-    # The regime k takes k + 2 bits if it is not negative, else 1 - k; the sign takes one.
-    is_positive = regime >= zero
-    kept_bits = select(is_positive, (size - 3 + zero) - minimum(regime, size - 3 + zero), regime - (zero - (size - 2)))
-    dropped = const(code, trailing + exponent_bits) - kept_bits
+
+    def places(encoding: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return whether the regime is not negative, how many bits follow it, and how many are dropped."""
+        regime = encoding >> (trailing + exponent_bits)
+        # The regime k takes k + 2 bits if it is not negative, else 1 - k; the sign takes one.
+        positive = regime >= zero
+        kept = select(positive, (size - 3 + zero) - minimum(regime, size - 3 + zero), regime - (zero - (size - 2)))
+        return positive, kept, const(code, trailing + exponent_bits) - kept
+
+    is_positive, kept_bits, dropped = places(encoding)
     unit = const(code, 1) << dropped
     low = encoding & (unit - 1)
     below = encoding - low
@@ -59,6 +64,16 @@ def round_to_posit(x: Expr, posit: tuple[int, int], rounding: Rounding, random: 
         coin=coin,
         never=never,
     )
-    rounded = select(mode.away(seen), above, below) - one_more
+    rounded = select(mode.away(seen), above, below)
+    if mode.jitter:
+        assert random is not None
+        up = rounded + (const(code, 1) << places(rounded)[2])
+        # What is just below a posit drops the bits that the posit below it drops.
+        down = (rounded - 1) >> (cut := places(rounded - 1)[2]) << cut
+        down = select(rounded.equals(least + one_more), one_more, down)
+        rounded = select((random >> 31).equals(1) & (rounded < most + one_more), up, down)
+        # The smallest posit steps to zero, which has no sign.
+        sign = select(rounded.equals(one_more), 0, sign)
+    rounded = rounded - one_more
     finite = select(ordinal.equals(0), 0, rounded | sign)
     return from_bits(select(const(code, carrier.infinity) <= ordinal, carrier.nan, finite))

@@ -42,7 +42,10 @@ _SHORT: Final = 32
 def round_to_table(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
     """Return R(x) in x's carrier, for the rounding to a table. random: 32 random bits, required by modes that draw."""
     carrier, values, mode = CARRIERS[x.type], rounding.format.values, rounding.mode
-    if mode.deterministic:
+    if mode.jitter:
+        assert random is not None
+        found = _moved(x, values, mode, random)
+    elif mode.deterministic:
         bounds = _bounds(values, mode, carrier)
         found = _choose(x, bounds, [values])[0]
     else:
@@ -122,6 +125,24 @@ def _entries(column: Sequence[float], x: Expr) -> Callable[[Expr], Expr]:
         return lambda index: from_bits(lookup(index, codes))
     lows, highs = [c & 0xFFFFFFFF for c in codes], [c >> 32 for c in codes]
     return lambda index: from_bits(widen(lookup(index, highs)) << 32 | widen(lookup(index, lows)))
+
+
+def _moved(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Expr:
+    """Return a neighbour of the nearest value, away from zero or towards it by a coin.
+
+    An infinity is the end itself.
+    """
+    ends = (0, len(values) - 1)
+    columns: list[list[float]] = [[], []]
+    for number, value in enumerate(values):
+        for column, step in zip(columns, (1, -1) if value > 0 else (-1, 1), strict=True):
+            # Zero stays, and an end has one neighbour.
+            inside = ends[0] <= number + step <= ends[1]
+            column.append(value if value == 0 else values[number + (step if inside else -step)])
+    up, down = _choose(x, _bounds(values, mode, CARRIERS[x.type]), columns)
+    found = select((random >> 31).equals(1), up, down)
+    found = select(x.equals(math.inf), values[-1], found)
+    return select(x.equals(-math.inf), values[0], found)
 
 
 def _by_chance(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Expr:
