@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, fx
 
+from fxround.compiler.eager_round import round as rounded
 from fxround.compiler.executable import Entry
 from fxround.compiler.module_views import Shown
 from fxround.compiler.signature import arguments
 from fxround.errors import shown
+from fxround.graph.dialect import Pointwise, read
+from fxround.graph.dtypes import FORMAT_OF
+from fxround.kernels.scaled import carrier_of
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import is_scaled
+from fxround.numerics.modes import MODES
+from fxround.numerics.scaled import ScaledRounding, is_scaled
+from fxround.numerics.scaled_grid import outside_grid
 from fxround.passes.leaks import Edge, edges, immediates
 from fxround.policy import Policy
 from fxround.views.leaks import Count, Leaks, leaks_of
@@ -94,17 +101,24 @@ def _leaks(
 def _counts(
     entry: Entry, found: Sequence[Edge], leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None
 ) -> dict[Edge, Count]:
-    """Return how many elements of the values of one call are outside, for the edges of a format."""
+    """Return how many elements of the values of one call are outside of what is declared, for all but accumulators."""
     wanted: dict[str, list[Edge]] = {}
     for edge in found:
-        if isinstance(edge.declared, Format) and not edge.accumulator:
+        if not edge.accumulator:
             wanted.setdefault(edge.producer.name, []).append(edge)
     counts: dict[Edge, Count] = {}
+    used = {node.name for edge in found for node in _scales_of(edge)}
+    scales: dict[str, Tensor] = {}
 
     def count(name: str, value: Any) -> None:
+        if name in used:
+            scales[name] = value
         each: dict[Any, Count] = {}
         for edge in wanted.pop(name, ()):
-            counts[edge] = each.setdefault(edge.declared, _count(value, edge.declared))
+            if isinstance(edge.declared, Format):
+                counts[edge] = each.setdefault(edge.declared, _count(value, edge.declared))
+            elif isinstance(value, Tensor):
+                counts[edge] = _on_grid(value, edge, edge.declared, [scales[n.name] for n in _scales_of(edge)])
 
     for name, value in entry.named(leaves, tangents).items():
         count(name, value)
@@ -124,8 +138,39 @@ def _count(value: Any, declared: Any) -> Count:
 def _of_tensor(value: Tensor, declared: Format) -> Count:
     if not value.is_floating_point():
         return Count(0, 0)
-    numbers = value.detach().to("cpu", torch.float64).numpy()
-    outside = ~declared.contains(numbers)
+    numbers = _numbers(value)
+    return _counted(numbers, ~declared.contains(numbers))
+
+
+def _scales_of(edge: Edge) -> list[fx.Node]:
+    """Return the nodes of the scales, and zero points, of a scaled operand that was made by its programs."""
+    call = read(edge.producer) if isinstance(edge.declared, ScaledRounding) and edge.proved else None
+    return list(call.xs[1:]) if isinstance(call, Pointwise) else []
+
+
+def _on_grid(value: Tensor, edge: Edge, declared: ScaledRounding, scales: Sequence[Tensor]) -> Count:
+    """Count the elements that no element and scale make; of a value that was not rounded, those that rounding changes.
+
+    The blocks of the latter are along the last dimension. A delayed scale is then not known: every element counts.
+    """
+    numbers = _numbers(value)
+    if edge.proved:
+        stored = Format.parse(FORMAT_OF[value.dtype])
+        read = [_numbers(scale) for scale in scales]
+        return _counted(numbers, outside_grid(numbers, declared, read, stored, carrier_of(stored)))
+    plain = replace(declared, mode=MODES["nearest_even"], hadamard=None)
+    if plain.of_products:
+        return _counted(numbers, ~np.isnan(numbers))
+    own = _numbers(rounded(value.detach(), plain))
+    return _counted(numbers, (own != numbers) & ~np.isnan(numbers))
+
+
+def _numbers(value: Tensor) -> Any:
+    return value.detach().to("cpu", torch.float64).numpy()
+
+
+def _counted(numbers: Any, outside: Any) -> Count:
+    """Return the number of elements that are outside, with the first of them."""
     if not outside.any():
         return Count(0, numbers.size)
     first = np.unravel_index(int(outside.argmax()), numbers.shape)

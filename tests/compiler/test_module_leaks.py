@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from fxround.compiler import module_leaks
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
-from fxround.passes.leaks import edges
+from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.leaks import Edge, edges
 
 NARROW = "e4m3fn/nearest_even/saturate"
 
@@ -169,3 +171,34 @@ def test_wrong_arguments() -> None:
         compiled.leaks(x, declared="e4m3fm")
     with pytest.raises(TypeError, match="example_inputs is an int"):
         compiled.leaks(3)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4/stochastic", "uint8:channel", "fp8_delayed", "fixed(12,8)"])
+def test_scaled_operands_of_a_call_are_counted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the programs made is on the grid; declared in another format, it is not, and the row says so."""
+    x, tangents = torch.randn(3, 4), {0: torch.randn(3, 4)}
+    compiled = fxround.compile(net(), text)
+    assert not compiled.leaks(x, tangents=tangents)
+    other = ScaledRounding.parse("scaled(e2m1fn;fixed)")
+
+    def declared_otherwise(*args: Any) -> list[Edge]:
+        return [replace(e, declared=other) if isinstance(e.declared, ScaledRounding) else e for e in edges(*args)]
+
+    monkeypatch.setattr(module_leaks, "edges", declared_otherwise)
+    found = compiled.leaks(x, tangents=tangents)
+    # Ten operands, of which both roundings of the second weight, halves and zeros, are numbers of e2m1fn.
+    assert len(found) == 8 and all(leak.outside and leak.first and leak.elements for leak in found.leaks)
+
+
+def test_a_value_that_was_not_rounded_is_counted_by_rounding_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 40)
+    compiled = fxround.compile(nn.Linear(40, 4).eval(), "mxfp4")
+
+    def planted(graph: Any, *args: Any) -> list[Edge]:
+        x = next(node for node in graph.graph.nodes if node.op == "placeholder" and node.meta["val"].shape == (3, 40))
+        edge = next(e for e in edges(graph, *args) if isinstance(e.declared, ScaledRounding))
+        return [replace(edge, producer=x, proved=False)]
+
+    monkeypatch.setattr(module_leaks, "edges", planted)
+    (leak,) = compiled.leaks(x).leaks
+    assert leak.outside == int((fxround.round(x, "mxfp4") != x).sum()) > 0
