@@ -22,6 +22,11 @@ def code_of(value: float, fmt: Format) -> int:
         return sign | (encoding.last + 1)
     magnitude = abs(Fraction(value))
     binade = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin
+    if encoding.is_integer:
+        integer = Fraction(value) / Fraction(2) ** fmt.quantum_exponent
+        if integer.denominator != 1:
+            raise ValueError(f"{value} is no value of {fmt}")
+        return int(integer) % (2 << encoding.magnitude)
     number = magnitude / Fraction(2) ** (binade - fmt.precision + 1) + (binade - fmt.emin) * 2**encoding.trailing
     if number.denominator != 1:
         raise ValueError(f"{value} is no value of {fmt}")
@@ -32,6 +37,8 @@ def value_of(code: int, fmt: Format) -> float:
     """Return the value of a code; every NaN is the one NaN."""
     encoding = Encoding(fmt)
     sign, number = divmod(code, 1 << encoding.magnitude)
+    if encoding.is_integer:
+        return float((number - (sign << encoding.magnitude)) * Fraction(2) ** fmt.quantum_exponent)
     if number > encoding.last:
         other = math.nan if fmt.nan else fmt.maximum
         magnitude = math.inf if fmt.inf and number == encoding.last + 1 else other

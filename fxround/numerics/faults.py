@@ -4,6 +4,8 @@ A fault has a field of the encoding and a probability p. With this probability o
 of the field is as likely as any other. The encoding is the usual one: a sign, the exponent, the trailing significand;
 the code without its sign is the number of the magnitude, counted from zero. So e4m3fn has 8 bits, binary32 32. A code
 after the maximum's is infinity's if the format has it, and else a NaN, or the maximum in a format without NaNs.
+Integers and fixed point, which have neither infinity nor NaN, are in two's complement; the bits below their sign are
+the field ``significand``.
 
 The random word r of an element (``randomness``) decides both: bit i of the n bits of the field flips if r div q = i,
 with q = round(2^32 p / n). The probability is therefore n q / 2^32, and nothing else of the run matters: not the
@@ -114,6 +116,13 @@ class Encoding:
             raise ValueError(f"{self.format} has no zero: the faults of scales are not defined")
 
     @property
+    def is_integer(self) -> bool:
+        """Whether the values are multiples of one number, without infinity and NaN: two's complement."""
+        fmt = self.format
+        plain = fmt.signed and not (fmt.inf or fmt.nan)
+        return plain and self.last == 2**fmt.precision - 1 and fmt.subnormals
+
+    @property
     def trailing(self) -> int:
         """The number of bits of the trailing significand."""
         return self.format.precision - 1
@@ -142,6 +151,8 @@ class Encoding:
             "sign": (width, signed),
             "any": (0, width + signed),
         }
+        if self.is_integer:
+            rows |= {"significand": (0, width), "exponent": (0, 0)}
         first, count = rows[name]
         if count < 1:
             raise ValueError(f"{self.format} has no bits of the {name}")
@@ -218,6 +229,9 @@ def _with_mask(x: Expr, encoding: Encoding, carrier: Carrier, mask: Expr) -> Exp
     whole = bits(x)
     ordinal = whole & ((1 << (WIDTH[carrier.code] - 1)) - 1)
     negative = ~(whole ^ ordinal).equals(0)
+    if encoding.is_integer:
+        moved = _of_integer(_code(ordinal, encoding, carrier), negative, mask, encoding, carrier)
+        return select(const(carrier.code, carrier.infinity) < ordinal, x, from_bits(moved))
     code = _code(ordinal, encoding, carrier) ^ (mask & ((1 << width) - 1))
     sign = select(negative, 1, const(carrier.code, 0)) ^ (mask >> width)
     beyond = const(carrier.code, encoding.last) < code
@@ -229,6 +243,19 @@ def _with_mask(x: Expr, encoding: Encoding, carrier: Carrier, mask: Expr) -> Exp
     is_nan = const(carrier.code, carrier.infinity) < value
     result = select(is_nan, carrier.nan, value | (sign << (WIDTH[carrier.code] - 1)))
     return select(const(carrier.code, carrier.infinity) < ordinal, x, from_bits(result))
+
+
+def _of_integer(number: Expr, negative: Expr, mask: Expr, encoding: Encoding, carrier: Carrier) -> Expr:
+    """Return the encoding of the integer whose code in two's complement is that of another one, xor the mask.
+
+    number: the magnitude of the other one. The result can be -2^n, which is no value of the symmetric format.
+    """
+    width = encoding.magnitude
+    count, half = 1 << (width + 1), 1 << width
+    code = (select(negative, const(carrier.code, count) - number, number) & (count - 1)) ^ mask
+    below = ~(code & half).equals(0)
+    value = _ordinal(select(below, const(carrier.code, count) - code, code), encoding, carrier)
+    return select(below, value | (1 << (WIDTH[carrier.code] - 1)), value)
 
 
 def _is_shifted(encoding: Encoding, carrier: Carrier) -> bool:

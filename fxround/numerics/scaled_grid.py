@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from fxround.numerics.faults import Encoding
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.rounding import rounding_function
@@ -40,6 +41,13 @@ def outside_grid(
     element, zero = form.element, np.zeros(())
     if scaling is not None and scaling.how == "affine":
         element, zero, least, most = integers(element.precision + 2), read[1], 0.0, element.maximum
+    elif scaling is not None and element.is_grid and Encoding(element).is_integer:
+        # A fault can make the least number of two's complement.
+        quantum = math.ldexp(1.0, element.quantum_exponent)
+        least, most = -element.maximum - quantum, element.maximum
+        element = Format.custom(
+            precision=element.precision + 1, emin=element.emin + 1, maximum=2 * element.maximum, inf=False, nan=False
+        )
     inside = np.isnan(values)
     with np.errstate(all="ignore"):
         quotients = values / scale

@@ -158,7 +158,8 @@ class Rule:
         if self.faults is not None and self.operands is not None and not _has_bits(self.operands):
             raise PolicyError(
                 f"the rule {self} flips bits of operands: that needs operands= of a format with an encoding, such as "
-                "'e4m3fn', 'dtype' or 'mxfp8'; bits of integers and fixed point do not flip yet"
+                "'e4m3fn', 'dtype', 'mxfp8' or 'int8'; fixed point, tables and integers with a zero point have no "
+                "faults"
             )
         if self.result is not None and self.operands is None:
             raise PolicyError(f"the rule {self} has result={self.result!r}, which selects operands: set operands=")
@@ -286,11 +287,11 @@ def faults_of(accumulate: str | None) -> str | None:
 
 
 def _has_bits(operands: str) -> bool:
-    """Whether the elements of operands are floating-point numbers with an encoding."""
+    """Whether the elements of operands have an encoding: floating-point numbers, and integers without a zero point."""
     if operands == IDENTITY or not is_scaled(operands):
         return operands != IDENTITY
     form = ScaledRounding.parse(operands).format
-    return form.scaling is not None and not str(form.element).startswith("custom")
+    return form.scaling is not None and form.scaling.how != "affine" and form.element.is_grid
 
 
 def _full_rounding(text: str) -> str:

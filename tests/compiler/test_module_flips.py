@@ -12,7 +12,7 @@ from models import unfused
 from torch import Tensor, nn
 
 import fxround
-from fxround import Policy, PolicyError, Rule
+from fxround import Policy, PolicyError, Rule, ScaledFormat
 from fxround.graph.dialect import Pointwise, read
 from fxround.kernels.program import Program
 from fxround.numerics.exact_faults import flip
@@ -115,8 +115,32 @@ def test_operands() -> None:
     assert sum(row.flipped for row in found.filter().flips[1:]) == int((weights[0] != rounded).sum()) > 0
     assert x.grad is not None and torch.equal(x.grad, g @ weights[0])
     assert not compiled.leaks(x.detach(), tangents={0: g})
-    with pytest.raises(PolicyError, match="bits of integers and fixed point do not flip yet"):
-        Rule(operator="mm", operands="int8", faults="any:0.1")
+    for text in ("uint8", "fixed(8,4)", "scaled(nf4;32,binary32,nearest)"):
+        with pytest.raises(PolicyError, match="fixed point, tables and integers with a zero point have no faults"):
+            Rule(operator="mm", operands=text, faults="any:0.1")
+
+
+@pytest.mark.parametrize("text", ["mxint8", "bfp(5,16)/stochastic", "int8:channel"])
+def test_integer_elements_flip_in_two_s_complement(text: str) -> None:
+    """A flip of the sign's bit moves an element by half of the range: by M plus one quantum, times the scale."""
+    torch.manual_seed(1)
+    layer, x, g = nn.Linear(40, 12, bias=False), torch.randn(24, 40), torch.randn(24, 12)
+    policy = Policy("p", (Rule(operator="mm", operands=text, faults="sign:0.05"),))
+    compiled = fxround.compile(layer, policy, seed=2)
+    found = compiled.flips(x, tangents={0: g})
+    assert found.flipped > 20 and all(abs(r.flipped - r.expected) < 6 * math.sqrt(r.expected) for r in found.flips)
+    assert not compiled.leaks(x, tangents={0: g})
+    element = ScaledFormat.parse(text.partition("/")[0]).element
+    half = element.maximum + 2.0**element.quantum_exponent
+    values, checked = dict(compiled.observe_step({0: g}, x)), 0
+    for node in compiled.lowered.graph.nodes:
+        call = read(node)
+        if isinstance(call, Pointwise) and "flip_" in call.program:
+            before, after = values[call.xs[0].name], values[node.name]
+            moved = (before - after).abs()[before != after]
+            checked += moved.numel()
+            assert (moved == half).all() and ((after < 0) == (before >= 0))[before != after].all()
+    assert checked == found.flipped
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp4/stochastic", "scaled(e5m2;tensor,e8m0fnu,inverse)"])

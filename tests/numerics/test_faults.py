@@ -15,6 +15,7 @@ from fxround.kernels.program import Program
 from fxround.numerics.exact_faults import code_of, flip, value_of
 from fxround.numerics.faults import FIELDS, Encoding, Fault, Faults, numbers_of, operator_of, share
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.scaled import fixed_point, integers
 
 # The encodings of formats elsewhere, and the unsigned integers of their codes.
 ELSEWHERE = {
@@ -34,6 +35,7 @@ ELSEWHERE = {
 }
 P3109 = [Format.parse(name) for name in ("binary8p3se", "binary8p3sf", "binary8p4ue", "binary8p1uf", "binary4p2sf")]
 WITH_ZERO = [fmt for fmt in (*ALL_FORMATS, *P3109) if fmt.zero and fmt.emin >= -1022]
+INTEGERS = [integers(2), integers(3), integers(8), integers(16), fixed_point(8, 6), fixed_point(12, -3)]
 RANDOM = np.random.default_rng(0)
 
 
@@ -84,7 +86,7 @@ def kernel(fmt: Format, operator: str, carrier: str, values: list[float], random
     return [float(v) for v in found]
 
 
-@pytest.mark.parametrize("fmt", WITH_ZERO, ids=str)
+@pytest.mark.parametrize("fmt", [*WITH_ZERO, *INTEGERS], ids=str)
 def test_the_kernel_flips_what_the_specification_flips(fmt: Format) -> None:
     """Every bit of every field, of every value of a small format, with words at the ends of each bit's range."""
     held = [v for c in codes(fmt) if not math.isnan(v := value_of(c, fmt))] + [math.nan]
@@ -110,6 +112,21 @@ def test_the_kernel_flips_what_the_specification_flips(fmt: Format) -> None:
                 found = kernel(fmt, operator, carrier, values, drawn)
                 wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same(a, b)]
                 assert not wrong, (field, values[wrong[0]], drawn[wrong[0]], found[wrong[0]], expected[wrong[0]])
+
+
+@pytest.mark.parametrize("fmt", INTEGERS, ids=str)
+def test_integers_flip_in_two_s_complement(fmt: Format) -> None:
+    """Python's integers have as many sign bits as anyone asks for; the sign's bit can make the least number."""
+    quantum, width = 2.0**fmt.quantum_exponent, Encoding(fmt).magnitude + 1
+    assert fmt.maximum == ((1 << width - 1) - 1) * quantum
+    assert [Encoding(fmt).field(name) for name in ("significand", "sign")] == [(0, width - 1), (width - 1, 1)]
+    for number in {0, 1, -1, (1 << width - 1) - 1, 1 - (1 << width - 1), -(1 << width - 1)}:
+        for bit in range(width):
+            code = (number ^ 1 << bit) % (1 << width)
+            want = code - (1 << width) if code >> width - 1 else code
+            assert flip(number * quantum, fmt, (bit, 1, 1 << 32), 0) == want * quantum
+    with pytest.raises(ValueError, match="no bits of the exponent"):
+        Encoding(fmt).field("exponent")
 
 
 def test_each_bit_is_as_likely_as_any_other() -> None:

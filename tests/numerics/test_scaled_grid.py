@@ -25,6 +25,9 @@ def elements(rounding: ScaledRounding, zero: int) -> list[float]:
     if form.element.values:
         return list(form.element.values)
     least, most = form.span or (-math.inf, math.inf)
+    if str(rounding.format).startswith("scaled(custom") and form.scaling is not None:
+        # Two's complement: a fault can make -16 of int5.
+        return [float(v) for v in range(-16, 16)]
     return [s * m for m in form.element.magnitudes() for s in (-1.0, 1.0) if least <= s * m <= most]
 
 
