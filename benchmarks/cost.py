@@ -1,4 +1,6 @@
-"""Cost of a policy: time of a forward pass over stock eager PyTorch's, one thread each, in the same run.
+"""Cost of a policy: time of a forward pass over stock eager PyTorch's, in the same run.
+
+One thread each; the time is the thread's own processor time.
 
 python -m benchmarks.cost            # prints the README's table
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from time import thread_time
 
 import torch
 from torch import nn
@@ -54,7 +57,7 @@ def main() -> None:
         for name, model, x in models():
             calls = {"stock": partial(model.eval(), x)}
             calls |= {policy: partial(fxround.compile(model, policy), x) for policy in POLICIES}
-            seconds = medians(calls)
+            seconds = medians(calls, thread_time)
             ratios = (f"{seconds[policy] / seconds['stock']:.1f}x" for policy in POLICIES)
             rows.append((name, f"{1e3 * seconds['stock']:.1f} ms", *ratios))
     print(header(("torch",)))
