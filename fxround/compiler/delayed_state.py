@@ -58,13 +58,17 @@ class DelayedState:
     def _of(self, scale: DelayedScale) -> Tensor:
         scaling = scale.rounding.format.scaling
         assert scaling is not None
-        fresh = torch.zeros(1 + scaling.history, dtype=scale.dtype, device=scale.device)
-        fresh[0] = 1.0
-        found = self.values.setdefault(scale.name, fresh).to(scale.device)
-        if found.shape != fresh.shape or found.dtype != fresh.dtype:
+        size = 1 + scaling.history
+        found = self.values.get(scale.name)
+        if found is None:
+            found = torch.zeros(size, dtype=scale.dtype, device=scale.device)
+            found[:1].fill_(1.0)
+            self.values[scale.name] = found
+        found = found.to(scale.device)
+        if found.shape != (size,) or found.dtype != scale.dtype:
             raise FxroundError(
                 f"the delayed scale {scale.name!r} has a state of {found.dtype} and {len(found) - 1} steps, and the "
-                f"policy needs {fresh.dtype} and {scaling.history}: load the state of a model with the same policy"
+                f"policy needs {scale.dtype} and {scaling.history}: load the state of a model with the same policy"
             )
         return found
 

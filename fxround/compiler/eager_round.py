@@ -204,6 +204,8 @@ def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
         return
     if kind is Tensor and isinstance(out, Tensor):
         storage_of(out.resolve_neg(), "out")
+        if out.device != x.device:
+            raise ValueError(f"out is on {out.device} and x on {x.device}; pass an out on the device of x")
     if not isinstance(out, kind) or out.shape != x.shape or out.dtype != x.dtype:
         got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {tuple(getattr(out, 'shape', ()))}"
         raise ValueError(f"out is a {got}; expected {kind.__name__} {x.dtype} {tuple(x.shape)}, as x")

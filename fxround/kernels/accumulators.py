@@ -10,7 +10,7 @@ from fxround.numerics.carriers import one_nan
 from fxround.numerics.faults import Faults, hit
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
-from fxround.numerics.scalar import Function, Type, narrow, param
+from fxround.numerics.scalar import Expr, Function, Type, narrow, param
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 
@@ -46,10 +46,23 @@ def chain_rounding(
     return Rounding(fmt.with_range_of(binary64), accumulate.mode, "inf")
 
 
-def lift_function(stored: Storage, accumulator: Type) -> Function:
-    """Return a stored element to its exact value as an accumulator."""
+def lift_function(stored: Storage, accumulator: Type, *steps: Rounding | None) -> Function:
+    """Return a stored element to its exact value as an accumulator, for a chain with these roundings of steps."""
     element = param("element", ELEMENT_OF[stored])
-    return Function("lift", (element,), (apply("identity", (load(element, stored),), None, accumulator),))
+    value = _loaded(element, stored, *steps)
+    return Function("lift", (element,), (apply("identity", (value,), None, accumulator),))
+
+
+def _loaded(element: Expr, stored: Storage, *steps: Rounding | None) -> Expr:
+    """Return the value of an element, a NaN as the one NaN where a step's integer addition could carry out of it.
+
+    An operand's NaN has zeros below its own precision, and the hardware keeps its payload. A step to fewer bits than
+    binary32's adds to bits above these zeros, where a payload of ones would carry into the sign.
+    """
+    value = load(element, stored)
+    binary32 = FORMAT_OF["f32"].precision
+    carries = any(step is not None and step.format.precision < binary32 for step in steps)
+    return one_nan(value) if carries and stored != "f64" else value
 
 
 def stays_inside(narrow: bool, accumulate: Rounding, faults: Faults | None) -> bool:
@@ -79,10 +92,11 @@ def add_function(
     """
     acc, random = param("acc", accumulator), param("random", "u32")
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
-    value = load(x, loaded) if loaded else x
-    # A NaN of a binary32 operand has zeros below binary32's bits; one of a binary64 operand may have any bits there.
+    value = _loaded(x, loaded, accumulate) if loaded else x
+    # A binary64 operand's NaN may have any bits, and so may one that a fault made.
+    any_nan = loaded not in (None, "f64") and faults is None
     operator = "add_inside" if stays_inside(inside, accumulate, faults) else "add_step"
-    total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=loaded not in (None, "f64"))
+    total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=any_nan)
     return Function(name, (acc, x, random), (hit(total, accumulate.format, faults, random),))
 
 

@@ -42,7 +42,10 @@ def contract_kernel(
     combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers, how.flips)
     last, narrow = after_faults(combine or step, how.flips), "f64" not in carriers
     return Contract(
-        lifts=(lift_function(loads[0], accumulator), lift_function(loads[1], accumulator)),
+        lifts=(
+            lift_function(loads[0], accumulator, step, how.product),
+            lift_function(loads[1], accumulator, step, how.product),
+        ),
         step=_contract_step(how, step, accumulator, carriers),
         finish=finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
@@ -61,19 +64,21 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
     random = param("random", "u32")
     narrow_factors = stays_inside("f64" not in carriers, step, how.flips)
+    # A NaN that a fault made may have any bits.
+    any_nan = narrow_factors and how.flips is None
     if how.product is not None:
         # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.
         operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
         product = apply(operator, (a, b), how.product, accumulator, random << 16)
         adds = "add_inside" if narrow_factors else "add_step"
-        value = apply(adds, (product, acc), step, accumulator, random, any_nan=narrow_factors)
+        value = apply(adds, (product, acc), step, accumulator, random, any_nan=any_nan)
     else:
         # Binary32 factors held in binary64 have an exact product.
         operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
         if step.mode.jitter and step != how.step and step.format.precision == 24:
             value = up_or_down(fma(a, b, acc), step.format.precision, random)
         else:
-            value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=narrow_factors)
+            value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=any_nan)
     return Function("step", (a, b, acc, random), (hit(value, step.format, how.flips, random),))
 
 
@@ -106,7 +111,7 @@ def _quick_contract(
     zero = from_bits(select(bits(acc).equals(1 << 31), 0, bits(acc)))
     stored = substitute(finish.results, {finish.params[0]: zero}) if direction == "down" else finish.results
     return Contract(
-        lifts=(lift_function(loads[0], "f32"), lift_function(loads[1], "f32")),
+        lifts=(lift_function(loads[0], "f32", how.step), lift_function(loads[1], "f32", how.step)),
         step=Function("step", (a, b, acc, random), (value,)),
         finish=Function("finish", finish.params, tuple(stored)),
         chunk=0,

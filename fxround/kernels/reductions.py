@@ -194,7 +194,7 @@ def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Sca
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[storage],), how.flips)
     last = after_faults(step, how.flips)
     return Scatter(
-        lift=lift_function(storage, accumulator),
+        lift=lift_function(storage, accumulator, step),
         step=add_function("step", step, accumulator, storage, storage != "f64", how.flips),
         finish=finish_function(last, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
         loads=(storage,),

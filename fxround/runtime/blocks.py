@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from fxround.kernels.shapes import Exact
 from fxround.numerics.hadamard import Hadamard
 from fxround.runtime import buffers
 from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
 from fxround.runtime.run import run_exact, run_kernel, run_matmul
 
@@ -52,10 +52,17 @@ def block_percentile(call: BlockPercentile[Tensor]) -> Tensor:
     ordered = _blocked(_magnitudes(x, math.inf), call.sizes, blocks, math.inf).sort(-1).values
     counts = ordered.isfinite().sum(-1)
     percent = Fraction(call.percentile)
-    ranks = {int(n): max(0, math.ceil(percent * int(n) / 100) - 1) for n in counts.unique()}
-    places = counts.clone().apply_(ranks.__getitem__)
+    places = _ranks(counts, percent.numerator, 100 * percent.denominator, ordered.shape[-1])
     found = ordered.gather(-1, places.unsqueeze(-1)).squeeze(-1)
     return result.copy_(torch.where(counts > 0, found, 0.0))
+
+
+def _ranks(counts: Tensor, numerator: int, denominator: int, most: int) -> Tensor:
+    """max(0, ceil(n numerator / denominator) - 1) for counts n of at most ``most``."""
+    if most * numerator + denominator < 1 << 63:
+        return ((counts * numerator + (denominator - 1)).div(denominator, rounding_mode="floor") - 1).clamp(min=0)
+    exact = {n: max(0, -(-n * numerator // denominator) - 1) for n in counts.unique().tolist()}
+    return counts.cpu().apply_(exact.__getitem__).to(counts.device)
 
 
 def block_sum(call: BlockSum[Tensor]) -> Tensor:
@@ -74,7 +81,7 @@ def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
     call.require()
     x = call.x.detach().movedim(call.dim, -1)
     whole = x.shape[-1] - x.shape[-1] % call.size
-    matrix = _matrix(call.size, call.seed).to(x)
+    matrix = _matrix(call.size, call.seed, x.dtype, x.device)
     steps = "binary64/nearest_even/inf" if x.dtype == torch.float64 else "binary32/nearest_even/inf"
     own, rng = f"{FORMAT_OF[x.dtype]}/nearest_even/inf", torch.zeros(2, dtype=torch.int64)
     rows = x[..., :whole].reshape(-1, call.size)
@@ -86,9 +93,9 @@ def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
     return result
 
 
-@lru_cache(maxsize=64)
-def _matrix(size: int, seed: int) -> Tensor:
-    return torch.tensor(Hadamard(size, seed).matrix())
+@by_bytes(1 << 24)
+def _matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(Hadamard(size, seed).matrix()).to(device, dtype)
 
 
 def _magnitudes(x: Tensor, other: float) -> Tensor:

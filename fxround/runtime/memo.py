@@ -3,6 +3,9 @@
 ``by_bytes(most)`` is ``functools.lru_cache`` that counts the bytes of its values. Values used longest ago are dropped
 when all together hold more than ``most`` bytes; the latest one stays whatever it holds, since the next call may need it
 again. A caller that needs a value for longer keeps a reference to it: dropping a value frees nothing that is in use.
+
+Tensors on a CUDA device are remembered for each stream, since another one might read them before they are written. A
+CUDA graph that is being captured gets its own, since a replay must find them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import update_wrapper
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from fxround.locks import waited_for
@@ -44,7 +48,12 @@ class Memo(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = (args, tuple(kwargs.items())) if kwargs else args
+        key: Any = (args, tuple(kwargs.items())) if kwargs else args
+        device = next((x for x in args if isinstance(x, torch.device) and x.type == "cuda"), None)
+        if device is not None:
+            if torch.cuda.is_current_stream_capturing():
+                return self.function(*args, **kwargs)
+            key = key, torch.cuda.current_stream(device).cuda_stream
         with self.lock:
             found = self.known.get(key)
             if found is not None:

@@ -218,7 +218,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if key not in shared:
             formula = self._update_of(group, first)
             values = formula.numbers(group, count)
-            numbers = {name: torch.tensor(value, dtype=p.dtype, device=p.device) for name, value in values.items()}
+            # torch.tensor would wait for a device.
+            numbers = {name: torch.full((), x, dtype=p.dtype, device=p.device) for name, x in values.items()}
             shared[key] = formula, numbers
         update, numbers = shared[key]
         for name in update.states:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def enable(folder: Path) -> None:
     cuda.device_count = lambda: 2
     cuda._exchange_device = lambda device: 0
     cuda._maybe_exchange_device = lambda device: 0
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None
     launcher._DEVICE = HostLauncher(folder, COMPILER)  # type: ignore[assignment]
@@ -118,6 +121,20 @@ def exported(layers: nn.Module, x: Tensor) -> Any:
         return fxround.load(file).to(x.device)(x)
 
 
+def roundings() -> None:
+    """Single roundings, results in place and refused ones."""
+    x = torch.randn(9, 40)
+    for target in ("bfloat16/stochastic", "mxfp8", "nvfp4", "int8:channel", "int8:percentile=99.9", "nf4/stochastic"):
+        equal(fxround.round(x, target, seed=3), fxround.round(x.to(DEVICE), target, seed=3))
+    out = torch.empty_like(x, device=DEVICE)
+    equal(fxround.round(x, "bfloat16"), fxround.round(x.to(DEVICE), "bfloat16", out=out))
+    for other in (torch.empty_like(x), torch.empty_like(x, device=f"{DEVICE}:1")):
+        with pytest.raises(ValueError, match="out is on"):
+            fxround.round(x.to(DEVICE), "bfloat16", out=other)
+    scaled = fxround.compile(lambda t: t * torch.tensor(0.1), "bfloat16")
+    equal(scaled(x), scaled(x.to(DEVICE)))
+
+
 def moved() -> None:
     """One compiled module on each device in turn."""
     layers, x = model()
@@ -184,7 +201,7 @@ CASES: dict[str, Callable[..., Any]] = {
         )
     },
 }
-ALONE: dict[str, Callable[[], None]] = {f.__name__: f for f in (moved, two_devices, mixed, invariance)}
+ALONE: dict[str, Callable[[], None]] = {f.__name__: f for f in (roundings, moved, two_devices, mixed, invariance)}
 
 
 def layer(name: str) -> None:

@@ -23,7 +23,8 @@ from fxround.runtime.cuda.cpp.table import DEVICE_OPTIONS
 if TYPE_CHECKING:
     from fxround.runtime.cuda.launcher import Text
 
-_OLDEST: Final = (7, 0)
+# NVRTC 13 compiles for no older architecture.
+_OLDEST: Final = (7, 5)
 _INSTALL: Final = "install fxround with the extra 'cuda': pip install 'fxround[cuda]'"
 
 
@@ -42,6 +43,8 @@ class DeviceLauncher:
             stream = torch.cuda.current_stream(index).cuda_stream
             addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
             driver = _bindings()
+            if not int(driver.cuCtxGetCurrent()[1]):
+                _bind(index)
             grid, block = (blocks, 1, 1), (text.threads, 1, 1)
             code = found[1], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
             (status,) = driver.cuLaunchKernel(*code)
@@ -67,11 +70,18 @@ class DeviceLauncher:
             return found
 
 
+def _bind(index: int) -> None:
+    """Make the device's primary context current in this thread, which PyTorch does only when it needs it."""
+    from cuda.core import Device
+
+    Device(index).set_current()
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """The name of an architecture for NVRTC. Raises FxroundError for one that is too old."""
     if capability < _OLDEST:
         major, minor = capability
-        raise FxroundError(f"this GPU has compute capability {major}.{minor}; fxround needs 7.0 or later")
+        raise FxroundError(f"this GPU has compute capability {major}.{minor}; fxround needs 7.5 or later")
     return f"sm_{capability[0]}{capability[1]}"
 
 

@@ -81,7 +81,8 @@ def launch(text: Text, items: int, arguments: Sequence[Any], device: torch.devic
 def device_of(tensors: Sequence[Tensor], what: str) -> torch.device:
     """The device of operands, all on one; a tensor of no dimensions may be on the CPU. Raises ValueError otherwise."""
     devices = {x.device for x in tensors if x.dim()} or {x.device for x in tensors}
-    if len(devices) > 1:
-        listed = ", ".join(sorted(map(str, devices)))
+    strangers = {x.device for x in tensors if x.device not in devices and not x.is_cpu}
+    if len(devices) > 1 or strangers:
+        listed = ", ".join(sorted(map(str, devices | strangers)))
         raise ValueError(f"{what}: got operands on {listed}; expected one device (move them with .to(device))")
     return devices.pop()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fxround.graph.dialect import Fused, Pointwise, ProgramCall
@@ -58,12 +59,19 @@ class MapCall:
     total: int
 
 
+# Integers as wide as a number.
+_CODES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def run_kernel(
     kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
     """Run a kernel over operands that broadcast. ``outs`` are row-major tensors of the result's shape to write into."""
     device = device_of(operands, "a pointwise operator")
-    operands = [x if x.device == device else x.to(device) for x in operands]
+    operands = [x if x.device == device else _filled(x, device) for x in operands]
+    for out in outs or ():
+        if out is not None and out.device != device:
+            raise ValueError(f"a pointwise operator on {device} cannot write into a tensor on {out.device}")
     call = _map_call(kernel, tuple((x.shape, x.stride()) for x in operands))
     if call is None:
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
@@ -102,3 +110,9 @@ def _access(sizes: Sequence[int], steps: Sequence[int]) -> Access:
             return "strided"
         expected *= size
     return "contiguous"
+
+
+def _filled(x: Tensor, device: torch.device) -> Tensor:
+    """The CPU's number x on the device. A copy would wait for the device, and a NaN must keep its bits."""
+    code = _CODES[x.itemsize]
+    return torch.full((), x.detach().view(code).item(), dtype=code, device=device).view(x.dtype)
