@@ -57,7 +57,8 @@ class Faulting(Leaking):
         *_, (_, expected) = other.steps(leaves, self.rng, tangents)
         pairs = zip(_tensors(output), _tensors(expected), strict=True)
         changed = sum(_differ(a, b) for a, b in pairs)
-        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)))
+        count = sum(1 for node in entry.lowered.graph.nodes if "faults=" in getattr(read(node), "accumulate", ""))
+        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)), count)
 
 
 def _without_faults(policy: Policy) -> Policy:

@@ -85,6 +85,8 @@ class Accumulation:
             raise ValueError(f"{shown(text)} is not an accumulation; expected: bfloat16 chunk=128 combine=binary32")
         step, *rest = text.split()
         options = dict(word.partition("=")[::2] for word in rest)
+        if any(":" in word and "=" not in word for word in rest):
+            raise ValueError(f"{shown(text)}: commas separate faults, as in faults=significand:1e-6,sign:1e-9")
         unknown = [name for name in options if name not in _OPTIONS]
         if unknown or len(options) != len(rest):
             raise ValueError(

@@ -155,7 +155,8 @@ class Encoding:
             rows |= {"significand": (0, width), "exponent": (0, 0)}
         first, count = rows[name]
         if count < 1:
-            raise ValueError(f"{self.format} has no bits of the {name}")
+            said = "; integers and fixed point have significand, sign and any" if self.is_integer else ""
+            raise ValueError(f"{self.format} has no bits of the {name}{said}")
         return first, count
 
 

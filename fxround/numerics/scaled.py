@@ -207,10 +207,11 @@ class ScaledRounding:
     def __post_init__(self) -> None:
         if self.overflow == "wrap" and self.format.span is None:
             raise ValueError(f"{self}: wrap goes with fixed point, as in fixed(8,4)/nearest_even/wrap")
-        scaling = self.format.scaling
-        if self.hadamard is not None and scaling is not None and scaling.how == "delayed":
+        if self.hadamard is not None and self.format.scaling is not None and self.format.scaling.how == "delayed":
             raise ValueError(f"{self}: a delayed scale belongs to a value itself, and goes without a transform")
-        self.element  # noqa: B018 - raises for an overflow that elements cannot have
+        known = ", ".join([*self.format.element.overflows, *(["wrap"] if self.format.span else [])])
+        if self.overflow not in known.split(", "):
+            raise ValueError(f"elements of {self.format} cannot overflow to {self.overflow!r}; they can: {known}")
 
     @property
     def element(self) -> Rounding:

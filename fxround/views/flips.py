@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from fxround.graph.site import Direction
@@ -56,6 +56,7 @@ class Flips(Table):
     flips    the rows as data; ``found[i]`` is one ``Flip``
     changed  the number of elements of the model's results that differ from those of the same call without faults
     results  the number of elements of the model's results
+    accumulators  the number of operations whose accumulators have faults; bits that flip there are not counted
 
     Example::
 
@@ -65,6 +66,7 @@ class Flips(Table):
     flips: tuple[Flip, ...] = ()
     changed: int = 0
     results: int = 0
+    accumulators: int = 0
 
     def __getitem__(self, index: int) -> Flip:
         return self.flips[index]
@@ -81,7 +83,7 @@ class Flips(Table):
 
     def sort(self, *by: str, reverse: bool = False) -> Flips:
         """Return the rows sorted by one or more fields of ``Flip``; raises ValueError for another field."""
-        return flips_of(sorted_rows(self.flips, by, reverse), self.changed, self.results)
+        return flips_of(sorted_rows(self.flips, by, reverse), self.changed, self.results, self.accumulators)
 
     def filter(self, module: str = "*", operator: str | None = None, direction: str | None = None) -> Flips:
         """Return the rows that match all arguments, as in ``Summary.filter``."""
@@ -91,23 +93,26 @@ class Flips(Table):
             if selects(module, operator, path=row.module, name=row.operator, kind="")
             and direction in (None, row.direction)
         )
-        return flips_of(kept, self.changed, self.results)
+        return flips_of(kept, self.changed, self.results, self.accumulators)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as plain data, with ``changed`` and ``results``."""
-        return super().to_dict() | {"changed": self.changed, "results": self.results}
+        """Return the table as plain data, with ``changed``, ``results`` and ``accumulators``."""
+        more = {"changed": self.changed, "results": self.results, "accumulators": self.accumulators}
+        return super().to_dict() | more
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with a column per field of ``Flip``. Raises ImportError without pandas."""
         return data_frame([asdict(row) for row in self.flips], [f.name for f in fields(Flip)])
 
 
-def flips_of(flips: Iterable[Flip], changed: int, results: int) -> Flips:
+def flips_of(flips: Iterable[Flip], changed: int, results: int, accumulators: int = 0) -> Flips:
     """Return the table of these rows."""
     kept = tuple(flips)
     cells = tuple(tuple(getattr(row, name) for name in _SHOWN) for row in kept)
-    made = Flips(_SHOWN, cells, "", "", kept, changed, results)
+    made = Flips(_SHOWN, cells, "", "", kept, changed, results, accumulators)
     total = sum(row.elements for row in kept)
     note = f"{made.flipped:,} bits flipped in {total:,} values, {made.expected:.6g} are expected. "
     note += f"{changed:,} of {results:,} elements of the results changed."
-    return Flips(_SHOWN, cells, "", note, kept, changed, results)
+    if accumulators:
+        note += f" Bits that flipped in the accumulators of {accumulators} operations are not counted."
+    return replace(made, note=note)

@@ -208,7 +208,9 @@ def test_a_policy_flips_accumulators_and_p_0_changes_no_bit() -> None:
     with threads(2):
         assert bits(compiled(x)) == bits(one) != bits(clean)
     assert bits(compiled.reseed(1, 1)(x)) != bits(one)
-    assert compiled.flips(x).changed == sum(a != b for a, b in zip(bits(compiled(x)), bits(clean), strict=True))
+    found = compiled.flips(x)
+    assert found.changed == sum(a != b for a, b in zip(bits(compiled(x)), bits(clean), strict=True)) > 0
+    assert found.accumulators == 2 and "accumulators of 2 operations are not counted" in str(found)
     assert not compiled.leaks()
     assert Policy.from_toml(compiled.policy.to_toml()) == compiled.policy
 
@@ -230,6 +232,10 @@ def test_what_has_no_faults_is_refused() -> None:
         Rule(accumulate="binary32 faults=mantissa:0.1")
     with pytest.raises(PolicyError, match="accumulate"):
         Rule(accumulate="native faults=any:0.1")
+    with pytest.raises(PolicyError, match="commas separate faults"):
+        Rule(accumulate="binary32 faults=any:0.1 sign:0.1")
+    with pytest.raises(ValueError, match=r"elements of scaled.* cannot overflow to 'inf'; they can: saturate"):
+        fxround.round(torch.rand(3), "int8/nearest_even/inf")
     x = torch.rand(4, 64)
     for policy in (
         faulty("nf4 faults=any:0.1"),
