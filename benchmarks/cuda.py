@@ -126,8 +126,15 @@ def encoder(width: int = 64, layers: int = 2) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
+def with_own_products(name: str) -> Policy:
+    """A preset that leaves products to PyTorch, whose bits depend on the device, with fxround's products."""
+    rules = Policy.parse(name).rules
+    return Policy(f"{name}, own products", (*rules, Rule(operator="contraction", accumulate="binary32")))
+
+
 POLICIES: Final[dict[str, Any]] = {
-    **{name: name for name in ("identity", "reproducible", "stochastic", "up_down", "bfloat16", "fp8", "mxfp8")},
+    **{name: name for name in ("identity", "reproducible", "stochastic", "up_down", "bfloat16")},
+    **{name: with_own_products(name) for name in ("fp8", "mxfp8")},
     "chunks": Policy("chunks", (Rule(rounding="bfloat16", accumulate="bfloat16 chunk=128 combine=binary32"),)),
 }
 
