@@ -115,8 +115,8 @@ def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
     """Results over inputs of their layout, whether or not these are read later: no write leaves its memory."""
     return {
         i: j
-        for i in self.stored
-        for j in range(self.inputs)
+        for i in self.chain.stored
+        for j in range(self.chain.inputs)
         if (table[j].shape, table[j].dtype) == (table[i].shape, table[i].dtype) and table[j].is_contiguous()
     }
 

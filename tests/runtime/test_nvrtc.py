@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs the extra cuda: pip install 'fxround[cuda]'")
 
-from benchmarks.cuda import ARCHITECTURES, resources
+import fxround
+from benchmarks.cuda import ARCHITECTURES, resources, texts_of
 from fxround.errors import FxroundError
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import map_kernel
@@ -67,7 +68,19 @@ def texts() -> tuple[Text, ...]:
             map_kernel(Program.parse(program), ("f32", "f32"), "f32"), ("contiguous", "strided"), 3, True
         )
         found.append(Text(map_name(variant), lambda v=variant: preamble(SHAPE) + LAYOUT + map_text(v)))  # type: ignore[misc]
-    return tuple(found)
+    return (*found, *rows())
+
+
+def rows() -> list[Text]:
+    """A softmax and a norm of rows as one kernel each, with their gradients."""
+    x = torch.ones(40, 1024, requires_grad=True)
+    runs = []
+    for module in (torch.nn.Softmax(-1), torch.nn.LayerNorm(1024)):
+        compiled = fxround.compile(module, "stochastic")
+        runs.append(lambda c=compiled: torch.autograd.grad(c(x).square().sum(), x))  # type: ignore[misc]
+    found = [text for text in texts_of(*runs) if text.name.startswith("rows")]
+    assert len(found) == 4
+    return found
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -188,6 +201,6 @@ def test_a_first_launch_inside_of_a_capture_is_an_error(gpu: SimpleNamespace) ->
 def test_a_failed_launch_is_named(gpu: SimpleNamespace) -> None:
     gpu.driver = Driver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
     with pytest.raises(
-        FxroundError, match=r"the launch of map_\w+ on cuda:0 with 3 blocks failed: CUDA_ERROR_"
+        FxroundError, match=r"the launch of rows_\w+ on cuda:0 with 3 blocks failed: CUDA_ERROR_"
     ):
         driver.DeviceLauncher().launch(texts()[-1], 3, [ctypes.c_int64(1)], torch.device("cuda", 0))

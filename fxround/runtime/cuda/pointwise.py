@@ -68,7 +68,7 @@ def run_kernel(
 ) -> list[Tensor]:
     """Run a kernel over operands that broadcast. ``outs`` are row-major tensors of the result's shape to write into."""
     device = device_of(operands, "a pointwise operator")
-    operands = [x if x.device == device else _filled(x, device) for x in operands]
+    operands = [on_device(x, device) for x in operands]
     for out in outs or ():
         if out is not None and out.device != device:
             raise ValueError(f"a pointwise operator on {device} cannot write into a tensor on {out.device}")
@@ -112,7 +112,9 @@ def _access(sizes: Sequence[int], steps: Sequence[int]) -> Access:
     return "contiguous"
 
 
-def _filled(x: Tensor, device: torch.device) -> Tensor:
-    """The CPU's number x on the device. A copy would wait for the device, and a NaN must keep its bits."""
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, or the CPU's number x on the device. A copy would wait for the device, and a NaN must keep its bits."""
+    if x.device == device:
+        return x
     code = _CODES[x.itemsize]
     return torch.full((), x.detach().view(code).item(), dtype=code, device=device).view(x.dtype)

@@ -24,15 +24,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, ProgramCall, Sum, read, read_map
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, ProgramCall, Sum, read, read_map
 from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import parsed
-from fxround.kernels.reductions import largest_kernel
 from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.randomness import BLOCK
-from fxround.numerics.storage import Storage
 from fxround.operators.rules import argument
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_set, native, signature
@@ -42,7 +40,9 @@ from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, scratch, spread
 from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.row_chain import RowsCall, plan_rows
 from fxround.runtime.draw import NO_KEY
+from fxround.runtime.rows import Chain, Stage
 from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
 
 LARGEST: Final = torch.ops.aten.amax.default
@@ -154,18 +154,6 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A kernel of the chain; ``operands`` and ``results`` are indices into the table of values.
-
-    call: the call of an operator of ours; None for a maximum.
-    """
-
-    call: Call[fx.Node] | None
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Ranges:
     """A chain for operands of given strides.
 
@@ -201,21 +189,22 @@ class Rows(nn.Module):
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
         self.whole = subgraph(graph, nodes, inputs)
-        self.rng = next(i for i, n in enumerate(inputs) if not is_operand(n))
+        rng = next(i for i, n in enumerate(inputs) if not is_operand(n))
         own = set(nodes)
         values = [*inputs, *(n for n in nodes if n.target is not FUSED)]
         place = {node: i for i, node in enumerate(values)}
-        self.inputs = len(inputs)
-        self.stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
-        self.stored = tuple(place[n] for n in nodes if n in place and any(user not in own for user in n.users))
+        stages = tuple(_stage(node, place) for node in nodes if node.target is not operator.getitem)
+        stored = tuple(place[n] for n in nodes if n in place and any(user not in own for user in n.users))
+        self.chain = Chain(stages, len(inputs), rng, stored)
         self.plans: dict[Any, Ranges | None] = {}
+        self.calls: dict[Any, RowsCall | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """Run as the graph says, or a few rows at a time: the same bits."""
         if runs_texts(inputs):
-            return list(self.whole(*inputs))
+            return self._as_text(inputs)
         # Everything that the plan's code and tables depend on; addresses are passed with each call.
         key = (current_set(), *((x.shape, x.stride(), x.dtype) for x in inputs))
         plan = self.plans.get(key, _UNKNOWN)
@@ -229,6 +218,21 @@ class Rows(nn.Module):
             return results
         return self._run(plan, inputs)
 
+    def _as_text(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run as one CUDA kernel, or as the graph says where there is none: the same bits."""
+        key = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        call = self.calls.get(key, _UNKNOWN)
+        if isinstance(call, str):
+            call = plan_rows(self.chain, inputs)
+            if len(self.calls) > _LONGEST:
+                self.calls.clear()
+            self.calls[key] = call
+        if call is None:
+            return list(self.whole(*inputs))
+        results = call.run(self.chain, inputs)
+        buffers.release(*(inputs[i] for i in self.spent))
+        return results
+
     def _plan(self, inputs: Sequence[Tensor]) -> Ranges | None:
         """The plan for inputs of these layouts; None if the chain is to run as the graph says."""
         table: dict[int, Tensor] = {
@@ -236,13 +240,13 @@ class Rows(nn.Module):
         }
         calls: list[MapCall | LineCall | None] = []
         draws: list[bool] = []
-        for stage in self.stages:
+        for stage in self.chain.stages:
             operands = [table[i] for i in stage.operands]
             shape = torch.broadcast_shapes(*(x.shape for x in operands))
             if not math.prod(shape):
                 return None
             if not isinstance(stage.call, ProgramCall):
-                reduction = _reduction_of(stage.call, STORAGES[operands[0].dtype])
+                reduction = stage.reduction(STORAGES[operands[0].dtype])
                 calls.append(_line_call(reduction, operands[0]))
                 draws.append(isinstance(reduction, Reduce) and (reduction.draws or reduction.finish_draws))
                 table[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
@@ -260,26 +264,28 @@ class Rows(nn.Module):
         self, table: Sequence[Tensor], calls: Sequence[MapCall | LineCall | None], draws: tuple[bool, ...]
     ) -> Ranges | None:
         """The plan, if every stage has code and ranges gain something; else None."""
-        made = table[self.inputs :]
+        made, stored = table[self.chain.inputs :], self.chain.stored
         shape = max((x.shape for x in made), key=math.prod)
         rows, length = math.prod(shape[:-1]), shape[-1]
-        between = [x for i, x in enumerate(table) if i >= self.inputs and i not in self.stored and x.shape[-1] > 1]
+        between = [
+            x for i, x in enumerate(table) if i >= self.chain.inputs and i not in self.chain.stored and x.shape[-1] > 1
+        ]
         wide = max(1, len(between)) * length * max(x.dtype.itemsize for x in made)
         # A multiple of 64 rows: whatever the length of a row, a range then begins with a whole block of 64 elements.
         few = max(1, _CACHE // (BLOCK * max(1, wide))) * BLOCK
         known = tuple(call for call in calls if call is not None)
         if len(known) < len(calls) or BLOCK * wide > _MOST or rows * wide < _LEAST:
             return None
-        inner = [i for i in range(self.inputs, len(table)) if i not in self.stored]
+        inner = [i for i in range(self.chain.inputs, len(table)) if i not in stored]
         # An operand may be a tensor of no dimensions.
         widths, dtypes = tuple(x.shape[-1] if x.dim() else 1 for x in table), tuple(x.dtype for x in table)
         sizes = {i: widths[i] * dtypes[i].itemsize for i in inner}
-        addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.stages)
+        addresses = len(table) + max(len(s.operands) + len(s.results) for s in self.chain.stages)
         # Scratch: the addresses that ``llvm.row_chain`` keeps there, then a buffer of one range of rows for each value
         # between two stages, each on cache lines of its own.
         ends = list(accumulate((_aligned(few * sizes[i]) for i in inner), initial=_aligned(8 * addresses)))
         offsets = dict(zip(inner, ends, strict=False))
-        words = _table(self.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
+        words = _table(self.chain.stages, known, (rows, few), [sizes.get(i, 0) for i in range(len(table))])
         enough = _ENOUGH // (few * length)
         ranges = -(-rows // few)
         over = self._overwritten(table)
@@ -290,9 +296,9 @@ class Rows(nn.Module):
     def _overwritten(self, table: Sequence[Tensor]) -> dict[int, int]:
         """Results that may overwrite an input: one of the same layout that no later stage reads."""
         over: dict[int, int] = {}
-        for number, stage in enumerate(self.stages):
-            later = {i for other in self.stages[number + 1 :] for i in other.operands}
-            for i in set(stage.results) & set(self.stored):
+        for number, stage in enumerate(self.chain.stages):
+            later = {i for other in self.chain.stages[number + 1 :] for i in other.operands}
+            for i in set(stage.results) & set(self.chain.stored):
                 for j in set(self.spent) - later - set(over.values()):
                     like = (table[j].shape, table[j].dtype) == (table[i].shape, table[i].dtype)
                     if like and table[j].is_contiguous() and table[i].shape[-1] > 1:
@@ -307,17 +313,17 @@ class Rows(nn.Module):
             i: buffers.again(inputs[over[i]])
             if i in over
             else buffers.empty((*plan.shape, plan.widths[i]), plan.dtypes[i])
-            for i in self.stored
+            for i in self.chain.stored
         }
         places = (*range(len(inputs)), *results)
         outside = dict(zip(places, addresses((*inputs, *results.values())), strict=True))
         # A value outside of the chain has the address of its element 0, a buffer its offset in scratch.
         # ``llvm.row_chain`` takes a value for a buffer if the table gives it bytes of a row.
         bases = array([outside.get(i, plan.offsets.get(i, 0)) for i in range(len(plan.widths))])
-        rng = inputs[self.rng]
+        rng = inputs[self.chain.rng]
         keys = [
             NO_KEY if stage.call is None else key_of(stage.call, rng, draws)
-            for stage, draws in zip(self.stages, plan.draws, strict=True)
+            for stage, draws in zip(self.chain.stages, plan.draws, strict=True)
         ]
         told = array([ctypes.addressof(key) for key in keys])
         pieces = pieces_of(plan.ranges, plan.enough)
@@ -326,7 +332,7 @@ class Rows(nn.Module):
         chain = native("chain", build_chain, None, "chain", _CHAIN)
         spread(chain, range(plan.ranges), pieces, arguments, {len(arguments) - 1: step})
         buffers.release(*(inputs[i] for i in self.spent if i not in over.values()))
-        return [results[i] for i in self.stored]
+        return [results[i] for i in self.chain.stored]
 
 
 def _aligned(size: int) -> int:
@@ -380,8 +386,3 @@ def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
         loops = loops_for(kernel, lines, grouped=False)
     # A group of lines must not span two ranges, so the number of lines in a group divides 64.
     return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
-
-
-def _reduction_of(call: Call[fx.Node] | None, storage: Storage) -> Reduce | Exact:
-    """The kernel of a sum or a maximum over rows."""
-    return largest_kernel(storage) if call is None else call.kernel((storage,))

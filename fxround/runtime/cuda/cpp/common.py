@@ -99,11 +99,11 @@ def bodies(kernel: Reduce | Scan | Contract | Scatter | Exact, name: str) -> str
     return "".join(device_function(f, f"{name}_{role}") for role, f in functions.items())
 
 
-def stream(kernel: Kernel, declaration: str, number: str) -> str:
+def stream(kernel: Kernel, declaration: str, number: str, node: str = "key.node") -> str:
     """The first state of stream ``number``, assigned to ``declaration``; nothing if the kernel does not draw."""
     if not _draws(kernel):
         return ""
-    return f"{declaration} = start_stream({number}, stream_seed(key.seed_low, key.seed_high, key.sample, key.node));\n"
+    return f"{declaration} = start_stream({number}, stream_seed(key.seed_low, key.seed_high, key.sample, {node}));\n"
 
 
 def _draws(kernel: Kernel) -> bool:

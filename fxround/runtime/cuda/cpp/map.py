@@ -7,11 +7,12 @@ that are read in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from fxround.kernels.shapes import Map
-from fxround.runtime.cuda.cpp.common import element, global_, pointer, stored
+from fxround.runtime.cuda.cpp.common import MEMORY, element, global_, pointer, stored
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 
 MAX_DIMS: Final = 8
@@ -51,25 +52,21 @@ def map_name(variant: MapVariant) -> str:
 def map_text(variant: MapVariant) -> str:
     """The text of a map and of the device functions that are its own."""
     kernel, name = variant.kernel, map_name(variant)
-    drawn = list(enumerate(kernel.draws))
     nodes = ["key.node", *(f"node{n}" for n in range(1, kernel.nodes))]
-    seeds = "".join(
-        f"  const u64 seed{d} = draw_seed(key.seed_low, key.seed_high, key.sample, {nodes[word.node]}, {word.draw}u);\n"
-        for d, word in drawn
-    )
     places = {"contiguous": "i", "scalar": "0"}
     read = [
         element(s, f"x{n}[{places.get(access, f'o{n}')}]")
         for n, (s, access) in enumerate(zip(kernel.loads, variant.accesses, strict=True))
     ]
-    arguments = [*read, *(f"random_{word.width}(i, seed{d})" for d, word in drawn)]
-    body = _MAP.format(
-        index="u64" if variant.wide else "u32",
-        seeds=seeds,
-        walk=_walk(variant),
-        store=_store(kernel, f"{name}_body", arguments),
-    )
+    index = "u64" if variant.wide else "u32"
+    strided = [n for n, access in enumerate(variant.accesses) if access == "strided"]
     outs = ["out", *(f"out{n}" for n in range(1, len(kernel.results)))]
+    lines = map_call(kernel, f"{name}_body", read, [f"made{n}" for n in range(len(outs))], "i")
+    lines += [f"{out}[i] = made{n};" for n, out in enumerate(outs)]
+    store = "".join(f"    {line}\n" for line in lines)
+    body = _MAP.format(
+        index=index, seeds=seeds(kernel, nodes), walk=walk(strided, variant.dims, index, "i"), store=store
+    )
     parameters = [
         f"const Layout<{len(kernel.loads)}> layout",
         *(pointer(s, out, readonly=False) for s, out in zip(kernel.results, outs, strict=True)),
@@ -80,28 +77,37 @@ def map_text(variant: MapVariant) -> str:
     return device_function(kernel.body, f"{name}_body") + global_(name, parameters, body)
 
 
-def _walk(variant: MapVariant) -> str:
-    """The offsets of strided operands, from the last dimension to the first."""
-    strided = [n for n, access in enumerate(variant.accesses) if access == "strided"]
-    if not strided:
+def seeds(kernel: Map, nodes: Sequence[str], prefix: str = "") -> str:
+    """The seed of each draw as ``seed{prefix}{d}``, from the expressions of the kernel's node numbers."""
+    return "".join(
+        f"  const u64 seed{prefix}{d} = "
+        f"draw_seed(key.seed_low, key.seed_high, key.sample, {nodes[word.node]}, {word.draw}u);\n"
+        for d, word in enumerate(kernel.draws)
+    )
+
+
+def walk(operands: Sequence[int], dims: int, index: str, start: str) -> str:
+    """The offset ``o{n}`` of each operand at index ``start``, from the last of ``dims`` dimensions to the first."""
+    if not operands:
         return ""
-    index = "u64" if variant.wide else "u32"
-    lines = [f"i64 {', '.join(f'o{n} = 0' for n in strided)};", f"{index} rest = i;"]
-    for d in reversed(range(variant.dims)):
+    lines = [f"i64 {', '.join(f'o{n} = 0' for n in operands)};", f"{index} rest = {start};"]
+    for d in reversed(range(dims)):
         at = f"rest % ({index})layout.sizes[{d}]" if d else "rest"
-        lines += [f"o{n} += (i64)({at}) * layout.steps[{n}][{d}];" for n in strided]
+        lines += [f"o{n} += (i64)({at}) * layout.steps[{n}][{d}];" for n in operands]
         lines += [f"rest /= ({index})layout.sizes[{d}];"] if d else []
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _store(kernel: Map, body: str, arguments: list[str]) -> str:
-    if len(kernel.results) == 1:
-        call = f"{body}({', '.join(arguments)})"
-        return f"    out[i] = {stored(kernel.results[0], call)};\n"
-    types = [TYPES[r.type] for r in kernel.body.results]
-    values = [f"value{n}" for n in range(len(types))]
-    lines = [f"{t} {v};" for t, v in zip(types, values, strict=True)]
-    lines.append(f"{body}({', '.join([*arguments, *values])});")
-    for n, (storage, value) in enumerate(zip(kernel.results, values, strict=True)):
-        lines.append(f"out{n or ''}[i] = {stored(storage, value)};")
-    return "".join(f"    {line}\n" for line in lines)
+def map_call(
+    kernel: Map, body: str, operands: Sequence[str], made: Sequence[str], index: str, prefix: str = ""
+) -> list[str]:
+    """The lines that compute element ``index`` of each result, as it is stored, from expressions of the operands."""
+    arguments = [*operands, *(f"random_{word.width}({index}, seed{prefix}{d})" for d, word in enumerate(kernel.draws))]
+    if len(made) == 1:
+        value = stored(kernel.results[0], f"{body}({', '.join(arguments)})")
+        return [f"const {MEMORY[kernel.results[0]]} {made[0]} = {value};"]
+    lines = [f"{TYPES[r.type]} {name}_value;" for r, name in zip(kernel.body.results, made, strict=True)]
+    lines.append(f"{body}({', '.join([*arguments, *(f'{name}_value' for name in made)])});")
+    for storage, name in zip(kernel.results, made, strict=True):
+        lines.append(f"const {MEMORY[storage]} {name} = {stored(storage, f'{name}_value')};")
+    return lines

@@ -1,0 +1,122 @@
+"""Chains over rows of CUDA tensors: one launch for a softmax or a norm, with the bits of its kernels one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxround.graph.dialect import Fused, ProgramCall
+from fxround.graph.dtypes import LOADS, STORAGES, dtype_of
+from fxround.kernels import parsed
+from fxround.kernels.shapes import Exact, Map, Reduce
+from fxround.runtime import buffers
+from fxround.runtime.cuda.arguments import key_of, layout
+from fxround.runtime.cuda.cpp.common import preamble
+from fxround.runtime.cuda.cpp.contract import SHAPE
+from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
+from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
+from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.pointwise import on_device
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.layouts import collapse, expanded
+from fxround.runtime.rows import Chain, Stage
+
+
+@dataclass(frozen=True)
+class RowsCall:
+    """A chain's text for operands of given layouts.
+
+    layout      its first argument
+    operands    the inputs that it reads
+    results     the shape and the dtype of each result
+    rows        the rows, and those of a block
+    nodes       the numbers of the nodes that draw
+    """
+
+    text: Text
+    layout: Any
+    operands: tuple[int, ...]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    rows: tuple[int, int]
+    nodes: tuple[int, ...]
+
+    def run(self, chain: Chain, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Launch the text and return the results."""
+        device = device_of([inputs[i] for i in self.operands], "a chain of pointwise operators and sums over rows")
+        operands = [on_device(inputs[i], device) for i in self.operands]
+        results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
+        words: Any = Draw.of(inputs[chain.rng], 0).keys(self.nodes) if self.nodes else NO_KEY
+        blocks = -(-self.rows[0] // self.rows[1])
+        launch(self.text, blocks, [self.layout, *results, *operands, *key_of(words)], device)
+        return results
+
+
+def plan_rows(chain: Chain, inputs: Sequence[Tensor]) -> RowsCall | None:
+    """The call for inputs of these layouts; None if the chain is to run kernel by kernel."""
+    # The random state is no operand; the other values keep their order.
+    place = {i: i - (i > chain.rng) for i in range(chain.inputs + sum(len(s.results) for s in chain.stages))}
+    shapes = {i: tuple(x.shape) for i, x in enumerate(inputs)}
+    dtypes = {i: x.dtype for i, x in enumerate(inputs)}
+    stages: list[RowStage] = []
+    for stage in chain.stages:
+        shape = torch.broadcast_shapes(*(shapes[i] for i in stage.operands))
+        kernel = _kernel(stage, [dtypes[i] for i in stage.operands])
+        if isinstance(kernel, Exact):
+            return None
+        made = shape if isinstance(kernel, Map) else (*shape[:-1], 1)
+        kinds = kernel.results if isinstance(kernel, Map) else (kernel.result,)
+        for i, storage in zip(stage.results, kinds, strict=True):
+            shapes[i], dtypes[i] = tuple(made), dtype_of(storage)
+        stages.append(_numbered(stage, kernel, place, shape[-1] > 1))
+    whole = max((shapes[i] for stage in chain.stages for i in stage.operands), key=math.prod)
+    rows = math.prod(whole[:-1])
+    used = tuple(i for i in range(chain.inputs) if i != chain.rng)
+    own = [expanded(whole, inputs[i].shape, inputs[i].stride()) for i in used]
+    sizes, steps = collapse(whole[:-1], [each[:-1] for each in own])
+    if not rows * whole[-1] or len(sizes) >= MAX_DIMS:
+        return None
+    operands = tuple(Operand(LOADS[dtypes[i]], _along(each[-1])) for i, each in zip(used, own, strict=True))
+    stored = tuple(place[i] for i in chain.stored)
+    found = RowChain(tuple(stages), operands, stored, whole[-1], len(sizes))
+    if found.threads is None:
+        return None
+    text = Text(found.name, lambda: preamble(SHAPE) + row_chain_text(found), found.threads, True)
+    first = layout(rows, [*sizes, whole[-1]], [[*step, each[-1]] for step, each in zip(steps, own, strict=True)])
+    results = tuple((shapes[i], dtypes[i]) for i in chain.stored)
+    return RowsCall(text, first, used, results, (rows, found.threads // found.group), _nodes(chain, stages))
+
+
+def _kernel(stage: Stage, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact:
+    """The kernel of a stage for operands of these dtypes."""
+    call = stage.call
+    if not isinstance(call, ProgramCall):
+        return stage.reduction(STORAGES[dtypes[0]])
+    loads = tuple(LOADS[dtype] for dtype in dtypes)
+    if isinstance(call, Fused):
+        return parsed.fused(call.program, loads, call.stored)
+    return parsed.pointwise(call.program, loads, *call.results)
+
+
+def _numbered(stage: Stage, kernel: Map | Reduce, place: dict[int, int], wide: bool) -> RowStage:
+    """A stage with the numbers that values have in the text."""
+    return RowStage(kernel, tuple(place[i] for i in stage.operands), tuple(place[i] for i in stage.results), wide)
+
+
+def _along(step: int) -> Access:
+    """How elements of a row follow each other."""
+    return "contiguous" if step == 1 else "strided" if step else "scalar"
+
+
+def _nodes(chain: Chain, stages: Sequence[RowStage]) -> tuple[int, ...]:
+    """The node numbers of all stages, as many for each as its kernel takes."""
+    found: list[int] = []
+    for stage, own in zip(chain.stages, stages, strict=True):
+        call: Any = stage.call
+        given = () if call is None else call.nodes if isinstance(call, Fused) else (call.node,)
+        found += [*given, *[0] * own.nodes][: own.nodes]
+    return tuple(found)
