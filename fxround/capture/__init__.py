@@ -37,11 +37,11 @@ from fxround.capture.refusals import (
     refuse_unsupported_tensors,
     refused_kind,
 )
+from fxround.capture.repeated_blocks import traced_once
 from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
     asked_sizes,
     composite_operators,
-    joint_of,
     quickened,
     redefine,
     separate_results,
@@ -214,7 +214,7 @@ def _trace(
                 if marked:
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
-            joint = joint_of(stack, graph, args, kwargs, decompositions)
+            joint = traced_once(stack, graph, args, kwargs, decompositions)
         except CaptureError:
             raise
         except Exception as e:  # whatever the model's own code raises

@@ -290,16 +290,22 @@ def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
     codegen.dynamo_bytecode_unflatten = graph.__dict__["_dynamo_bytecode_unflatten"] = unflat
 
 
+def inputs_of(graph: fx.GraphModule, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the values of the inputs of Dynamo's graph in a call of the model."""
+    codegen: Any = graph.graph._codegen
+    found: tuple[Any, ...] = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    return found
+
+
 def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> tuple[Read, ...]:
     """Return the tensors among the graph's inputs that are neither parameters, nor buffers, nor arguments."""
-    codegen: Any = graph.graph._codegen
-    inputs = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
     known = {id(t) for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs)))}
     foreign = [
         (str(getattr(node, "_dynamo_source").name), value)  # noqa: B009 (no attribute of the class)
-        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs_of(graph, args, kwargs), strict=True)
         if isinstance(value, Tensor) and id(value) not in known
     ]
+    codegen: Any = graph.graph._codegen
     globals_ = getattr(codegen.dynamo_bytecode_unflatten, "f_globals", None)
     scope = {"L": {"self": model}, "G": globals_ or getattr(type(model).forward, "__globals__", {})}
     unguarded = [(_spelled(s), type(v).__name__, "") for s, v in foreign if _found(s, scope) is not v]

@@ -251,6 +251,16 @@ def joint_of(stack: contextlib.ExitStack, graph: Any, args: Any, kwargs: Any, de
     return aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=overloads)
 
 
+# Where AOTAutograd's nodes name the node of Dynamo's graph that they were traced from.
+TRACED_FROM: Final = "from_node"
+
+
+def traced_from(node: fx.Node) -> str:
+    """Return the name of the node of Dynamo's graph that an ATen node was traced from; "" if it does not say."""
+    sources = node.meta.get(TRACED_FROM)
+    return str(sources[0].name) if sources else ""
+
+
 def traced_frame() -> tuple[str, torch.nn.Module | None]:
     """Return, inside of a backend, the name of the function that Dynamo traces, and the module among its arguments."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
