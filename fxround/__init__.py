@@ -37,6 +37,8 @@ from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
 from fxround.significance.calibration import calibrate
+from fxround.significance.perplexity import perplexity
+from fxround.significance.perplexity_report import PerplexityReport
 from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
@@ -65,6 +67,7 @@ __all__ = [
     "LocalizeReport",
     "NotInvariant",
     "Operation",
+    "PerplexityReport",
     "Policy",
     "PolicyError",
     "RoundedModule",
@@ -91,6 +94,7 @@ __all__ = [
     "load",
     "localize",
     "modes",
+    "perplexity",
     "perturb",
     "policies",
     "selftest",

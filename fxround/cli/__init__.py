@@ -1,12 +1,14 @@
-"""The commands of ``fxround``: demo, inspect, variability, localize, invariance, describe, selftest and doctor.
+"""The commands of ``fxround``.
 
-Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
-argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
-status 1, a command interrupted by Ctrl-C with 130. Examples::
+They are demo, inspect, variability, perplexity, localize, invariance, describe, selftest and doctor. Commands parse
+arguments, call the library and print; the same results are available as data (``--json``). A wrong argument prints a
+message on standard error and exits with status 2, without a traceback; a failed check exits with status 1, a command
+interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
+    $ fxround perplexity net.py:build --inputs tokens.pt --widths 4:12 --samples 5
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
     $ fxround describe mxfp8
@@ -28,6 +30,7 @@ from typing import Any, Final
 from fxround.cli.arguments import POLICY, add_model, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
+from fxround.cli.perplexity import add_perplexity
 from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
 
@@ -84,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     inspect.set_defaults(command=_inspect)
     _add_variability(commands)
+    add_perplexity(commands, _loaded)
     add_localize(commands, _loaded, _named)
     add_invariance(commands, _loaded)
     describe = commands.add_parser("describe", **said("print the numbers of a format, and how it treats special cases"))

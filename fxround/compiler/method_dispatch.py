@@ -24,6 +24,7 @@ from fxround.compiler.method_operations import Operations, functional_of, storag
 from fxround.compiler.repeated_bits_warning import callers
 from fxround.errors import UnsupportedOperator
 from fxround.operators.rules import RULES, OpRule, rule_of
+from fxround.policy import Policy
 
 # In-place operators without arithmetic, whose functional forms have no row in RULES.
 _HARMLESS: Final = frozenset(("zero", "normal", "random", "set", "resize_as", "detach", "requires_grad", "fill"))
@@ -44,6 +45,7 @@ class Watched(Protocol):
     """The interface that a watch needs of its compiled module."""
 
     source: nn.Module
+    policy: Policy
     rng: Tensor
     _is_strict: bool
     # The (method, operator) pairs for which a warning was given.
@@ -93,11 +95,15 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._title, self._name = f"{type(compiled.source).__name__}.{name}", name
         self._compiled, self._strict, self._told = compiled, compiled._is_strict, compiled._told
+        # A policy without rules leaves every operation unchanged, here as in the model's forward.
+        self._leaves_all = not compiled.policy.rules
         self._state: frozenset[int] | None = None
         self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._leaves_all:
+            return func(*args, **kwargs)
         functional = functional_of(func)
         in_place = functional is not None and functional is not func
         before = (args[0].clone(), *args[1:]) if in_place and args[0].is_floating_point() else args

@@ -26,6 +26,8 @@ from fxround.significance.inputs import Call
 Sums = tuple[float, ...]
 Measure = Callable[[Any, Any, Call], Sums]
 K: Final = 5
+# The label of a position that is no target, in PyTorch's losses and transformers.
+NO_TOKEN: Final = -100
 
 
 @dataclass(frozen=True)
@@ -178,15 +180,29 @@ def _divergence(sample: Any, reference: Any, call: Call) -> Sums:
 
 
 def _surprise(sample: Any, reference: Any, call: Call) -> Sums:
-    """Negative log-likelihood of the next tokens: logits [n, time, vocabulary], integer tokens [n, time]."""
-    logits = primary(sample).double()
-    tokens = next((t for t in call.tensors if not t.is_floating_point() and t.dtype != torch.bool), None)
+    """Negative log-likelihood of the next tokens: logits [n, time, vocabulary], integer tokens [n, time].
+
+    The tokens are the argument ``labels``, where -100 is no token, or the first integer tensor. Tokens whose
+    ``attention_mask`` [n, time] is 0 do not count either.
+    """
+    given = getattr(sample, "logits", None)
+    logits = (given if isinstance(given, Tensor) else primary(sample)).double()
+    tokens = next((t for t in _tokens(call) if not t.is_floating_point() and t.dtype != torch.bool), None)
     if logits.dim() != 3 or tokens is None or tokens.shape != logits.shape[:2]:
         raise ValueError("perplexity needs logits [n, time, vocabulary] and integer tokens [n, time] among the inputs")
+    targets = tokens[:, 1:].long()
+    mask = call.kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        targets = targets.masked_fill(mask[:, 1:] == 0, NO_TOKEN)
     lost = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="sum"
+        logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=NO_TOKEN, reduction="sum"
     )
-    return float(lost), float(tokens[:, 1:].numel())
+    return float(lost), float((targets != NO_TOKEN).sum())
+
+
+def _tokens(call: Call) -> list[Tensor]:
+    labels = call.kwargs.get("labels")
+    return [labels] if isinstance(labels, Tensor) else call.tensors
 
 
 def _hits(sample: Any, reference: Any, call: Call) -> Sums:
@@ -206,7 +222,10 @@ def _first(sums: Sums) -> float:
 
 
 def _perplexity(sums: Sums) -> float:
-    return math.exp(_share(sums))
+    try:
+        return math.exp(_share(sums))
+    except OverflowError:
+        return math.inf
 
 
 _ROWS: Final = (

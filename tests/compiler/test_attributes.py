@@ -225,6 +225,10 @@ def test_a_methods_use_of_parameters_is_refused_if_strict_and_warned_about_if_no
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             lenient.project(X)  # told once
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plain = fxround.compile(model, "identity", strict=True)  # no rule asks for a rounding
+            assert same(plain.project(X), model.project(X))
     parent = fxround.compile(Child().eval(), "reproducible")
     with torch.no_grad(), pytest.raises(UnsupportedOperator, match=r"Child\.as_parent computes aten\.mul"):
         parent.as_parent(X)
