@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxround.graph.dialect import CALLS
 from fxround.graph.dialect.loops import is_loop
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _SETTLED: Final = "fxround_settled"
+# The attribute of a fake mode that keeps what it has computed.
+_KNOWN: Final = "fxround_known"
 
 
 def settle(graph: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
@@ -48,16 +54,73 @@ def refresh(graph: fx.GraphModule) -> dict[str, tuple[Any, Any]]:
 def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
     """Give a call_function node the fake value of its operator on its operands' fake values.
 
-    A loop keeps its own, because the values in its body are verified one by one.
+    A loop keeps its own, because the values in its body are verified one by one. Nodes with the same operator on
+    operands with equal fake values share one.
     """
     if is_loop(node):
         return
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-    target: Any = node.target
-    call = None if kwargs else CALLS.get(target)
-    with fake_mode(graph):
-        # What the dispatcher would call for an operator of the dialect, without the dispatcher.
-        node.meta["val"] = target(*args, **kwargs) if call is None else call.of(args).fake()
+    mode = fake_mode(graph)
+    known = vars(mode).setdefault(_KNOWN, _Known())
+    key = known.key(node)
+    if key not in known.values:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        target: Any = node.target
+        call = None if kwargs else CALLS.get(target)
+        with mode:
+            # What the dispatcher would call for an operator of the dialect, without the dispatcher.
+            value = target(*args, **kwargs) if call is None else call.of(args).fake()
+        if free_unbacked_symbols(value):
+            node.meta["val"] = value  # every such call has sizes of its own
+            return
+        known.values[key] = value
+    node.meta["val"] = known.values[key]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The fake values that one mode has computed.
+
+    numbers     of fake values that were operands, by description: equal values have one number
+    owners      the number of each of these objects, which is kept so that no other object gets its id
+    values      by operator and numbers of operands
+    """
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+    owners: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+
+    def key(self, node: fx.Node) -> Any:
+        """Return what the fake value of a node depends on; the number of a node is not a part of it."""
+        args = CALLS[node.target].unnumbered(node.args) if node.target in CALLS else node.args
+        return node.target, self._plain(args), self._plain(tuple(node.kwargs.items()))
+
+    def _plain(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return "value", self._number(argument.meta["val"])
+        if isinstance(argument, list | tuple):
+            return type(argument).__name__, *map(self._plain, argument)
+        if isinstance(argument, slice):
+            return "slice", *map(self._plain, (argument.start, argument.stop, argument.step))
+        return type(argument), argument
+
+    def _number(self, value: Any) -> int:
+        owner = self.owners.get(id(value))
+        if owner is None:
+            leaves, structure = pytree.tree_flatten(value)
+            number = self.numbers.setdefault((structure, *map(_described, leaves)), len(self.numbers))
+            owner = self.owners[id(value)] = value, number
+        return owner[1]
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    """Return everything of a fake value that an operator can ask for; the object itself where that is not known."""
+    if isinstance(value, torch.SymInt):
+        return torch.SymInt, value.node.expr
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.constant is not None:
+        return type(value), value if isinstance(value, Hashable) else id(value)
+    sizes = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (*value.shape, *value.stride())]
+    flags = value.requires_grad, value.is_conj(), value.is_neg(), str(value.storage_offset())
+    return FakeTensor, value.dtype, value.device, *flags, *sizes
 
 
 def outputs_of(graph: fx.GraphModule) -> list[Any]:

@@ -76,6 +76,14 @@ class Call(ABC, Generic[T]):
             arguments = (*arguments[:at], Geometry.of(*arguments[at:end]), *arguments[end:])
         return cls(*arguments)
 
+    @classmethod
+    def unnumbered(cls, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments with zeros for the numbers of nodes, from which random bits are drawn."""
+        if fields(cls)[-1].name not in ("node", "nodes"):
+            return tuple(arguments)
+        *others, numbers = arguments
+        return (*others, [0] * len(numbers) if isinstance(numbers, list | tuple) else 0)
+
     def arguments(self) -> tuple[Any, ...]:
         """Return the arguments in the order of the schema."""
         found: list[Any] = []
