@@ -23,7 +23,8 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import hit
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
-from fxround.numerics.scalar import Function, Type, bits, fma, from_bits, param, select, substitute
+from fxround.numerics.residuals import fused_inside, to_odd
+from fxround.numerics.scalar import Expr, Function, Type, bits, fma, from_bits, param, rarely, select, substitute
 from fxround.numerics.storage import CARRIER_OF, FORMAT_OF, Storage
 from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
 
@@ -76,10 +77,21 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
         # Binary32 factors held in binary64 have an exact product.
         operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
         if step.mode.jitter and step != how.step and step.format.precision == 24:
-            value = up_or_down(fma(a, b, acc), step.format.precision, random)
+            value = up_or_down(_nearest_of_24_bits(a, b, acc), step.format.precision, random)
         else:
             value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=any_nan)
     return Function("step", (a, b, acc, random), (hit(value, step.format, how.flips, random),))
+
+
+def _nearest_of_24_bits(a: Expr, b: Expr, acc: Expr) -> Expr:
+    """Return a binary64 value whose nearest value of 24 bits is that of a * b + acc.
+
+    The nearest binary64 value is one, unless it is a midpoint of two values of 24 bits and not exact: rounded to odd
+    it is no midpoint. The product of binary32 factors is exact, and the sum is inside of binary64's range.
+    """
+    nearest = fma(a, b, acc)
+    midpoint = (bits(nearest) & (1 << 29) - 1).equals(1 << 28)
+    return rarely(midpoint, to_odd(fused_inside(a, b, acc)), nearest)
 
 
 def _tosses_coins(how: Accumulation) -> bool:

@@ -298,3 +298,27 @@ def test_up_or_down_equals_the_general_rounding() -> None:
     bits = rng.integers(0, 2**32, 20_000, dtype=np.uint32)
     got, want = quick.evaluate(t, bits)[0], general.evaluate(t, bits)[0]
     assert np.array_equal(got.view(np.uint64), want.view(np.uint64))
+
+
+@pytest.mark.parametrize(
+    "accumulate, first, expected",
+    [
+        # The first step gives 1 or 1 + 2 quanta, the second one a neighbour of 1 or 3 more than 1.
+        ("binary32/up_down", 1, {0.0, 2.0, 4.0}),
+        ("tf32/nearest_even", 0, {1.0}),
+        ("ieee(8,23)/nearest_even", 0, {1.0}),
+    ],
+)
+def test_a_sum_next_to_a_midpoint_is_rounded_once(accumulate: str, first: int, expected: set[float]) -> None:
+    """An even value + half a quantum + 2^-47 quanta: binary64 rounds the sum to the midpoint, and it is above it."""
+    kernel = kernel_of(accumulate)
+    quantum = 2.0 ** (1 - Rounding.parse(accumulate).format.precision)
+    # 8392705 * 8384513 = 2^46 + 1.
+    a = np.float32([[[1 + first * quantum, 8392705 * 2.0**-23]]]).repeat(8, 1)
+    b = np.float32([[[1.0], [8384513 * 2.0**-24 * quantum]]]).repeat(64, 2)
+    want = reference.contract(kernel, a, b, KEY)
+    right = torch.from_numpy(b)
+    sides = Right.matrices(right.shape, right.stride())
+    got = begin_product(Product(kernel, torch.from_numpy(a), right, sides, 0, DRAW, (1, 8, 64))).finish()
+    np.testing.assert_array_equal(encodings(got.numpy()), encodings(want))
+    assert set(((want.astype(np.float64) - 1) / quantum).ravel()) == expected

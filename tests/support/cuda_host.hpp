@@ -14,7 +14,7 @@
 #define __device__
 #define __global__
 #define __restrict__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __forceinline__ inline
 #define SHARED(type, name, count) static host::Shared<type, count> name(#name)
 struct Dim3 { unsigned int x; };

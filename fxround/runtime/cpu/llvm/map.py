@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.shapes import Map
+from fxround.numerics.branches import needed
 from fxround.numerics.randomness import BLOCK, GAMMA, draw_function, mix_function
 from fxround.numerics.scalar import Function
 from fxround.numerics.storage import Storage
@@ -39,7 +40,7 @@ from fxround.runtime.cpu.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.cpu.llvm.render import emit, needed, splat
+from fxround.runtime.cpu.llvm.render import emit, splat
 
 # ``inner`` and ``row`` serve results whose innermost dimension is a multiple of 64: a block's elements are adjacent in
 # the operand, or are all one element of it, and are not copied.

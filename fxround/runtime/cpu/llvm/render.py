@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
+from fxround.numerics.branches import needed
 from fxround.numerics.scalar import WIDTH, Expr, Function, Type
 from fxround.runtime.cpu.llvm.lookups import lookup
 
@@ -145,23 +146,6 @@ def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: i
             env[node] = fused
             continue
         env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
-
-
-def needed(roots: Sequence[Expr], env: dict[Expr, Any]) -> list[Expr]:
-    """The nodes that the roots need in any case, operands first: all but the rare sides."""
-    order: dict[Expr, None] = {}
-    stack = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if node in order or node in env:
-            continue
-        operands = (node.args[0], node.args[2]) if node.op == "rarely" else node.args
-        if ready or not operands:
-            order[node] = None
-            continue
-        stack.append((node, True))
-        stack.extend((a, False) for a in reversed(operands))
-    return list(order)
 
 
 def _branch(

@@ -61,8 +61,8 @@ def preamble(shape: tuple[str, ...]) -> str:
 
 
 def global_(name: str, parameters: Iterable[str], body: str, threads: int = 0) -> str:
-    """A ``__global__`` function; ``threads`` says that its blocks have that many."""
-    bounds = f" __launch_bounds__({threads})" if threads else ""
+    """A ``__global__`` function; ``threads``: those of its blocks, for which it may take all registers."""
+    bounds = f" __launch_bounds__({threads}, 1)" if threads else ""
     return f'extern "C" __global__ void{bounds} {name}({", ".join(parameters)}) {{\n{body}}}\n'
 
 

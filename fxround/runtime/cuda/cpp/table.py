@@ -1,8 +1,8 @@
 """The CUDA C++ table: every operator of the scalar IR as one expression of text.
 
-``device_function`` writes a function's schedule as straight-line C++, one ``const`` for each node; it knows nothing
-about rounding. The text is CUDA C++ and, where the intrinsics are defined, plain C++: the tests run the GPU's text on
-any machine.
+``device_function`` writes a function as C++, one ``const`` for each node, and what only the rare side of a ``rarely``
+needs in a branch; it knows nothing about rounding. The text is CUDA C++ and, where the intrinsics are defined, plain
+C++: the tests run the GPU's text on any machine.
 
 Each float operator is an intrinsic with its rounding in its name (``__fadd_rn``), which NVRTC neither contracts nor
 reassociates. ``DEVICE_OPTIONS`` keep subnormal numbers. Integers are unsigned, so they wrap. Constants are written by
@@ -11,10 +11,12 @@ their encoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 from typing import Any, Final
 
+from fxround.numerics.branches import needed
 from fxround.numerics.scalar import Expr, Function
 
 TYPES: Final = MappingProxyType(
@@ -115,18 +117,42 @@ def signature(function: Function, name: str) -> str:
 def device_function(function: Function, name: str | None = None) -> str:
     """The text of a function, under its own name or another one."""
     names: dict[Expr, str] = {p: str(p.attr) for p in function.params}
-    lines = [signature(function, name or function.name) + " {"]
-    for node in function.schedule:
+    lines = _statements(function.results, names, count())
+    if len(function.results) == 1:
+        lines.append(f"return {names[function.results[0]]};")
+    else:
+        lines += [f"result{i} = {names[r]};" for i, r in enumerate(function.results)]
+    body = "".join(f"  {line}\n" for line in lines)
+    return f"{signature(function, name or function.name)} {{\n{body}}}\n"
+
+
+def _statements(roots: Sequence[Expr], names: dict[Expr, str], numbers: Iterator[int]) -> list[str]:
+    """The statements that give the roots names. What only the rare side of a ``rarely`` needs is in a branch."""
+    order = needed(roots, names)
+    always, lines = set(order), []
+    for node in order:
         if node in names:
             continue
         if node.op == "const":
             names[node] = constant(node)
             continue
-        names[node] = f"v{len(lines)}"
+        if node.op == "rarely" and node.args[1] not in always:
+            lines += _branch(node, names, numbers, always)
+            continue
         text = expression(node, [names[a] for a in node.args])
-        lines.append(f"  const {TYPES[node.type]} {names[node]} = {text};")
-    if len(function.results) == 1:
-        lines.append(f"  return {names[function.results[0]]};")
-    else:
-        lines += [f"  result{i} = {names[r]};" for i, r in enumerate(function.results)]
-    return "\n".join([*lines, "}", ""])
+        names[node] = f"v{next(numbers)}"
+        lines.append(f"const {TYPES[node.type]} {names[node]} = {text};")
+    return lines
+
+
+def _branch(node: Expr, names: dict[Expr, str], numbers: Iterator[int], always: set[Expr]) -> list[str]:
+    """A ``rarely`` whose rare side is computed where it is wanted."""
+    condition, rare, common = node.args
+    # What both sides need is computed before the branch.
+    lines = _statements([n for n in needed([rare], names) if n in always], names, numbers)
+    inner = dict(names)
+    inside = _statements([rare], inner, numbers)
+    names[node] = result = f"v{next(numbers)}"
+    lines.append(f"{TYPES[node.type]} {result} = {names[common]};")
+    lines.append(f"if ({names[condition]}) {{")
+    return [*lines, *(f"  {line}" for line in inside), f"  {result} = {inner[rare]};", "}"]
