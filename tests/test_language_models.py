@@ -26,7 +26,12 @@ def build(kind: str) -> Any:
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **special)
     else:
-        config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](
+        experts = {"num_local_experts": 3} if kind == "mixtral" else {}
+        config = {
+            "llama": transformers.LlamaConfig,
+            "qwen2": transformers.Qwen2Config,
+            "mixtral": transformers.MixtralConfig,
+        }[kind](
             hidden_size=16,
             intermediate_size=32,
             num_hidden_layers=1,
@@ -34,6 +39,7 @@ def build(kind: str) -> Any:
             num_key_value_heads=1,
             max_position_embeddings=64,
             **special,
+            **experts,
         )
     return enlarged(lambda: transformers.AutoModelForCausalLM.from_config(config))
 
@@ -93,7 +99,7 @@ def generated(compiled: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tens
     return found.sequences, torch.stack(found.logits, 1)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "mixtral"])
 def test_a_cache_changes_no_bit_and_lengths_and_batches_need_no_capture(kind: str) -> None:
     model = build(kind)
     compiled = fxround.compile(model, "reproducible")

@@ -24,7 +24,15 @@ _MOST_ELEMENTS: Final = 1 << 46
 
 def surely(condition: Any) -> bool:
     """Whether a condition on sizes certainly holds; False for one on symbolic sizes that may hold or not."""
-    return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
+    if isinstance(condition, bool):
+        return condition
+    return bool(statically_known_true(condition)) or _guarded(condition)
+
+
+def _guarded(condition: torch.SymBool) -> bool:
+    """Whether a guard says so: PyTorch remembers an answer that it gave before the guard was added."""
+    environment = condition.node.shape_env
+    return environment is not None and bool(environment.axioms.get(condition.node.expr, False))
 
 
 def differ(a: Sizes, b: Sizes) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from layers import Calls
+from models import hugging_face
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,6 +34,9 @@ def samples() -> dict[Any, list[Call]]:
 
     def t(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-9, 10, shape, generator=generator).float()
 
     x, y, image, volume, weight = t(3, 6), t(3, 6), t(2, 4, 7, 6), t(2, 4, 5, 6, 4), t(4)
     stats = (t(4), t(4).abs() + 0.5)
@@ -74,6 +78,12 @@ def samples() -> dict[Any, list[Call]]:
         aten.addmm.default: [call(t(6), x.t(), y, beta=0.5, alpha=2), call(t(6, 6), x.t(), y, beta=0)],
         aten.baddbmm.default: [call(t(2, 4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
         aten.addbmm.default: [call(t(4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
+        # The stock kernel takes binary32 in rows of 16 bytes: whole numbers, whose products and sums are exact.
+        aten._grouped_mm.default: [
+            call(whole(5, 4), whole(3, 4, 8), torch.tensor([2, 2, 5], dtype=torch.int32)),
+            call(whole(4, 8), whole(8, 4), torch.tensor([3, 3, 8], dtype=torch.int32)),
+            call(whole(2, 3, 4), whole(2, 4, 4)),
+        ],
         aten.mv.default: [call(x, t(6))],
         aten.addmv.default: [call(t(3), x, t(6), beta=2, alpha=0.5)],
         aten.dot.default: [call(t(6), t(6))],
@@ -289,6 +299,34 @@ def test_a_formula_computes_its_operator(op: Any) -> None:
                 # by a binary32 number for 1/6.
                 loose = 1e-7 if op is aten.hardsigmoid_backward.default else 1e-11
                 torch.testing.assert_close(ours.reshape(reference.shape), reference, rtol=loose, atol=1e-12)
+
+
+def test_products_in_groups_of_rows_are_those_of_each_group() -> None:
+    pytest.importorskip("transformers")
+    hugging_face()
+    from transformers.integrations import moe  # defines the operator
+
+    assert moe
+    generator = torch.Generator().manual_seed(8)
+    a, b, g = (torch.randn(shape, generator=generator) for shape in ((7, 5), (3, 5, 4), (7, 4)))
+    offs = torch.tensor([2, 2, 6])  # two rows, none, four; one row beyond the last group
+    a, b = a.requires_grad_(), b.requires_grad_()
+    compiled = fxround.compile(
+        lambda a, b, offs: torch.ops.transformers.grouped_mm_fallback(a, b, offs), "reproducible"
+    )
+    mm = fxround.compile(torch.mm, "reproducible")
+    found = compiled(a, b, offs)
+    found.backward(g)
+    with torch.no_grad():
+        for group, (low, high) in enumerate(((0, 2), (2, 2), (2, 6))):
+            rows = slice(low, high)
+            if high > low:
+                assert torch.equal(found[rows], mm(a[rows], b[group]))
+                assert torch.equal(a.grad[rows], mm(g[rows], b[group].t()))
+                assert torch.equal(b.grad[group], mm(a[rows].t(), g[rows]))
+            else:
+                assert not b.grad[group].any()
+    assert not found[6].any() and not a.grad[6].any()
 
 
 def test_formulas_leave_integers_and_primitives_alone() -> None:

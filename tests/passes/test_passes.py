@@ -332,6 +332,19 @@ def test_verify_catches_a_changed_dtype_and_a_malformed_graph() -> None:
         verify(graph, "broken")
 
 
+def test_a_size_may_be_written_in_another_way_that_a_condition_proves_equal() -> None:
+    def halves(x: Tensor) -> Tensor:
+        n = x.shape[0] // 4
+        y = x[: 4 * n].reshape(n, 4, 3)
+        return y * x[:4].reshape(1, 4, 3) if n == 1 else y  # the size n // 4 of the product is recomputed as 1
+
+    compiled = fxround.compile(halves, "reproducible")
+    for rows in (5, 7, 9):  # products of small whole numbers are exact
+        x = torch.arange(3.0 * rows).reshape(rows, 3)
+        assert torch.equal(compiled(x), halves(x))
+    assert [row["arguments"] for row in compiled.captures()] == ["float32[a, 3]"] * 2
+
+
 def test_verify_catches_what_is_not_accounted_for() -> None:
     graph = lowered(lambda x: x * 2, torch.ones(3))
     mul = next(node for node in graph.graph.nodes if node.name == "mul")

@@ -26,6 +26,8 @@ Formula = Callable[..., Any]
 # The formulas of each set of definitions. An operator that a set lacks has fxround's own formula.
 TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
 FORMULAS: Final = TABLES[OWN]
+# Formulas of operators that other packages define, by name, because those packages may be imported later or not at all.
+_FOREIGN: Final[dict[str, Formula]] = {}
 # The operators whose formulas reduce data to statistics: means, variances, the maxima and sums of a softmax.
 _STATISTICAL: Final[set[str]] = set()
 
@@ -33,10 +35,11 @@ _STATISTICAL: Final[set[str]] = set()
 def formula(*operators: Any, definitions: str = OWN, statistics: bool = False) -> Callable[[Formula], Formula]:
     """Register a function as the definition of these operators, for floating-point operands only.
 
-    operators: overloads, which are replaced after differentiation (their gradients have overloads of their own), or
-    functions that a model calls (``torch.nn.functional.cross_entropy``), which are replaced before differentiation:
-    their gradients are the definition's. statistics: whether the formula's reductions are statistics of the data, which
-    is the role that policies see.
+    operators: overloads, which are replaced after differentiation (their gradients have overloads of their own), the
+    name of such an overload if another package defines it ("transformers.grouped_mm_fallback.default"), or functions
+    that a model calls (``torch.nn.functional.cross_entropy``), which are replaced before differentiation: their
+    gradients are the definition's. statistics: whether the formula's reductions are statistics of the data, which is
+    the role that policies see.
     """
 
     def register(function: Formula) -> Formula:
@@ -49,6 +52,9 @@ def formula(*operators: Any, definitions: str = OWN, statistics: bool = False) -
         if statistics:
             _STATISTICAL.update(map(str, operators))
         for operator in operators:
+            if isinstance(operator, str):
+                _FOREIGN[operator] = guarded
+                continue
             overload = isinstance(operator, torch._ops.OpOverload)
             TABLES[definitions][operator] = guarded if overload else _or_else(guarded, operator)
         return guarded
@@ -79,7 +85,18 @@ def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
     # must not load that compiler, so the operator cannot be a key of FORMULAS.
     from torch._inductor.inductor_prims import fma
 
-    return {**core_decompositions(), fma: _multiplied_and_added, **FORMULAS, **TABLES[definitions]}
+    return {**core_decompositions(), fma: _multiplied_and_added, **_foreign(), **FORMULAS, **TABLES[definitions]}
+
+
+def _foreign() -> dict[Any, Formula]:
+    """Return the formulas of the operators of other packages that this process has imported."""
+    found = {}
+    for name, function in _FOREIGN.items():
+        namespace, operator, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            found[getattr(packet, overload)] = function
+    return found
 
 
 def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
