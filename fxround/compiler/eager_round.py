@@ -339,7 +339,13 @@ class _Last:
             "scale of the tensor itself, as in scaled(e4m3fn;tensor,binary32,inverse)"
         )
 
-    def elements(self, program: Program, operands: Sequence[Tensor]) -> Tensor:
+    flips_scales = False
+
+    def flipped(self, scale: Tensor, fmt: Format) -> Tensor:
+        """Return the scales: a call has no faults."""
+        return scale
+
+    def elements(self, program: Program, operands: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
         """Remember the program of the elements, and return the first operand."""
         self.found = (program, tuple(operands))
         return operands[0]

@@ -16,8 +16,8 @@ from fxround.compiler.signature import arguments
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.site import site
 from fxround.kernels.program import Program
-from fxround.numerics.faults import numbers_of
-from fxround.passes.inject_faults import FLIP
+from fxround.numerics.faults import Faults, numbers_of
+from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.leaks import operand_source, unrounded
 from fxround.policy import Policy, Rule
 from fxround.views.flips import Flip, Flips, flips_of
@@ -105,7 +105,9 @@ def _is_fault(node: fx.Node) -> bool:
 def _row(node: fx.Node, before: Tensor, after: Tensor) -> Flip:
     call, place = read(node), site(node)
     assert isinstance(call, Pointwise) and place is not None
-    source = operand_source(node) if place.kind == "operand" else unrounded(node)
+    fault = place.reason.rpartition(" ")[2]
+    of_scale = Faults.parse(fault).faults[0].of_scale
+    source = _scaled_by(node) if of_scale else operand_source(node) if place.kind == "operand" else unrounded(node)
     made = site(source)
     assert made is not None
     (statement,) = Program.parse(call.program).statements
@@ -113,12 +115,12 @@ def _row(node: fx.Node, before: Tensor, after: Tensor) -> Flip:
     assert numbers is not None and statement.rounding is not None
     _, count, q = numbers
     return Flip(
-        value=value_name(source, made),
+        value=f"{'scales of ' if of_scale else ''}{value_name(source, made)}",
         node=node.name,
         module=place.path,
         source=place.source,
         format=str(statement.rounding.format),
-        fault=place.reason.rpartition(" ")[2],
+        fault=fault,
         elements=after.numel(),
         flipped=_differ(before, after),
         expected=after.numel() * min(count * q, 1 << 32) / 2**32,
@@ -126,6 +128,19 @@ def _row(node: fx.Node, before: Tensor, after: Tensor) -> Flip:
         role=place.role,
         operator=made.operator,
     )
+
+
+def _scaled_by(scale: fx.Node) -> fx.Node:
+    """Return the value whose elements are multiplied by a scale."""
+    user: fx.Node
+    for user in scale.users:
+        call = read(user)
+        if not isinstance(call, Pointwise) or call.xs[0] is scale:
+            return _scaled_by(user)
+        elements = read(before_flips(call.xs[0]))
+        assert isinstance(elements, Pointwise)
+        return operand_source(elements.xs[0])
+    raise AssertionError(f"{scale.name} scales nothing")
 
 
 def _differ(a: Tensor, b: Tensor) -> int:

@@ -25,6 +25,8 @@ from fxround.kernels.scaled import (
     choice_program,
     element_program,
     error_program,
+    inner_program,
+    outer_program,
     scale_program,
     zero_program,
 )
@@ -41,8 +43,18 @@ class Writer(Protocol[T]):
     def program(self, program: Program, operands: Sequence[T], dtype: torch.dtype) -> T:
         """Return the result of a program, which is stored in this dtype, and is no element of the result."""
 
-    def elements(self, program: Program, operands: Sequence[T]) -> T:
-        """Return the result of the program of the elements, whose modes may draw."""
+    def elements(self, program: Program, operands: Sequence[T], held: Sequence[T]) -> T:
+        """Return the result of the program of the elements, whose modes may draw.
+
+        held: its operands but the first one, as memory holds them, by which an element is multiplied.
+        """
+
+    @property
+    def flips_scales(self) -> bool:
+        """Whether bits of the scales flip."""
+
+    def flipped(self, scale: T, fmt: Format) -> T:
+        """Return scales of this format with flipped bits."""
 
     def multiplier(self, rounding: ScaledRounding) -> T:
         """Return the multiplier of a delayed scale. Raises ValueError where there is no state."""
@@ -67,14 +79,20 @@ def rounded_in_blocks(
     """Return x rounded to a scaled format in blocks of these sizes; None for a format without scales of blocks."""
     program, scaling = element_program(rounding, Format.parse(FORMAT_OF[dtype])), rounding.format.scaling
     if scaling is None:
-        return writer.elements(program, [x])
+        return writer.elements(program, [x], [])
     if scaling.how == "delayed":
-        return writer.elements(program, [x, writer.multiplier(rounding)])
+        given = writer.multiplier(rounding)
+        held = writer.flipped(given, scaling.format) if writer.flips_scales else given
+        return writer.elements(program, [x, given], [held])
     if sizes is None:
         raise LookupError(f"{rounding.format} has scales of blocks, and the sizes of blocks are missing")
     scales = _Scales(x, dtype, rounding, sizes, writer)
     found = scales.affine() if scaling.how == "affine" else [scales.best() if scaling.fit else scales.scale()]
-    return writer.elements(program, [x, *(writer.call(BlockExpand(f, x, sizes)) for f in found)])
+    wide = [writer.call(BlockExpand(f, x, sizes)) for f in found]
+    if not writer.flips_scales:
+        return writer.elements(program, [x, *wide], wide)
+    held = writer.call(BlockExpand(scales.held(found[0]), x, sizes))
+    return writer.elements(program, [x, *wide], [held, *wide[1:]])
 
 
 class _Scales(Generic[T]):
@@ -90,6 +108,7 @@ class _Scales(Generic[T]):
         self.scaling = rounding.format.scaling
         if self.scaling.how == "affine":
             return
+        self.errors: list[T] = []
         self.largest = writer.call(
             BlockMaximum(x, sizes)
             if self.scaling.percentile is None
@@ -109,12 +128,24 @@ class _Scales(Generic[T]):
         scales = [self.scale(i) for i in range(count)]
         most = write.call(BlockExpand(self.largest, self.x, self.sizes))
         measured = error_program(self.rounding, self.carrier)
-        errors = []
         for scale in scales:
             wide = write.call(BlockExpand(scale, self.x, self.sizes))
             lost = write.program(measured, [self.x, wide, most], self.wide)
-            errors.append(write.call(BlockSum(lost, self.sizes)))
-        return write.program(choice_program(count), [*errors, *scales], self.wide)
+            self.errors.append(write.call(BlockSum(lost, self.sizes)))
+        return write.program(choice_program(count), [*self.errors, *scales], self.wide)
+
+    def held(self, scale: T) -> T:
+        """Return the scale of each block after bits of it have flipped, those of its own format."""
+        write, scaling, count = self.writer, self.scaling, len(self.scaling.fit)
+        if scaling.whole is None:
+            return write.flipped(scale, scaling.format)
+        # Relative to the scale of the tensor, which does not flip.
+        programs = [inner_program(self.rounding, self.carrier, fit) for fit in range(max(1, count))]
+        own, *others = (write.program(program, self.read, self.wide) for program in programs)
+        if count:
+            own = write.program(choice_program(count), [*self.errors, own, *others], self.wide)
+        flipped = write.flipped(own, scaling.format)
+        return write.program(outer_program(self.rounding), [flipped, self.read[1]], self.wide)
 
     def affine(self) -> list[T]:
         """Return the scale and the zero point of each block."""

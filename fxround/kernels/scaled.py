@@ -102,11 +102,16 @@ def element_program(rounding: ScaledRounding, stored: Format) -> Program:
 
     For ``inverse`` and ``delayed``, x1 is the multiplier; for ``affine``, x2 is the zero point.
     """
+    return Program(tuple(_element_statements(rounding, stored)[0].statements))
+
+
+def _element_statements(rounding: ScaledRounding, stored: Format) -> tuple[_Statements, str]:
+    """Return the statements of ``element_program``, and the one whose value is the element that memory would hold."""
     written, carrier = _Statements(), carrier_of(stored)
     scaling = rounding.format.scaling
     if scaling is None:
-        _unscaled(written, rounding, stored)
-    elif scaling.how in ("inverse", "delayed"):
+        return written, _unscaled(written, rounding, stored)
+    if scaling.how in ("inverse", "delayed"):
         element = written.add("mul", "x0", "x1", rounding.element)
         own = written.add("reciprocal", "x1", _nearest(carrier))
         written.add("mul", element, own, _nearest(stored))
@@ -114,11 +119,12 @@ def element_program(rounding: ScaledRounding, stored: Format) -> Program:
         # Every sum of integers is exact. The wider integers keep what the zero point brings back into the range.
         exact, most = _nearest(carrier), rounding.format.element.maximum
         quotient = written.add("div", "x0", "x1", replace(rounding.element, format=_wider(rounding.format.element)))
-        kept = written.add("clamp", written.add("add", quotient, "x2", exact), 0.0, most, None)
-        written.add("mul", written.add("sub", kept, "x2", exact), "x1", _nearest(stored))
+        element = written.add("clamp", written.add("add", quotient, "x2", exact), 0.0, most, None)
+        written.add("mul", written.add("sub", element, "x2", exact), "x1", _nearest(stored))
     else:
-        written.add("mul", written.add("div", "x0", "x1", rounding.element), "x1", _nearest(stored))
-    return Program(tuple(written.statements))
+        element = written.add("div", "x0", "x1", rounding.element)
+        written.add("mul", element, "x1", _nearest(stored))
+    return written, element
 
 
 @lru_cache(maxsize=1024)
@@ -145,14 +151,50 @@ def clamped_program(rounding: ScaledRounding, stored: Format) -> Program:
 
 
 @lru_cache(maxsize=1024)
-def split_elements(program: Program) -> tuple[Program, Program]:
-    """Return the program of an element's quotient, and that of the rest, with the quotient as its x0."""
-    first, *rest = program.statements
-    names = {first.target: "x0"} | {s.target: f"t{i}" for i, s in enumerate(rest)}
+def element_parts(rounding: ScaledRounding, stored: Format) -> tuple[Program, Program]:
+    """Return the program of the elements that memory would hold, in the carrier, and that of the rest.
+
+    The operands are those of ``element_program``; x0 of the rest is an element.
+    """
+    written, element = _element_statements(rounding, stored)
+    position = next(i for i, s in enumerate(written.statements) if s.target == element)
+    first, rest = written.statements[: position + 1], written.statements[position + 1 :]
+    if not rest:
+        return Program(tuple(first)), Program((Statement("t0", "identity", ("x0",), _nearest(stored)),))
+    names = {element: "x0"} | {s.target: f"t{i}" for i, s in enumerate(rest)}
     renamed = (
         replace(s, target=names[s.target], operands=tuple(names.get(str(o), o) for o in s.operands)) for s in rest
     )
-    return Program((first,)), Program(tuple(renamed))
+    return Program(tuple(first)), Program(tuple(renamed))
+
+
+@lru_cache(maxsize=1024)
+def inner_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Program:
+    """Return the program of the scales of blocks as they are stored, relative to a scale of the tensor.
+
+    The operands are those of ``scale_program``.
+    """
+    scaling, element = rounding.format.scaling, rounding.format.element
+    assert scaling is not None
+    written = _Statements()
+    _relative(written, scaling, scaling.fit[fit] if scaling.fit else scaling.divisor(element), element, carrier)
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def outer_program(rounding: ScaledRounding) -> Program:
+    """Return the program of the scales by which elements are multiplied: x0 is a block's, x1 the tensor's magnitude.
+
+    It is that of ``scale_program``, also for a scale that is zero or negative after bits of it have flipped.
+    """
+    scaling, element = rounding.format.scaling, rounding.format.element
+    assert scaling is not None and scaling.whole is not None
+    written, wide = _Statements(), Rounding(scaling.whole, MODES["nearest_even"], "saturate")
+    product = written.add("mul", "x0", _outer(written, scaling, element), wide)
+    least = math.ldexp(1.0, scaling.whole.quantum_exponent)
+    other = written.add("where_eq", "x0", 0.0, 0.0, least, None)
+    written.add("where_eq", product, 0.0, other, product, None)
+    return Program(tuple(written.statements))
 
 
 class _Statements:
@@ -172,25 +214,42 @@ class _Statements:
 def _scale(written: _Statements, scaling: Scaling, divisor: float, element: Format, carrier: Format) -> str:
     """Write the scale's statements, of which the last one is the scale; return its target."""
     most = "x0"
-    if scaling.how == "even" and scaling.whole is None:
+    if scaling.whole is not None:
+        inner, outer = _relative(written, scaling, divisor, element, carrier)
+        # A scale saturates: an infinite one would make NaNs of finite elements.
+        wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
+        return _positive(written, written.add("mul", inner, outer, wide), scaling.whole)
+    if scaling.how == "even":
         # The quotient is rounded, not the magnitude, which may round to a power of two beyond the carrier.
         largest = math.ldexp(2.0 - math.ldexp(1.0, 1 - element.precision), carrier.emax)
         unbounded = Format.custom(precision=element.precision, emin=scaling.format.emin, maximum=largest)
         quotient = written.add("div", most, divisor, Rounding(unbounded, MODES["nearest_away"], "inf"))
         return _positive(written, written.add("identity", quotient, scaling.rounding), scaling.format)
+    return _positive(written, written.add("div", most, divisor, scaling.rounding), scaling.format)
+
+
+def _relative(
+    written: _Statements, scaling: Scaling, divisor: float, element: Format, carrier: Format
+) -> tuple[str, str]:
+    """Write the statements of a block's scale relative to the tensor's; return the targets of both."""
+    assert scaling.whole is not None
+    most = "x0"
     if scaling.how == "even":
         unbounded = Format.custom(precision=element.precision, emin=-1022, maximum=2.0**1023).with_range_of(carrier)
         most = written.add("identity", most, Rounding(unbounded, MODES["nearest_away"], "inf"))
-    if scaling.whole is None:
-        return _positive(written, written.add("div", most, divisor, scaling.rounding), scaling.format)
-    # A scale saturates: an infinite one would make NaNs of finite elements.
     wide = Rounding(scaling.whole, MODES["nearest_even"], "saturate")
-    # The scale of the tensor is relative to the element format's largest value whatever the block is fitted to.
-    largest = scaling.divisor(element) * scaling.format.maximum
-    outer = _positive(written, written.add("div", "x1", largest, wide), scaling.whole)
+    outer = _outer(written, scaling, element)
     inner = written.add("div", written.add("div", most, outer, wide), divisor, scaling.rounding)
-    scale = written.add("mul", _positive(written, inner, scaling.format), outer, wide)
-    return _positive(written, scale, scaling.whole)
+    return _positive(written, inner, scaling.format), outer
+
+
+def _outer(written: _Statements, scaling: Scaling, element: Format) -> str:
+    """Write the scale of the tensor, with the largest magnitude x1; return its target."""
+    assert scaling.whole is not None
+    # It is relative to the element format's largest value whatever the block is fitted to.
+    largest = scaling.divisor(element) * scaling.format.maximum
+    quotient = written.add("div", "x1", largest, Rounding(scaling.whole, MODES["nearest_even"], "saturate"))
+    return _positive(written, quotient, scaling.whole)
 
 
 def _positive(written: _Statements, scale: str, fmt: Format) -> str:
@@ -200,25 +259,30 @@ def _positive(written: _Statements, scale: str, fmt: Format) -> str:
     return written.add("clamp", scale, math.ldexp(1.0, fmt.quantum_exponent), math.inf, None)
 
 
-def _unscaled(written: _Statements, rounding: ScaledRounding, stored: Format) -> None:
-    """Write the statements of elements that share no scale: fixed point, or a scale that is given."""
+def _unscaled(written: _Statements, rounding: ScaledRounding, stored: Format) -> str:
+    """Write the statements of elements that share no scale: fixed point, or a scale that is given.
+
+    Return the target of the element.
+    """
     form, carrier = rounding.format, carrier_of(stored)
     used = rounding.multiples(carrier) if rounding.overflow == "wrap" else rounding.element
     found = written.add("identity", "x0", used) if form.unit is None else written.add("div", "x0", form.unit, used)
+    fits = form.element.within(stored)
     if rounding.overflow == "wrap":
-        found = _wrapped(written, found, form, stored if form.unit is None else carrier, carrier)
+        found = _wrapped(written, found, form, stored if form.unit is None and fits else carrier, carrier)
     elif form.span is not None:
         found = written.add("clamp", found, *form.span, None)
     if form.unit is not None:
         written.add("mul", found, form.unit, _nearest(stored))
-    elif rounding.overflow != "wrap" and not form.element.within(stored):
+    elif not fits:
         written.add("identity", found, _nearest(stored))
+    return found
 
 
 def _wrapped(written: _Statements, value: str, form: ScaledFormat, result: Format, carrier: Format) -> str:
     """Write value modulo the number of elements, within their span; infinities become NaN.
 
-    Each step is exact but the last, which rounds to the format of the result.
+    Each step is exact. result: a format that has the elements.
     """
     assert form.span is not None
     (least, most), exact = form.span, _nearest(carrier)

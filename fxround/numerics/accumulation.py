@@ -45,6 +45,8 @@ class Accumulation:
     def __post_init__(self) -> None:
         if (self.chunk is None) != (self.combine is None):
             raise ValueError(f"chunk={self.chunk} combine={self.combine}: an accumulation needs both or neither")
+        if self.faults is not None and self.faults.of_scales:
+            raise ValueError(f"faults={self.faults}: an accumulator has no scale; expected a field without 'scale.'")
         if self.chunk is not None and not 1 <= self.chunk <= 65536:
             raise ValueError(f"chunk={self.chunk}: expected 1 to 65536 products in a partial sum")
 

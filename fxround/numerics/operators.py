@@ -28,7 +28,9 @@ from fxround.numerics.carriers import CARRIERS, one_nan
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
-from fxround.numerics.faults import flipped, numbers_of
+from fxround.numerics.encodings import Encoding
+from fxround.numerics.faults import numbers_of
+from fxround.numerics.flipping import flipped
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.residuals import (
@@ -52,6 +54,7 @@ from fxround.numerics.scalar import (
     absolute,
     bits,
     const,
+    constant_array,
     fma,
     from_bits,
     narrow,
@@ -213,8 +216,10 @@ def apply(
     number of operands, or a rounding that ``require`` refuses.
     """
     fault = numbers_of(name)
-    if fault is not None and rounding is not None and random is not None and len(args) == 1:
-        return flipped(_convert(args[0], out), rounding.format, fault, random)
+    if fault is not None and rounding is not None and random is not None and len(args) in (1, 3):
+        bounds = [float(constant_array(bound)) for bound in args[1:]]
+        encoding = Encoding(rounding.format, (bounds[0], bounds[1]) if bounds else None)
+        return flipped(_convert(args[0], out), encoding, fault, random)
     operator = OPERATORS.get(name) or STEPS.get(name)
     if operator is None:
         raise ValueError(f"no pointwise operator is named {shown(name)}; known: {', '.join(OPERATORS)}")

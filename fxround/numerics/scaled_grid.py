@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fxround.numerics.faults import Encoding
+from fxround.numerics.encodings import Encoding
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.rounding import rounding_function
@@ -38,24 +38,33 @@ def outside_grid(
     if scaling is not None and scaling.how in ("inverse", "delayed"):
         scale = _rounded(1.0 / scale, carrier)
     least, most = form.span or (-math.inf, math.inf)
-    element, zero = form.element, np.zeros(())
+    element, zero, integers_of = form.element, np.zeros(()), Encoding.of_elements(form).integers
     if scaling is not None and scaling.how == "affine":
         element, zero, least, most = integers(element.precision + 2), read[1], 0.0, element.maximum
-    elif scaling is not None and element.is_grid and Encoding(element).is_integer:
-        # A fault can make the least number of two's complement.
-        quantum = math.ldexp(1.0, element.quantum_exponent)
-        least, most = -element.maximum - quantum, element.maximum
+    elif integers_of is not None:
+        # A fault can make all values that have a code.
+        quantum, digits = math.ldexp(1.0, element.quantum_exponent), max(2, integers_of.largest.bit_length())
+        least, most = integers_of.least * quantum, (integers_of.least + (1 << integers_of.bits) - 1) * quantum
         element = Format.custom(
-            precision=element.precision + 1, emin=element.emin + 1, maximum=2 * element.maximum, inf=False, nan=False
+            precision=digits,
+            emin=digits - 1 + element.quantum_exponent,
+            maximum=integers_of.largest * quantum,
+            inf=False,
+            nan=False,
         )
     inside = np.isnan(values)
     with np.errstate(all="ignore"):
-        quotients = values / scale
+        # An infinity is a product that overflowed, of the last element or of one before it.
+        overflown = np.isinf(values)
+        quotients = np.where(overflown, np.copysign(np.finfo(np.float64).max, values * scale), values / scale)
         for mode in _TOWARDS:
             found = _rounded(quotients, element, mode)
+            found = np.where(overflown, np.clip(found, least - zero, most - zero), found)
             bounded = (least <= found + zero) & (found + zero <= most)
             # The product of an element and a scale is exact in binary64, or rounded to it as the tensor is.
             inside |= bounded & (_rounded(found * scale, stored) == values)
+    # A fault can make a scale zero, infinite or NaN.
+    inside |= ((values == 0) & (scale == 0)) | (np.isinf(values) & np.isinf(scale))
     return ~(inside | (np.isinf(values) & element.inf))
 
 

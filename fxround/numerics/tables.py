@@ -107,6 +107,12 @@ def _choose(x: Expr, bounds: Sequence[float], columns: Sequence[Sequence[float]]
             reached = const(x.type, bound) <= x
             found = [select(reached, const(x.type, c[number]), f) for c, f in zip(columns, found, strict=True)]
         return found
+    index, size = _reached(x, bounds), 1 << len(bounds).bit_length()
+    return [_entries([*c, *[c[-1]] * (size - len(c))], x)(index) for c in columns]
+
+
+def _reached(x: Expr, bounds: Sequence[float]) -> Expr:
+    """Return how many of the ascending bounds x reaches, by bisection."""
     size = 1 << len(bounds).bit_length()
     bound_at = _entries([*bounds, *[math.inf] * (size - len(bounds))], x)
     index, step = const("u32", 0), size >> 1
@@ -114,7 +120,18 @@ def _choose(x: Expr, bounds: Sequence[float], columns: Sequence[Sequence[float]]
         # Invariant: x reaches the first ``index`` bounds, and fewer than ``index + 2 step`` of them.
         index = select(bound_at(index + (step - 1)) <= x, index + step, index)
         step >>= 1
-    return [_entries([*c, *[c[-1]] * (size - len(c))], x)(index) for c in columns]
+    return index
+
+
+def position_of(x: Expr, values: Sequence[float]) -> Expr:
+    """Return the position (u32) of x among the values of a table, of which it is one."""
+    return _reached(x, values[1:])
+
+
+def value_at(position: Expr, values: Sequence[float], like: Expr) -> Expr:
+    """Return the value at a position (u32), as a value of the type of ``like``; beyond the last one, the last."""
+    size = 1 << (len(values) - 1).bit_length()
+    return _entries([*values, *[values[-1]] * (size - len(values))], like)(position)
 
 
 def _entries(column: Sequence[float], x: Expr) -> Callable[[Expr], Expr]:

@@ -16,32 +16,42 @@ from torch import fx
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import Site, float_value, site
+from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Fault, operator_of
+from fxround.numerics.formats import Format
 from fxround.passes.rewrite import Plan, decided, follow, locating, rng_of, sites
 
 FLIP: Final = "fxround.flip"
-# Streams of faults: above those of operands' roundings. A value has one for each field.
-_FAULT_STREAMS: Final = 1 << 30
+# Streams of faults: above those of operands' roundings. A value has one for each field, and so have its scales.
+FAULT_STREAMS: Final = 1 << 30
+SCALE_FAULT_STREAMS: Final = 1 << 31
 
 
-def flip_of(graph: fx.GraphModule, node: fx.Node, place: Site, fault: Fault, stream: int) -> Pointwise[fx.Node]:
-    """Return the call that flips bits of a node, which is rounded as its place says; raises UnsupportedRounding."""
-    wanted = decided(place)
-    assert wanted is not None
-    fmt = wanted[1].format
+def flip_of(
+    graph: fx.GraphModule, node: fx.Node, place: Site, fault: Fault, encoding: Encoding, stream: int
+) -> Pointwise[fx.Node]:
+    """Return the call that flips bits of a node, whose values have this encoding; raises UnsupportedRounding."""
+    fmt, span = encoding.format, [] if encoding.integers is None else [v.hex() for v in encoding.span or ()]
     with locating(place):
-        program = f"t0 = {operator_of(fault, fmt)}(x0) @ {fmt}/stochastic/{fmt.default_overflow}"
+        operands = ", ".join(["x0", *span])
+        program = f"t0 = {operator_of(fault, encoding)}({operands}) @ {fmt}/stochastic/{fmt.default_overflow}"
         call = Pointwise([node], program, node.meta["val"].dtype, rng_of(graph), stream)
         call.kernel(call.loads())
     return call
 
 
-def site_of(place: Site, fault: Fault) -> Site:
-    """Return the Site of a fault of the value at a place."""
-    wanted = decided(place)
-    assert wanted is not None
-    kind = "operand" if place.kind == "operand" else "pointwise"
-    return replace(place, operator=FLIP, kind=kind, status="rounded", reason=f"{wanted[1].format} flips {fault}")
+def site_of(place: Site, fault: Fault, fmt: Format) -> Site:
+    """Return the Site of a fault of the value at a place, or of its scales, in this format."""
+    kind = "operand" if place.kind == "operand" or fault.of_scale else "pointwise"
+    return replace(place, operator=FLIP, kind=kind, status="rounded", reason=f"{fmt} flips {fault}")
+
+
+def before_flips(node: fx.Node) -> fx.Node:
+    """Return the value whose bits were flipped; else the node itself."""
+    place, call = site(node), read(node)
+    if place is not None and place.operator == FLIP and isinstance(call, Pointwise):
+        return before_flips(call.xs[0])
+    return node
 
 
 def inject_faults(graph: fx.GraphModule, plan: Plan) -> None:
@@ -53,12 +63,14 @@ def inject_faults(graph: fx.GraphModule, plan: Plan) -> None:
         wanted, value = decided(place), float_value(node)
         if wanted is None or wanted[0].faults is None or value is None or value.dtype not in STORAGES:
             continue
-        if place.kind in ("operand", "random") or _is_rounded_later(node, place):
+        if place.kind in ("operand", "random") or _is_rounded_later(node, place) or wanted[0].blocks is not None:
             continue
+        with locating(place):
+            encoding = Encoding(wanted[1].format)
         last = node
         for i, fault in enumerate(wanted[0].faults.faults):
-            call = flip_of(graph, last, place, fault, _FAULT_STREAMS + 4 * place.number + i)
-            last = follow(graph, last, call, site_of(place, fault), f"{node.name}_flipped")
+            call = flip_of(graph, last, place, fault, encoding, FAULT_STREAMS + 4 * place.number + i)
+            last = follow(graph, last, call, site_of(place, fault, encoding.format), f"{node.name}_flipped")
 
 
 def _is_rounded_later(node: fx.Node, place: Site) -> bool:

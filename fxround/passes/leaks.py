@@ -23,13 +23,13 @@ from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import rounded_in_blocks
 from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
-from fxround.kernels.scaled import split_elements
+from fxround.kernels.scaled import element_parts
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.delayed_scales import DELAYED
-from fxround.passes.inject_faults import FLIP
+from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.rewrite import decided, source_of
 from fxround.passes.round_inputs import operands_of
@@ -240,10 +240,13 @@ def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
     call = read(made)
     if not isinstance(call, Pointwise):
         return False
-    x: fx.Node = call.xs[0]
-    quotient = _before_flips(x)
-    if quotient is not x:
-        x = read(quotient).xs[0]  # type: ignore[union-attr]
+    # With faults, the value is a product with elements, which a program of their own made of the operand.
+    elements = read(before_flips(call.xs[0]))
+    operands = [call.xs[0], *(elements.xs[:1] if isinstance(elements, Pointwise) else ())]
+    return any(_is_made_of(made, x, rounding) for x in operands)
+
+
+def _is_made_of(made: fx.Node, x: fx.Node, rounding: ScaledRounding) -> bool:
     turned, wanted = read(x), rounding.hadamard
     if wanted is not None and not (
         isinstance(turned, HadamardTransform) and (turned.size, turned.seed) == (wanted.size, wanted.seed)
@@ -259,7 +262,7 @@ def _is_made(
     made: fx.Node, x: fx.Node, dtype: torch.dtype, rounding: ScaledRounding, sizes: Sequence[int] | None
 ) -> bool:
     try:
-        return _alike(rounded_in_blocks(x, dtype, rounding, sizes, _Existing(made)), made)
+        return _alike(rounded_in_blocks(x, dtype, rounding, sizes, _Existing(made, rounding)), made)
     except LookupError:
         return False
 
@@ -287,10 +290,25 @@ class _Existing:
     """
 
     made: fx.Node
+    rounding: ScaledRounding
+
+    @property
+    def flips_scales(self) -> bool:
+        """Whether ``made`` reads scales of which bits have flipped."""
+        return any(_is_flipped_scale(x) for x in read(self.made).xs[1:])  # type: ignore[union-attr]
+
+    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+        """Return the node of the last fault of the scales."""
+        for node in scale.graph.find_nodes(op="call_function", target=Pointwise.overload):
+            place, call = site(node), read(node)
+            is_flip = place is not None and place.operator == FLIP and isinstance(call, Pointwise)
+            if is_flip and call.xs[0] is not node and _alike(call.xs[0], scale):  # type: ignore[union-attr]
+                return self.flipped(node, fmt)
+        return scale
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
         """Return the multiplier of a delayed scale that ``made`` reads."""
-        for node in self.made.all_input_nodes:
+        for node in map(before_flips, self.made.all_input_nodes):
             if DELAYED in node.meta and node.meta[DELAYED].rounding == rounding:
                 return node
         return _missing(f"a multiplier of {rounding}")
@@ -317,25 +335,27 @@ class _Existing:
                 return user
         return _missing(str(program))
 
-    def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
+    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
         """Return the node of the elements, which may be the one of their scales after bits have flipped."""
-        call = read(self.made)
+        call, dtype = read(self.made), operands[0].meta["val"].dtype
         assert isinstance(call, Pointwise)
-        quotient, (first, rest) = _before_flips(call.xs[0]), split_elements(program)
-        if quotient is call.xs[0]:
-            return self.program(program, operands, operands[0].meta["val"].dtype)
-        same = call.program == str(rest) and all(map(_alike, call.xs[1:], operands[1:]))
+        if call.program == str(program):
+            return self.program(program, operands, dtype)
+        first, rest = element_parts(self.rounding, Format.parse(FORMAT_OF[dtype]))
+        quotient = before_flips(call.xs[0])
+        same = call.program == str(rest) and all(map(_alike, call.xs[1:], held))
         if same and _alike(self.program(first, operands, quotient.meta["val"].dtype), quotient):
             return self.made
         return _missing(str(program))
 
 
-def _before_flips(node: fx.Node) -> fx.Node:
-    """Return the value whose bits were flipped; else the node itself."""
-    place, call = site(node), read(node)
-    if place is not None and place.operator == FLIP and isinstance(call, Pointwise):
-        return _before_flips(call.xs[0])
-    return node
+def _is_flipped_scale(node: fx.Node) -> bool:
+    """Whether bits of a scale have flipped, or of one that was multiplied by the scale of the tensor afterwards."""
+    call = read(node)
+    if isinstance(call, BlockExpand):
+        return _is_flipped_scale(call.scales)
+    inner = call.xs[0] if isinstance(call, Pointwise) else node
+    return before_flips(node) is not node or before_flips(inner) is not inner
 
 
 def _missing(what: str) -> fx.Node:

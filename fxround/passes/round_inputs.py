@@ -24,7 +24,8 @@ from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
-from fxround.kernels.scaled import split_elements
+from fxround.kernels.scaled import element_parts
+from fxround.numerics.encodings import Encoding
 from fxround.numerics.formats import Format
 from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.scaled import ScaledRounding
@@ -53,8 +54,10 @@ from fxround.policy import ENTERING, Assignment
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
-# Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above.
+# Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above. Of faults of
+# their scales: above those of the scales of values.
 _FAULT_STREAMS: Final = 3 << 29
+_SCALE_FAULT_STREAMS: Final = 7 << 29
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
 
@@ -217,20 +220,35 @@ class _Nodes:
         new._rename(f"{self.near.name}_scale")
         return new
 
-    def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
+    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
         """Return the node of the elements, which draws from the stream."""
         dtype, rng = operands[0].meta["val"].dtype, rng_of(self.graph)
-        wanted = decided(self.place)
-        if wanted is None or wanted[0].faults is None:
+        wanted = self.place.assignment
+        assert wanted is not None and wanted.scaled is not None
+        if wanted.faults is None:
             made = Pointwise(list(operands), str(program), dtype, rng, self.stream)
             return _inserted(self.graph, self.near, made, self.place)
-        first, rest = split_elements(program)
+        first, rest = element_parts(wanted.scaled, Format.parse(FORMAT_OF[dtype]))
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         quotient = Pointwise(list(operands), str(first), wide, rng, self.stream)
         elements = _inserted(self.graph, self.near, quotient, self.place)
-        flipped = _flipped(self.graph, self.near, elements, self.place, self.stream)
-        made = Pointwise([flipped, *operands[1:]], str(rest), dtype, rng, self.stream)
+        with locating(self.place):
+            encoding = Encoding.of_elements(wanted.scaled.format)
+        flipped = _flipped(self.graph, self.near, elements, self.place, encoding, self.stream)
+        made = Pointwise([flipped, *held], str(rest), dtype, rng, self.stream)
         return _inserted(self.graph, self.near, made, self.place)
+
+    @property
+    def flips_scales(self) -> bool:
+        """Whether the policy flips bits of the scales."""
+        wanted = self.place.assignment
+        return wanted is not None and wanted.faults is not None and bool(wanted.faults.of_scales)
+
+    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+        """Return the scales with flipped bits."""
+        with locating(self.place):
+            encoding = Encoding(fmt)
+        return _flipped(self.graph, self.near, scale, self.place, encoding, self.stream, of_scales=True)
 
 
 def _inserted(graph: fx.GraphModule, near: fx.Node, call: Call[fx.Node], place: Site) -> fx.Node:
@@ -270,7 +288,9 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
     found = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
-    return _flipped(graph, near, found, place, stream)
+    with locating(place):
+        encoding = Encoding(wanted[1].format)
+    return _flipped(graph, near, found, place, encoding, stream)
 
 
 def _said(wanted: Assignment) -> str:
@@ -278,13 +298,27 @@ def _said(wanted: Assignment) -> str:
     return f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said
 
 
-def _flipped(graph: fx.GraphModule, near: fx.Node, found: fx.Node, place: Site, stream: int) -> fx.Node:
-    """Return an operand, or the elements of one, with the bits flipped that its assignment says; before ``near``."""
-    assert place.assignment is not None
-    at = replace(place, kind="operand")
-    for i, fault in enumerate(place.assignment.faults.faults if place.assignment.faults else ()):
-        call = flip_of(graph, found, at, fault, _FAULT_STREAMS + 4 * (stream - _OPERAND_STREAMS) + i)
+def _flipped(
+    graph: fx.GraphModule,
+    near: fx.Node,
+    found: fx.Node,
+    place: Site,
+    encoding: Encoding,
+    stream: int,
+    of_scales: bool = False,
+) -> fx.Node:
+    """Return an operand, its elements or its scales with the bits flipped that its assignment says.
+
+    The nodes are inserted before ``near``.
+    """
+    wanted = place.assignment
+    assert wanted is not None
+    at, name = replace(place, kind="operand"), "scale" if of_scales else "operand"
+    faults = () if wanted.faults is None else wanted.faults.of_scales if of_scales else wanted.faults.of_elements
+    first = (_SCALE_FAULT_STREAMS if of_scales else _FAULT_STREAMS) + 4 * (stream - _OPERAND_STREAMS)
+    for i, fault in enumerate(faults):
+        call = flip_of(graph, found, at, fault, encoding, first + i)
         found = insert(graph, near, call.overload, call.arguments())
-        found._rename(f"{near.name}_operand_flipped")
-        found.meta[META] = site_of(at, fault)
+        found._rename(f"{near.name}_{name}_flipped")
+        found.meta[META] = site_of(at, fault, encoding.format)
     return found

@@ -24,6 +24,7 @@ from fxround.numerics.formats import Format
 from fxround.numerics.gradients import Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.inject_faults import before_flips
 from fxround.passes.rewrite import Plan, become, decided, insert, round_after, rounded
 from fxround.passes.scaled_results import round_in_blocks
 from fxround.policy import Assignment
@@ -113,8 +114,10 @@ def _zero_clamped_elements(graph: fx.GraphModule, value: _Rounded, gradient: fx.
     call = read(value.node)
     if not isinstance(call, Pointwise) or not clamps_elements(blocks):
         return
+    elements = read(before_flips(call.xs[0])) if value.assignment.faults is not None else call
+    assert isinstance(elements, Pointwise)
     program = clamped_program(blocks, Format.parse(FORMAT_OF[call.dtype]))
-    flags = Pointwise(call.xs, str(program), call.dtype, call.rng, call.node)
+    flags = Pointwise(elements.xs, str(program), call.dtype, call.rng, call.node)
     flag = insert(graph, gradient, flags.overload, flags.arguments())
     flag.meta[META] = replace(value.place, operator="fxround.round", kind="operand", status="rounded", reason="")
     clamped = insert(graph, gradient, aten.gt.Scalar, (_moved(graph, value, flag, value.node, gradient), 0.0))

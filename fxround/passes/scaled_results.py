@@ -14,12 +14,17 @@ import torch
 from torch import fx
 
 from fxround.graph.dialect import Call, Pointwise
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, Site, float_value
 from fxround.graph.values import evaluate
 from fxround.kernels.program import Program
+from fxround.kernels.scaled import element_parts
+from fxround.numerics.encodings import Encoding
+from fxround.numerics.faults import Fault
+from fxround.numerics.formats import Format
 from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, flip_of, site_of
 from fxround.passes.rewrite import Plan, last_placeholder, locating, rng_of, sites
 
 # They yield operands, or numbers that only choose elements.
@@ -82,12 +87,41 @@ class _After:
         made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), 0)
         return self._append(made.overload, made.arguments(), replace(self.place, kind="operand"), "scale")
 
-    def elements(self, program: Program, operands: Sequence[fx.Node]) -> fx.Node:
+    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
         """Return the node of the elements."""
-        dtype = self.origin.meta["val"].dtype
-        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), self.stream)
+        dtype, rng = self.origin.meta["val"].dtype, rng_of(self.graph)
+        wanted, xs = self.place.assignment, list(operands)
+        if wanted is not None and wanted.faults is not None and wanted.blocks is not None:
+            first, program = element_parts(wanted.blocks, Format.parse(FORMAT_OF[dtype]))
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            quotient = Pointwise(xs, str(first), wide, rng, self.stream)
+            quotient.kernel(quotient.loads())
+            at = replace(self.place, kind="operand")
+            elements = self._append(quotient.overload, quotient.arguments(), at, "elements")
+            encoding = Encoding.of_elements(wanted.blocks.format)
+            xs = [self._with_flips(elements, wanted.faults.of_elements, encoding, FAULT_STREAMS), *held]
+        made = Pointwise(xs, str(program), dtype, rng, self.stream)
         made.kernel(made.loads())
         return self._append(made.overload, made.arguments(), replace(self.place, kind="pointwise"), "rounded")
+
+    @property
+    def flips_scales(self) -> bool:
+        """Whether the policy flips bits of the scales."""
+        wanted = self.place.assignment
+        return wanted is not None and wanted.faults is not None and bool(wanted.faults.of_scales)
+
+    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+        """Return the scales with flipped bits."""
+        wanted = self.place.assignment
+        assert wanted is not None and wanted.faults is not None
+        return self._with_flips(scale, wanted.faults.of_scales, Encoding(fmt), SCALE_FAULT_STREAMS)
+
+    def _with_flips(self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, streams: int) -> fx.Node:
+        for i, fault in enumerate(faults):
+            call = flip_of(self.graph, node, self.place, fault, encoding, streams + 4 * self.stream + i)
+            at = replace(site_of(self.place, fault, encoding.format), kind="operand")
+            node = self._append(call.overload, call.arguments(), at, "flipped")
+        return node
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
         """Delayed scales belong to operands, which ``Rule`` requires."""

@@ -150,6 +150,7 @@ class Policy:
             return None
         rule, said = str(self.rules[found[-1]]), self.rules[found[-1]].faults
         faults = Faults.parse(said).possible if said else None
+        _require_scales(faults, text, rule)
         if is_scaled(text):
             scaled = ScaledRounding.parse(text)
             return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled, faults=faults)
@@ -190,8 +191,7 @@ class Policy:
             how = replace(parsed, faults=parsed.flips)
         gradient = Gradient.parse(with_dtype(last.get("gradient", STRAIGHT), dtype))
         faults = Faults.parse(last["faults"]).possible if "faults" in last else None
-        if blocks is not None and faults is not None:
-            raise PolicyError(f"rule {str(chosen)!r}: bits of values in a scaled format do not flip yet")
+        _require_scales(faults, text, str(chosen))
         order = Order.parse(last.get("order", LANES))
         return Assignment(rounding, how, order, str(chosen), gradient, faults=faults, blocks=blocks)
 
@@ -314,6 +314,16 @@ def of_operands(name: str, *rules: Rule) -> Policy:
     kept = (Rule(rounding=DTYPE, accumulate=WIDE), Rule(operator="contraction", accumulate=NATIVE))
     own = (replace(rule, operator="contraction") for rule in rules)
     return Policy(name, tuple(replace(rule, optional=True) for rule in (*kept, *own)))
+
+
+def _require_scales(faults: Faults | None, rounding: str, rule: str) -> None:
+    """Raise PolicyError for faults of scales if the rounding has none, or one that is given."""
+    scaling = ScaledRounding.parse(rounding).format.scaling if is_scaled(rounding) else None
+    if faults is not None and faults.of_scales and scaling is None:
+        raise PolicyError(
+            f"rule {rule!r}: {faults.of_scales[0]} flips bits of the scales of blocks, and {rounding} has no such "
+            "scales; expected a format as 'mxfp8', 'nvfp4' or 'int8:channel'"
+        )
 
 
 def _require_within(rounding: Rounding, dtype: str, rule: str, what: str, path: str) -> None:

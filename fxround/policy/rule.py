@@ -105,7 +105,8 @@ class Rule:
                 forward operation read, except that the blocks of a scaled format run along the sum of each operation
     faults      "field:probability", several separated by spaces: with this probability one bit of the field flips in
                 the rounded value, or in the rounded operands if the rule sets ``operands``; the fields are
-                "significand", "exponent", "sign" and "any" of the encoding of the rounding's format
+                "significand", "exponent", "sign" and "any" of the encoding of the rounding's format, and with
+                "scale." before them those of the scales of a scaled format's blocks
     result      for ``operands``: the role of the operation's result, for example "gradient" for the products that yield
                 gradients of weights; None: any
 
@@ -155,11 +156,10 @@ class Rule:
             )
         if all(getattr(self, field) is None for field in _SAID):
             raise PolicyError(f"the rule {self} sets nothing: set {'=, '.join(_SAID[:-1])}= or {_SAID[-1]}=")
-        if self.faults is not None and self.operands is not None and not _has_bits(self.operands):
+        if self.faults is not None and self.operands == IDENTITY:
             raise PolicyError(
-                f"the rule {self} flips bits of operands: that needs operands= of a format with an encoding, such as "
-                "'e4m3fn', 'dtype', 'mxfp8' or 'int8'; fixed point, tables and integers with a zero point have no "
-                "faults"
+                f"the rule {self} flips bits of operands: that needs operands= of a format, such as 'e4m3fn', 'dtype', "
+                "'mxfp8' or 'int8'"
             )
         if self.result is not None and self.operands is None:
             raise PolicyError(f"the rule {self} has result={self.result!r}, which selects operands: set operands=")
@@ -284,14 +284,6 @@ def faults_of(accumulate: str | None) -> str | None:
     """Return the faults in the text of an accumulation, or None."""
     found = [word.partition("=")[2] for word in (accumulate or "").split() if word.startswith("faults=")]
     return found[0].replace(",", " ") if found else None
-
-
-def _has_bits(operands: str) -> bool:
-    """Whether the elements of operands have an encoding: floating-point numbers, and integers without a zero point."""
-    if operands == IDENTITY or not is_scaled(operands):
-        return operands != IDENTITY
-    form = ScaledRounding.parse(operands).format
-    return form.scaling is not None and form.scaling.how != "affine" and form.element.is_grid
 
 
 def _full_rounding(text: str) -> str:

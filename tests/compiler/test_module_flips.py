@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ import fxround
 from fxround import Policy, PolicyError, Rule, ScaledFormat
 from fxround.graph.dialect import Pointwise, read
 from fxround.kernels.program import Program
+from fxround.numerics.encodings import Encoding
 from fxround.numerics.exact_faults import flip
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.randomness import random_function
+from fxround.passes.inject_faults import before_flips
+from fxround.passes.rewrite import source_of
 
 NARROW = "e4m3fn/nearest_even/saturate"
 FAULTY = Policy(
@@ -115,9 +119,133 @@ def test_operands() -> None:
     assert sum(row.flipped for row in found.filter().flips[1:]) == int((weights[0] != rounded).sum()) > 0
     assert x.grad is not None and torch.equal(x.grad, g @ weights[0])
     assert not compiled.leaks(x.detach(), tangents={0: g})
-    for text in ("uint8", "fixed(8,4)", "scaled(nf4;32,binary32,nearest)"):
-        with pytest.raises(PolicyError, match="fixed point, tables and integers with a zero point have no faults"):
-            Rule(operator="mm", operands=text, faults="any:0.1")
+
+
+def exact_flips(node: Any, compiled: fxround.RoundedModule, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What a node read and returned, after a comparison of each element with the specification."""
+    call = read(node)
+    assert isinstance(call, Pointwise)
+    (statement,) = Program.parse(call.program).statements
+    numbers = numbers_of(statement.operator)
+    assert numbers is not None and statement.rounding is not None
+    bounds = [float(b) for b in statement.operands[1:]]
+    encoding = Encoding(statement.rounding.format, (bounds[0], bounds[1]) if bounds else None)
+    before, after = (values[n].detach().double().flatten() for n in (call.xs[0].name, node.name))
+    key = (np.full(before.numel(), n, np.uint32) for n in (*compiled.rng.tolist()[:1], 0, 0, call.node))
+    (words,) = random_function().evaluate(np.arange(before.numel(), dtype=np.uint64), *key)
+    expected = [flip(v, encoding, numbers, int(r)) for v, r in zip(before.tolist(), words, strict=True)]
+    assert np.array_equal(np.array(expected), after.numpy(), equal_nan=True)
+    assert np.array_equal(np.signbit(expected), np.signbit(after.numpy())) or encoding.format.posit
+    return before, after
+
+
+WHERE = ("operands", "rounding", "operands")
+FORMATS_WITH_FAULTS = [
+    ("fixed(8,4)", "any:0.05", ""),
+    ("ufixed(12,9)/stochastic/wrap", "significand:0.05", ""),
+    ("uint8:scale=0.05,zero=100", "any:0.05", ""),
+    ("int8:scale=0.05", "sign:0.05", ""),
+    ("nf4", "any:0.05", ""),
+    ("posit16", "any:0.05", ""),
+    ("uint4:channel/stochastic", "significand:0.05", "scale.significand:0.1"),
+    ("scaled(nf4;16,binary32,nearest)", "any:0.05", "scale.exponent:0.1"),
+    ("scaled(posit(8,2);16,bfloat16,up)", "sign:0.05", "scale.any:0.1"),
+    ("mxfp8/stochastic", "exponent:0.05", "scale.any:0.1"),
+    ("mxfp4", "", "scale.exponent:0.2"),
+    ("nvfp4", "sign:0.05", "scale.any:0.2"),
+    ("nvfp4:16,fit=6:4", "any:0.05", "scale.exponent:0.2"),
+    ("scaled(e5m2;8x8,e8m0fnu,inverse)", "any:0.05", "scale.exponent:0.2"),
+]
+
+
+@pytest.mark.parametrize("where, row", [(w, r) for i, r in enumerate(FORMATS_WITH_FAULTS) for w in WHERE[i % 3 :: 3]])
+def test_codes_of_elements_and_of_scales_flip_and_nothing_else(where: str, row: tuple[str, str, str]) -> None:
+    """A value is R(q s) of the flipped element and scale; where neither flipped, it is what it is without faults."""
+    torch.manual_seed(1)
+    (text, elements, scales), layer, x = row, nn.Linear(40, 12, bias=False).eval(), torch.randn(24, 40)
+    rule = Rule(operator="mm", operands=text) if where == "operands" else Rule(role="weight", rounding=text)
+    base = (Rule(rounding="dtype"),)
+    plain = fxround.compile(layer, Policy("plain", (*base, rule)), seed=2)
+    rules = (*base, replace(rule, faults=f"{elements} {scales}".strip()))
+    compiled = fxround.compile(layer, Policy("p", rules), seed=2, example_inputs=x)
+    found = compiled.flips(x)
+    assert found.flipped > 0
+    for one in found.flips:
+        assert abs(one.flipped - one.expected) < 6 * math.sqrt(max(one.expected, 1))
+        assert one.value.startswith("scales of ") == one.fault.startswith("scale.")
+    assert not compiled.leaks(x)
+    values = dict(compiled.observe(x)) | compiled._called.named([x], None)
+    without = dict(plain.observe(x)) | plain._called.named([x], None)
+    graph, was = compiled.lowered.graph, plain.lowered.graph
+    flips = [node for node in graph.nodes if isinstance(c := read(node), Pointwise) and "flip_" in c.program]
+    assert len(flips) == len(found.flips)
+    for node in flips:
+        exact_flips(node, compiled, values)
+    mm, mm_without = (next(n for n in g.nodes if "matmul" in str(n.target)) for g in (graph, was))
+    for used, before in zip(mm.all_input_nodes[:2], mm_without.all_input_nodes[:2], strict=True):
+        made, call = source_of(used), read(source_of(used))
+        if not isinstance(call, Pointwise):
+            continue
+        result, expected = values[made.name], without[source_of(before).name]
+        moved = torch.zeros(result.shape, dtype=torch.bool)
+        q = values[call.xs[0].name].double()
+        clean = q if "flip_" in call.program else values[before_flips(call.xs[0]).name].double()
+        if "flip_" in call.program:
+            moved = values[before_flips(made).name] != result
+        else:
+            moved |= ~((q == clean) | (q.isnan() & clean.isnan()))
+            if scales:
+                held = values[call.xs[1].name].double()
+                given = values[read(before_flips(call.xs[0])).xs[1].name].double()
+                moved |= ~((held == given) | (held.isnan() & given.isnan()))
+                back = (1 / held).float().double() if "inverse" in text else held
+                zero = values[call.xs[2].name].double() if len(call.xs) > 2 else 0.0
+                # A product of an element and a binary32 scale is exact in binary64.
+                assert torch.equal(((q - zero) * back).float().nan_to_num(7.0), result.nan_to_num(7.0))
+        assert moved.any() and torch.equal(result[~moved], expected[~moved])
+
+
+def test_faults_of_scales_need_scales() -> None:
+    for text in ("fixed(8,4)", "uint8:scale=0.05,zero=128", "e4m3fn"):
+        for rule in (
+            Rule(operator="mm", operands=text, faults="scale.any:0.1"),
+            Rule(rounding=text, faults="scale.any:1"),
+        ):
+            with pytest.raises(PolicyError, match=r"flips bits of the scales of blocks, and .* has no such scales"):
+                fxround.compile(net().eval(), Policy("p", (rule,)), example_inputs=X)
+    with pytest.raises(PolicyError, match="an accumulator has no scale"):
+        Rule(accumulate="wide faults=scale.any:0.1")
+    rule = Rule(operator="mm", operands="mxfp8", faults="scale.sign:0.1")
+    with pytest.raises(fxround.UnsupportedRounding, match="e8m0fnu has no bits of the sign"):
+        fxround.compile(net().eval(), Policy("p", (rule,)), example_inputs=X)
+
+
+def test_counts_of_scales_are_within_six_sigma_and_the_same_everywhere() -> None:
+    """A false alarm has a probability below 1e-8 for all 4 counts (two tails of a normal distribution: 2e-9 each)."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2048, 64, bias=False).eval(), torch.randn(64, 2048)
+    policy = Policy("p", (Rule(operator="mm", operands="mxfp4", faults="scale.any:0.02 any:0.001"),))
+    compiled = fxround.compile(model, policy, seed=4)
+    found = compiled.flips(x)
+    assert [row.elements for row in found.flips] == [4096, 64 * 2048] * 2
+    for row in found.flips:
+        p = row.expected / row.elements
+        assert abs(row.flipped - row.expected) <= 6 * math.sqrt(row.elements * p * (1 - p)), row
+
+
+def test_a_gradient_is_zeroed_where_an_element_was_clamped_and_not_where_its_bits_flipped() -> None:
+    """The same gradient as without faults: a clamped element is one of the quotient."""
+    torch.manual_seed(0)
+    x, grads = torch.randn(8, 64), []
+    for faults in (None, "any:0.3 scale.any:0.3"):
+        model = nn.Linear(64, 32, bias=False)
+        torch.nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(1))
+        rule = Rule(role="weight", rounding="mxfp4", gradient="zero_clamped", faults=faults)
+        compiled = fxround.compile(model, Policy("p", (rule,)), seed=1)
+        compiled(x).sum().backward()
+        grads.append(model.weight.grad)
+    zeros = grads[0] == 0
+    assert zeros.any() and not zeros.all() and torch.equal(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("text", ["mxint8", "bfp(5,16)/stochastic", "int8:channel"])
@@ -263,15 +391,16 @@ def test_a_rule_with_faults_is_a_text() -> None:
     assert "faults=any:0.02" in str(FAULTY.rules[2])
     with pytest.raises(PolicyError, match="faults = 'mantissa:1': no field is named 'mantissa'"):
         Rule(faults="mantissa:1")
-    with pytest.raises(PolicyError, match="that needs operands= of a format with an encoding"):
+    with pytest.raises(PolicyError, match="that needs operands= of a format, such as"):
         Rule(role="weight", operands="identity", faults="sign:1")
 
 
 @pytest.mark.parametrize(
     "rule, message",
     [
-        (Rule(rounding="e8m0fnu", faults="any:0.1"), "has no zero"),
-        (Rule(rounding="nf4", faults="any:0.1"), "nf4 is a table or a posit, which has no fields"),
+        (Rule(rounding="e8m0fnu", faults="sign:0.1"), "e8m0fnu has no bits of the sign"),
+        (Rule(rounding="nf4", faults="exponent:0.1"), "the code of a table's value is its position; write any:"),
+        (Rule(rounding="posit16", faults="exponent:0.1"), "fields of a posit begin where its regime ends"),
         (Rule(rounding="ue5m3", faults="sign:0.1"), "ue5m3 has no bits of the sign"),
         (Rule(faults="any:1e-12"), r"a field of 32 bits can flip with probability 7\.45e-09"),
     ],

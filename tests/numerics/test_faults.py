@@ -12,10 +12,11 @@ from neighbours import ALL_FORMATS
 
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
+from fxround.numerics.encodings import FIELDS, Encoding
 from fxround.numerics.exact_faults import code_of, flip, value_of
-from fxround.numerics.faults import FIELDS, Encoding, Fault, Faults, numbers_of, operator_of, share
+from fxround.numerics.faults import Fault, Faults, numbers_of, operator_of, share
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scaled import fixed_point, integers
+from fxround.numerics.scaled import ScaledFormat, fixed_point, integers
 
 # The encodings of formats elsewhere, and the unsigned integers of their codes.
 ELSEWHERE = {
@@ -32,20 +33,34 @@ ELSEWHERE = {
     "e3m2fn": (ml_dtypes.float6_e3m2fn, np.uint8),
     "e2m3fn": (ml_dtypes.float6_e2m3fn, np.uint8),
     "e2m1fn": (ml_dtypes.float4_e2m1fn, np.uint8),
+    "e8m0fnu": (ml_dtypes.float8_e8m0fnu, np.uint8),
 }
 P3109 = [Format.parse(name) for name in ("binary8p3se", "binary8p3sf", "binary8p4ue", "binary8p1uf", "binary4p2sf")]
+ZERO_POINTS = ("uint8:scale=0.5,zero=131", "int8:scale=0.5,zero=3", "uint4:channel", "ufixed(5,7)")
+SPANS = ("fixed(8,4)", "fixed(2,0)", "fixed(25,3)", "fixed(53,10)", "ufixed(53,-3)", *ZERO_POINTS)
+TABLES = ("nf4", "table(-1,0,1)", "table(-3,1e-30,0.5,7)")
+POSITS = ("posit(3,0)", "posit(8,2)", "posit(5,3)", "posit(16,1)", "posit(32,2)", "posit(20,4)")
+OTHERS = [
+    *(Encoding.of_elements(ScaledFormat.parse(text)) for text in SPANS),
+    *(Encoding(Format.parse(text)) for text in (*TABLES, *POSITS, "e8m0fnu")),
+    Encoding(fixed_point(8, 0), (-100.0, 100.0)),  # no power of two: two's complement
+]
 WITH_ZERO = [fmt for fmt in (*ALL_FORMATS, *P3109) if fmt.zero and fmt.emin >= -1022]
 INTEGERS = [integers(2), integers(3), integers(8), integers(16), fixed_point(8, 6), fixed_point(12, -3)]
 RANDOM = np.random.default_rng(0)
 
 
-def codes(fmt: Format) -> list[int]:
+def said(encoding: Encoding) -> str:
+    return f"{encoding.format.said[:30]} {encoding.span or ''}"
+
+
+def codes(fmt: Format | Encoding) -> list[int]:
     """Every code of a small format; else those at the ends of fields, and some at random."""
-    encoding = Encoding(fmt)
-    width = encoding.magnitude + fmt.signed
+    encoding = fmt if isinstance(fmt, Encoding) else Encoding(fmt)
+    width, last = encoding.field("any")[1], encoding.last if encoding.format.is_grid else 0
     if width <= 10:
         return list(range(1 << width))
-    ends = {c + d for b in range(width + 1) for c in (1 << b, encoding.last, encoding.last + 1) for d in (-1, 0, 1)}
+    ends = {c + d for b in range(width + 1) for c in (1 << b, last, last + 1) for d in (-1, 0, 1)}
     ends |= {int(c) % (1 << width) for c in RANDOM.integers(0, 1 << 62, 60)}
     return sorted({c % (1 << width) for c in ends} | {c % (1 << width) | 1 << width - 1 for c in ends})
 
@@ -77,27 +92,30 @@ def test_a_code_is_the_number_of_its_magnitude(fmt: Format) -> None:
     assert bool(np.all(fmt.contains(values)))
 
 
-def kernel(fmt: Format, operator: str, carrier: str, values: list[float], randoms: list[int]) -> list[float]:
+def kernel(encoding: Encoding, operator: str, carrier: str, values: list[float], randoms: list[int]) -> list[float]:
     """The NumPy rendering of the kernel of one fault."""
-    text = f"t0 = {operator}(x0) @ {fmt}/stochastic/{fmt.default_overflow}"
+    fmt = encoding.format
+    operands = ", ".join(["x0", *(bound.hex() for bound in encoding.span or ())])
+    text = f"t0 = {operator}({operands}) @ {fmt}/stochastic/{fmt.default_overflow}"
     body = map_kernel(Program.parse(text), (carrier,), carrier).body  # type: ignore[arg-type]
     dtype = np.float32 if carrier == "f32" else np.float64
     (found,) = body.evaluate(np.array(values, dtype), np.array(randoms, np.uint32))
     return [float(v) for v in found]
 
 
-@pytest.mark.parametrize("fmt", [*WITH_ZERO, *INTEGERS], ids=str)
-def test_the_kernel_flips_what_the_specification_flips(fmt: Format) -> None:
+@pytest.mark.parametrize("encoding", [*map(Encoding, (*WITH_ZERO, *INTEGERS)), *OTHERS], ids=said)
+def test_the_kernel_flips_what_the_specification_flips(encoding: Encoding) -> None:
     """Every bit of every field, of every value of a small format, with words at the ends of each bit's range."""
-    held = [v for c in codes(fmt) if not math.isnan(v := value_of(c, fmt))] + [math.nan]
+    fmt = encoding.format
+    held = [v for c in codes(encoding) if not math.isnan(v := value_of(c, encoding))] + [math.nan]
     carriers = [c for c, least in (("f32", "binary32"), ("f64", "binary64")) if fmt.within(FORMATS[least])]
     for field in FIELDS:
         try:
-            first, count = Encoding(fmt).field(field)
+            first, count = encoding.field(field)
         except ValueError:
             continue
         for probability in (1.0, 0.3, 1e-3):
-            operator = operator_of(Fault(field, probability), fmt)
+            operator = operator_of(Fault(field, probability), encoding)
             numbers = numbers_of(operator)
             assert numbers is not None and numbers[:2] == (first, count)
             q = numbers[2]
@@ -105,11 +123,11 @@ def test_the_kernel_flips_what_the_specification_flips(fmt: Format) -> None:
             words += [int(RANDOM.integers(0, 2**32)) for _ in range(3)] + [i * q for i in range(0, count, 3)]
             values = [v for v in held[:: 1 + len(held) // 150] for _ in words]
             drawn = words * (len(values) // len(words))
-            expected = [flip(v, fmt, numbers, r) for v, r in zip(values, drawn, strict=True)]
+            expected = [flip(v, encoding, numbers, r) for v, r in zip(values, drawn, strict=True)]
             for carrier in carriers:
-                if fmt.emin < (-126 if carrier == "f32" else -1022):
+                if fmt.zero and fmt.emin < (-126 if carrier == "f32" else -1022):
                     continue
-                found = kernel(fmt, operator, carrier, values, drawn)
+                found = kernel(encoding, operator, carrier, values, drawn)
                 wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same(a, b)]
                 assert not wrong, (field, values[wrong[0]], drawn[wrong[0]], found[wrong[0]], expected[wrong[0]])
 
@@ -180,5 +198,40 @@ def test_texts() -> None:
     assert share(Fault("any", 0.0), 8) == 0
     with pytest.raises(ValueError, match="ue5m3 has no bits of the sign"):
         Encoding(FORMATS["ue5m3"]).field("sign")
-    with pytest.raises(ValueError, match="has no zero"):
-        Encoding(FORMATS["e8m0fnu"])
+    with pytest.raises(ValueError, match="has no zero and several digits"):
+        Encoding(Format.custom(precision=2, emin=-3, maximum=8.0, zero=False))
+    for text, message in (
+        ("nf4", "nf4 has no bits of the sign: the code of a table's value is its position; write any:"),
+        ("posit8", "has no bits of the exponent: the fields of a posit begin where its regime ends; write sign: or"),
+        ("uint4", "has no bits of the exponent: it consists of integers or fixed point, which have significand, any"),
+    ):
+        fmt = ScaledFormat.parse(f"{text}:32" if text == "uint4" else f"scaled({text};fixed)")
+        with pytest.raises(ValueError, match=message):
+            Encoding.of_elements(fmt).field("sign" if text == "nf4" else "exponent")
+    faults = Faults.parse("any:0.1 scale.exponent:0.25")
+    assert str(faults) == "any:0.1 scale.exponent:0.25" and [f.part for f in faults.of_scales] == ["exponent"]
+    with pytest.raises(ValueError, match=r"no field is named 'scale\.much'"):
+        Faults.parse("scale.much:0.1")
+
+
+def test_the_codes_of_fixed_point_and_zero_points_are_the_words_that_memory_holds() -> None:
+    """NumPy's integers of 8 bits are the words: two's complement, and the stored integer with a zero point."""
+    for bit in range(8):
+        fixed = Encoding.of_elements(ScaledFormat.parse("fixed(8,4)"))
+        for text, dtype, zero in (("uint8:scale=0.5,zero=131", np.uint8, 131), ("int8:scale=0.5,zero=3", np.int8, 3)):
+            affine, ends = Encoding.of_elements(ScaledFormat.parse(text)), np.iinfo(dtype)
+            for stored in range(ends.min, ends.max + 1):
+                word = (np.array([stored], dtype).view(np.uint8) ^ np.uint8(1 << bit)).view(dtype)
+                assert flip(stored - zero, affine, (bit, 1, 1 << 32), 0) == int(word[0]) - zero
+        for stored in range(-128, 128):
+            word = (np.array([stored], np.int8).view(np.uint8) ^ np.uint8(1 << bit)).view(np.int8)
+            assert flip(stored / 16, fixed, (bit, 1, 1 << 32), 0) == int(word[0]) / 16
+
+
+def test_the_code_of_a_table_is_a_position_and_that_of_a_posit_its_own() -> None:
+    """QLoRA's codes: -1 is 0, 0 is 7 and 1 is 15. A code that the table lacks is its last value. 2022's posits."""
+    nf4, three, posit = (Format.parse(text) for text in ("nf4", "table(-1,0,1)", "posit(8,2)"))
+    assert [code_of(v, nf4) for v in (-1.0, 0.0, 1.0)] == [0, 7, 15]
+    assert flip(0.0, nf4, (3, 1, 1 << 32), 0) == 1.0 and flip(0.0, three, (1, 1, 1 << 32), 0) == 1.0
+    assert [code_of(v, posit) for v in (0.0, 1.0, -1.0, 2.0**24, -(2.0**-24))] == [0, 0x40, 0xC0, 0x7F, 0xFF]
+    assert math.isnan(flip(0.0, posit, (7, 1, 1 << 32), 0)) and flip(1.0, posit, (7, 1, 1 << 32), 0) == -1.0

@@ -238,7 +238,7 @@ def test_what_has_no_faults_is_refused() -> None:
         fxround.round(torch.rand(3), "int8/nearest_even/inf")
     x = torch.rand(4, 64)
     for policy in (
-        faulty("nf4 faults=any:0.1"),
+        faulty("nf4 faults=sign:0.1"),
         faulty("binary32 faults=any:1e-12"),
         Policy("exact", (Rule(rounding="dtype", accumulate="wide faults=any:0.1", order="exact"),)),
     ):

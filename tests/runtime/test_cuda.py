@@ -81,6 +81,19 @@ OPERATOR_KERNELS = [
     *(f"{name} @ binary32" for name in OPERATORS),
     *(f"{name} @ bfloat16/stochastic" for name, row in OPERATORS.items() if row.native),
 ]
+FAULTS = {
+    "posit(16,2)": "flip_0_16_134217728(t0)",
+    "nf4": "flip_0_4_536870912(t0)",
+    "e8m0fnu": "flip_0_8_268435456(t0)",
+    "custom(7,2,0x1p+3,signed+zero)": "flip_0_8_268435456(t0, -0x1p+3, 0x1.fcp+2)",
+}
+
+
+def faulty(fmt: str, fault: str) -> str:
+    """The program of a rounding to the format and a fault, of which half of the words flip a bit."""
+    return f"t0 = identity(x0) @ {fmt}/nearest_even/saturate; t1 = {fault} @ {fmt}/stochastic/saturate"
+
+
 MAP_KERNELS: dict[str, tuple[str, tuple[Storage, ...], Storage]] = {
     "two draws": (
         "t0 = mul(x0, x1) @ binary32/stochastic; t1 = add(t0, 0x1.8p+1) @ bfloat16/stochastic_equal",
@@ -91,6 +104,11 @@ MAP_KERNELS: dict[str, tuple[str, tuple[Storage, ...], Storage]] = {
     "bfloat16 in, half out": ("t0 = identity(x0) @ binary16/stochastic:3", ("bf16",), "f16"),
     "binary64": ("t0 = fma(x0, x1, x2) @ binary32/toward_zero", ("f64", "f64", "f64"), "f64"),
     "exact": ("t0 = neg(x0) @ exact", ("f32",), "f32"),
+    **{
+        f"faults of {fmt} in {c}": (faulty(fmt, fault), (c,), c)
+        for fmt, fault in FAULTS.items()
+        for c in ("f32", "f64")
+    },
 }
 SUM_KERNELS = [
     *product(
