@@ -16,10 +16,12 @@ from fxround.compiler.signature import arguments
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.site import site
 from fxround.kernels.program import Program
+from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults, numbers_of
 from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.leaks import operand_source, unrounded
 from fxround.policy import Policy, Rule
+from fxround.runtime.accumulator_faults import count_faults
 from fxround.views.flips import Flip, Flips, flips_of
 from fxround.views.leaks import value_name
 
@@ -57,8 +59,7 @@ class Faulting(Leaking):
         *_, (_, expected) = other.steps(leaves, self.rng, tangents)
         pairs = zip(_tensors(output), _tensors(expected), strict=True)
         changed = sum(_differ(a, b) for a, b in pairs)
-        count = sum(1 for node in entry.lowered.graph.nodes if "faults=" in getattr(read(node), "accumulate", ""))
-        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)), count)
+        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)))
 
 
 def _without_faults(policy: Policy) -> Policy:
@@ -79,10 +80,17 @@ def _flips(
     read_by: dict[str, list[fx.Node]] = {}
     for node in faults.values():
         read_by.setdefault(node.args[0][0].name, []).append(node)
+    chains = {node.name: node for node in entry.lowered.graph.nodes if _accumulation(node) is not None}
+    operands = {used.name for node in chains.values() for used in node.all_input_nodes}
     kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rows: list[Flip] = []
 
     def seen(name: str, value: Any) -> None:
+        if name in operands:
+            values[name] = value
+        if name in chains:
+            rows.extend(_rows_of_chain(chains[name], values, rng))
         if name in faults:
             rows.append(_row(faults[name], kept.pop(name), value))
         for node in read_by.get(name, ()):
@@ -128,6 +136,38 @@ def _row(node: fx.Node, before: Tensor, after: Tensor) -> Flip:
         role=place.role,
         operator=made.operator,
     )
+
+
+def _accumulation(node: fx.Node) -> Accumulation | None:
+    """Return how an operation accumulates if its accumulators have faults, else None."""
+    text = getattr(read(node), "accumulate", "")
+    return Accumulation.parse(text) if "faults=" in text else None
+
+
+def _rows_of_chain(node: fx.Node, values: Mapping[str, Any], rng: Tensor) -> list[Flip]:
+    """Return a row for each fault of an operation's accumulators. values: those that the operation reads."""
+    call, how, place = read(node), _accumulation(node), site(node)
+    assert call is not None and how is not None and how.flips is not None and place is not None
+    # The random state is no value of the graph.
+    run: Any = type(call).of(fx.map_arg(call.arguments(), lambda used: values.get(used.name, rng)))
+    steps = count_faults(run, None)
+    return [
+        Flip(
+            value=f"accumulators of {value_name(node, place)}",
+            node=node.name,
+            module=place.path,
+            source=place.source,
+            format=str(how.step.format),
+            fault=str(fault),
+            elements=steps,
+            flipped=count_faults(run, number),
+            expected=steps * fault.probability,
+            direction=place.direction,
+            role=place.role,
+            operator=place.operator,
+        )
+        for number, fault in enumerate(how.flips.faults)
+    ]
 
 
 def _scaled_by(scale: fx.Node) -> fx.Node:

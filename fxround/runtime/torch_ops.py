@@ -93,14 +93,14 @@ _TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
 }
 
 
-def _where(cls: type[Call[Any]]) -> Callable[[Any], Any]:
-    """The function of a call, on the CPU or as CUDA texts, wherever its operands are."""
+def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
+    """Return the function of a class's calls, which runs on the CPU or as CUDA texts, wherever the operands are."""
     here, texts = _KERNELS[cls], _TEXTS.get(cls)
     return here if texts is None else lambda call: (texts if runs_texts(call.operands) else here)(call)
 
 
 # The function of each operator, for callers that need no dispatcher.
-KERNELS: Final = {cls.overload: _by_position(cls, _where(cls)) for cls in CALLS.values()}
+KERNELS: Final = {cls.overload: _by_position(cls, function_of(cls)) for cls in CALLS.values()}
 
 for _overload, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):

@@ -20,14 +20,14 @@ class Flip:
     """A row of ``Flips``: one fault of one value, and the number of bits that it flipped in a call.
 
     value      the operator that computes the value; for a value that enters the graph, its role and name, for example
-               "weight 0.weight"
+               "weight 0.weight"; "accumulators of" an operator; "scales of" a value
     node       the node that flips the bits, as in ``summary()``
     module     the path of the module of that node; "" is the root
     source     the model's line, "file:number"; "" if unknown
     format     the format in whose encoding the bits flip
     fault      the field of the encoding and its probability, as in a rule: "significand:0.01"
-    elements   the number of elements of the value
-    flipped    the number of elements in which a bit flipped
+    elements   the number of elements of the value; of accumulators, the number of their steps
+    flipped    the number of elements in which a bit flipped; of accumulators, of steps that were hit
     expected   the mean of ``flipped`` over all seeds: ``elements`` times the probability, which is rounded to a
                multiple of the field's number of bits times 2^-32
     direction  the pass: "forward", "backward" or "update"
@@ -56,7 +56,6 @@ class Flips(Table):
     flips    the rows as data; ``found[i]`` is one ``Flip``
     changed  the number of elements of the model's results that differ from those of the same call without faults
     results  the number of elements of the model's results
-    accumulators  the number of operations whose accumulators have faults; bits that flip there are not counted
 
     Example::
 
@@ -66,7 +65,6 @@ class Flips(Table):
     flips: tuple[Flip, ...] = ()
     changed: int = 0
     results: int = 0
-    accumulators: int = 0
 
     def __getitem__(self, index: int) -> Flip:
         return self.flips[index]
@@ -83,7 +81,7 @@ class Flips(Table):
 
     def sort(self, *by: str, reverse: bool = False) -> Flips:
         """Return the rows sorted by one or more fields of ``Flip``; raises ValueError for another field."""
-        return flips_of(sorted_rows(self.flips, by, reverse), self.changed, self.results, self.accumulators)
+        return flips_of(sorted_rows(self.flips, by, reverse), self.changed, self.results)
 
     def filter(self, module: str = "*", operator: str | None = None, direction: str | None = None) -> Flips:
         """Return the rows that match all arguments, as in ``Summary.filter``."""
@@ -93,26 +91,23 @@ class Flips(Table):
             if selects(module, operator, path=row.module, name=row.operator, kind="")
             and direction in (None, row.direction)
         )
-        return flips_of(kept, self.changed, self.results, self.accumulators)
+        return flips_of(kept, self.changed, self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as plain data, with ``changed``, ``results`` and ``accumulators``."""
-        more = {"changed": self.changed, "results": self.results, "accumulators": self.accumulators}
-        return super().to_dict() | more
+        """Return the table as plain data, with ``changed`` and ``results``."""
+        return super().to_dict() | {"changed": self.changed, "results": self.results}
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with a column per field of ``Flip``. Raises ImportError without pandas."""
         return data_frame([asdict(row) for row in self.flips], [f.name for f in fields(Flip)])
 
 
-def flips_of(flips: Iterable[Flip], changed: int, results: int, accumulators: int = 0) -> Flips:
+def flips_of(flips: Iterable[Flip], changed: int, results: int) -> Flips:
     """Return the table of these rows."""
     kept = tuple(flips)
     cells = tuple(tuple(getattr(row, name) for name in _SHOWN) for row in kept)
-    made = Flips(_SHOWN, cells, "", "", kept, changed, results, accumulators)
+    made = Flips(_SHOWN, cells, "", "", kept, changed, results)
     total = sum(row.elements for row in kept)
     note = f"{made.flipped:,} bits flipped in {total:,} values, {made.expected:.6g} are expected. "
     note += f"{changed:,} of {results:,} elements of the results changed."
-    if accumulators:
-        note += f" Bits that flipped in the accumulators of {accumulators} operations are not counted."
     return replace(made, note=note)

@@ -169,8 +169,8 @@ def test_what_cannot_be_is_said() -> None:
         Rule(rounding="fixed(8,4)/nearest_even/wrap", gradient="zero_clamped")
     with pytest.raises(PolicyError, match="belong to operands of products"):
         Rule(gradient="hadamard(16)+nvfp4")
-    with pytest.raises(PolicyError, match="do not flip yet"):
-        Policy("faults", (Rule(rounding="mxfp8", faults="any:0.1"),)).assign(
+    with pytest.raises(PolicyError, match=r"flips bits of the scales of blocks, and .* has no such"):
+        Policy("faults", (Rule(rounding="fixed(8,4)", faults="scale.any:0.1"),)).assign(
             path="", operator="aten.mul.Tensor", kind="pointwise", role="activation", dtype="binary32"
         )
     with pytest.raises(ValueError, match="clamps nothing"):

@@ -15,17 +15,22 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, PolicyError, Rule, UnsupportedRounding
+from fxround.graph.dialect import Matmul
+from fxround.graph.dialect.reductions import Cumsum, Sum
+from fxround.graph.dialect.scatters import ScatterAdd
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.encodings import Encoding
 from fxround.numerics.exact import round_float
 from fxround.numerics.exact_faults import flip_step, word
-from fxround.numerics.faults import Faults, word_of
+from fxround.numerics.faults import Faults, share, word_of
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.scalar import Function, param
 from fxround.runtime import reference
+from fxround.runtime.accumulator_faults import count_faults
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.run import run_product
@@ -184,6 +189,54 @@ def test_counts_are_within_six_sigma(mode: str) -> None:
     assert abs(int(hits[: length // 2].sum()) - n * p / 2) < 6 * math.sqrt(n * p / 2)
 
 
+def hits(how: Accumulation, rounding: Rounding, word_: int) -> list[int]:
+    """Whether each fault of the accumulation hits a step of this rounding with this word."""
+    assert how.flips is not None
+    numbers = [(share(f, Encoding(rounding.format).field(f.part)[1]), f) for f in how.flips.faults]
+    counts = [Encoding(rounding.format).field(f.part)[1] for _, f in numbers]
+    return [int(word(word_, i) < q * n) for i, ((q, _), n) in enumerate(zip(numbers, counts, strict=True))]
+
+
+@pytest.mark.parametrize("text", [ACCUMULATORS[0], ACCUMULATORS[-1], "bfloat16/stochastic faults=any:0.3,sign:1.0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_flips_of_accumulators_are_counted_as_the_specification_draws_them(text: str, dtype: torch.dtype) -> None:
+    """Of products, batches of them, sums, prefixes and scatters: the words of each step, and the chunks' too."""
+    how, rng, node = Accumulation.parse(text), RNG, DRAW.node
+    assert how.flips is not None
+    exact, places = str(BINARY32), torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(0))
+    rounding = {torch.float32: exact, torch.float64: "binary64", torch.bfloat16: "bfloat16"}[dtype]
+    a, b = torch.randn(3, 4, 10).to(dtype), torch.randn(3, 10, 5).to(dtype)
+    chain = [how.step] * 10
+
+    def words(number: int, steps: list[Rounding]) -> list[list[int]]:
+        stream = Stream(number)
+        return [hits(how, step, stream.draw()) for step in steps]
+
+    chunked = chain
+    if how.chunk is not None and how.combine is not None:
+        chunked = [r for k in range(10) for r in ((how.step, how.combine) if k % 3 == 2 or k == 9 else (how.step,))]
+    cases: list[tuple[Any, list[list[int]]]] = [
+        (Matmul(a, b, text, rounding, rng, node), [w for i in range(60) for w in words(i, chunked)]),
+        (Matmul(a[0], b[0], text, rounding, rng, node), [w for i in range(20) for w in words(i, chunked)]),
+    ]
+    if how.chunk is None:
+        rows = a.reshape(12, 10)
+        both = [words(2 * i + c, [how.step] * (5 + (c == 0))) for i in range(12) for c in range(2)]
+        counts = [places.tolist().count(p) for p in range(6)]
+        cases += [
+            (Sum(rows, [1], False, "lanes:2", text, rounding, rng, node), [w for chain in both for w in chain]),
+            (Cumsum(rows, 1, text, rounding, rng, node), [w for i in range(12) for w in words(i, chain)]),
+            (
+                ScatterAdd(torch.zeros(6, dtype=dtype), 0, places, torch.ones(40, dtype=dtype), text, rng, node),
+                [w for p in range(6) for w in words(p, [how.step] * counts[p])],
+            ),
+        ]
+    for call, expected in cases:
+        assert count_faults(call, None) == len(expected), call.name
+        for number in range(len(how.flips.faults)):
+            assert count_faults(call, number) == sum(step[number] for step in expected), call.name
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 32), nn.Softmax(-1), nn.Linear(32, 8))
@@ -210,7 +263,9 @@ def test_a_policy_flips_accumulators_and_p_0_changes_no_bit() -> None:
     assert bits(compiled.reseed(1, 1)(x)) != bits(one)
     found = compiled.flips(x)
     assert found.changed == sum(a != b for a, b in zip(bits(compiled(x)), bits(clean), strict=True)) > 0
-    assert found.accumulators == 2 and "accumulators of 2 operations are not counted" in str(found)
+    assert [row.value for row in found.flips] == [*["accumulators of aten.mm.default"] * 2]
+    assert [row.elements for row in found.flips] == [16 * 32 * 64, 16 * 8 * 32]
+    assert all(row.flipped > 0 and abs(row.flipped - row.expected) < 6 * math.sqrt(row.expected) for row in found.flips)
     assert not compiled.leaks()
     assert Policy.from_toml(compiled.policy.to_toml()) == compiled.policy
 
