@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 from fxround.training.distributed import average_in_order, average_program  # noqa: E402
 
 STEPS, PROCESSES = 3, 2
+ACCELERATE = find_spec("accelerate") is not None
 LOW = Policy.preset("reproducible").with_rules(
     Rule("2", role="gradient", direction="backward", rounding="bfloat16/stochastic"), name="low gradients of layer 2"
 )
@@ -57,6 +59,17 @@ def train(policy: str, gradients: Callable[[RoundedModule, int], None], compiled
     return [p.detach().clone() for p in compiled.parameters()]
 
 
+def accelerated(compiled: RoundedModule, rank: int) -> Any:
+    """What Accelerate makes of a compiled module in a process that torchrun started."""
+    from accelerate import Accelerator
+
+    size = str(PROCESSES)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    prepared = Accelerator(cpu=True).prepare(compiled)
+    assert isinstance(prepared, nn.parallel.DistributedDataParallel) and prepared.module is compiled
+    return prepared
+
+
 def as_a_rank(store: str, out: str, rank: int) -> None:
     """The work of each process: every policy, one of them with a large bucket and with small ones."""
     torch.set_num_threads(1)
@@ -64,9 +77,13 @@ def as_a_rank(store: str, out: str, rank: int) -> None:
     found: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         # A bucket of 1 kB holds a parameter or two, one of 25 MB all of them.
-        for megabytes in (25.0, 0.001) if name == "low" else (25.0,):
+        for how in ("25.0", "0.001") if name == "low" else ("25.0", "accelerate")[: 1 + ACCELERATE]:
             compiled = fxround.compile(build(), policy, seed=7)
-            ddp = nn.parallel.DistributedDataParallel(compiled, bucket_cap_mb=megabytes)
+            ddp = (
+                accelerated(compiled, rank)
+                if how == "accelerate"
+                else nn.parallel.DistributedDataParallel(compiled, bucket_cap_mb=float(how))
+            )
             average_in_order(ddp)
 
             def step_of(compiled: RoundedModule, step: int, ddp: nn.Module = ddp) -> None:
@@ -75,7 +92,7 @@ def as_a_rank(store: str, out: str, rank: int) -> None:
 
             weights = train(name, step_of, compiled)
             state = {k.removeprefix("module."): v for k, v in ddp.state_dict().items()}
-            found[f"{name} {megabytes}"] = (weights, state["fxround_rng"], len(compiled._entries))
+            found[f"{name} {how}"] = (weights, state["fxround_rng"], len(compiled._entries))
     torch.save(found, f"{out}.{rank}")
     dist.destroy_process_group()
 
@@ -101,7 +118,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_processes_agree_whatever_the_buckets(policy: str, ranks: list[dict[str, Any]]) -> None:
     results = [found for rank in ranks for key, found in rank.items() if key.startswith(policy)]
-    assert len(results) == (4 if policy == "low" else 2)
+    assert len(results) == (4 if policy == "low" or ACCELERATE else 2)
     assert not same(results[0][0], [p.detach() for p in build().parameters()])
     for weights, rng, graphs in results:
         assert same(weights, results[0][0])
