@@ -8,10 +8,12 @@ The digest detects accidents, not attacks: loading unpickles, so that a file fro
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import json
 import os
 import secrets
+import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,7 +67,7 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
     torch.export.save(program, memory)
     with zipfile.ZipFile(memory, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
-        record = {"version": VERSION, "digest": _digest(archive)}
+        record = {"version": VERSION, "digest": _digest(archive), "imports": sorted(_imports(program.call_spec))}
         archive.writestr(f"{root}{_RECORD}", json.dumps(record))
     # For a symbolic link, its target is replaced and the link stays.
     target = Path(path).resolve()
@@ -96,6 +98,7 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
 
     Raises:
         OSError: if the file cannot be read.
+        ImportError: if a module whose types the results have (transformers' outputs) cannot be imported.
         ValueError: for a file that is truncated, changed or not a program of fxround.
         FxroundError: for a file of another version, unless ``any_version``.
 
@@ -104,12 +107,37 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
         compiled.export("model.pt2", x)
         y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
-    _check(Path(path), any_version)
+    for name in _check(Path(path), any_version):
+        _import(name, path)
     return LoadedModule(torch.export.load(path).module())
 
 
-def _check(path: Path, any_version: bool) -> None:
-    """Raise unless the file is one that ``save`` wrote."""
+def _imports(spec: Any) -> set[str]:
+    """Return the modules whose types arguments and results have, such as a model's output class of transformers.
+
+    PyTorch reads a file with such a type only after its module has registered it.
+    """
+    specs = [spec.in_spec, spec.out_spec]
+    found = set()
+    while specs:
+        one = specs.pop()
+        specs += one.children()
+        found.add(getattr(one.type, "__module__", "builtins"))
+    return {name for name in found if name not in sys.stdlib_module_names and name.partition(".")[0] != "torch"}
+
+
+def _import(name: str, path: str | Path) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{shown(str(path))} holds a program whose arguments or results have types of the module {name}, which "
+            f"cannot be imported: {error}"
+        ) from error
+
+
+def _check(path: Path, any_version: bool) -> list[str]:
+    """Return the modules that the program needs. Raises unless the file is one that ``save`` wrote."""
     name, record = shown(str(path)), None
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
@@ -130,6 +158,7 @@ def _check(path: Path, any_version: bool) -> None:
             f"{name} was exported by fxround {shown(record.get('version'))}, and this is {VERSION}, which may give "
             "other bits: export the module again, or pass any_version=True"
         )
+    return list(record.get("imports", ()))
 
 
 def _digest(archive: zipfile.ZipFile) -> str:

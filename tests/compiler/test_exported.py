@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -90,3 +93,30 @@ def test_a_random_state_of_another_kind_is_refused(compiled: fxround.RoundedModu
     saved["fxround_rng"] = state
     with pytest.raises(ValueError, match="fxround_rng"):
         compiled.load_state_dict(saved)
+
+
+def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
+    tmp_path: Path, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named_results.py").write_text(
+        "import dataclasses, torch\n"
+        "@dataclasses.dataclass\n"
+        "class Halves:\n"
+        "    low: torch.Tensor\n"
+        "    high: torch.Tensor\n"
+        "torch.export.register_dataclass(Halves, serialized_type_name='Halves')\n"
+        "class Halving(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return Halves(x / 2, x * 2)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import named_results  # type: ignore[import-not-found]
+
+    file = fxround.compile(named_results.Halving().eval(), "reproducible").export(tmp_path / "halves.pt2", x)
+    assert torch.equal(fxround.load(file)(x).low, x / 2)
+    here = {**os.environ, "PYTHONPATH": f"{Path(fxround.__file__).parent.parent}:{tmp_path}"}
+    code = f"import torch, fxround; x = torch.ones(2, 4); assert (fxround.load({str(file)!r})(x).high == 2).all()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=here, check=True)
+    monkeypatch.setitem(sys.modules, "named_results", None)
+    with pytest.raises(ImportError, match="types of the module named_results"):
+        fxround.load(file)
