@@ -79,19 +79,24 @@ def resources(texts: Sequence[Text], arch: str) -> list[Resources]:
 
 
 class Listing:
-    """A launcher that runs nothing and lists the texts."""
+    """A launcher that runs nothing and lists the texts, those for devices whose binary64 is slow or the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_binary64: bool) -> None:
         self.texts: dict[str, Text] = {}
+        self.slow_binary64 = slow_binary64
 
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Note the text."""
         self.texts[text.name] = text
 
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        """Whether texts should avoid binary64."""
+        return self.slow_binary64
 
-def texts_of(*runs: Callable[[], object]) -> list[Text]:
+
+def texts_of(*runs: Callable[[], object], slow_binary64: bool = False) -> list[Text]:
     """The texts that some functions need; their results are meaningless."""
-    listing = Listing()
+    listing = Listing(slow_binary64)
     with launching(listing):
         for run in runs:
             run()

@@ -6,6 +6,7 @@ bfloat16. Where the processor can round a step itself, a second kernel in binary
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from fxround.kernels.accumulators import (
@@ -24,7 +25,21 @@ from fxround.numerics.faults import hit
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.residuals import fused_inside, to_odd
-from fxround.numerics.scalar import Expr, Function, Type, bits, fma, from_bits, param, rarely, select, substitute
+from fxround.numerics.scalar import (
+    Expr,
+    Function,
+    Type,
+    bits,
+    fma,
+    from_bits,
+    narrow,
+    param,
+    rarely,
+    select,
+    substitute,
+    widen,
+)
+from fxround.numerics.single_steps import single_step
 from fxround.numerics.storage import CARRIER_OF, FORMAT_OF, Storage
 from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
 
@@ -40,17 +55,18 @@ def contract_kernel(
     fits = how.product is None or how.product.format.within(FORMAT_OF["f32"])
     accumulator: Type = "f32" if native and fits else "f64"
     step = chain_rounding(how.step, accumulator, carriers, how.flips)
+    general = _contract_step(how, step, accumulator, carriers)
     combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers, how.flips)
-    last, narrow = after_faults(combine or step, how.flips), "f64" not in carriers
-    return Contract(
+    last, short = after_faults(combine or step, how.flips), "f64" not in carriers
+    found = Contract(
         lifts=(
             lift_function(loads[0], accumulator, step, how.product),
             lift_function(loads[1], accumulator, step, how.product),
         ),
-        step=_contract_step(how, step, accumulator, carriers),
+        step=general,
         finish=finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
-        combine=None if combine is None else add_function("combine", combine, accumulator, None, narrow, how.flips),
+        combine=None if combine is None else add_function("combine", combine, accumulator, None, short, how.flips),
         loads=loads,
         result=result,
         accumulator=accumulator,
@@ -59,6 +75,7 @@ def contract_kernel(
         coins=_tosses_coins(how),
         quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
     )
+    return replace(found, single=_single_contract(how, step, found))
 
 
 def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
@@ -98,6 +115,28 @@ def _tosses_coins(how: Accumulation) -> bool:
     """Whether a step has one rounding that needs one random bit, and nothing else draws between two steps."""
     simple = how.product is None and how.chunk is None and how.flips is None
     return simple and how.step.mode.random_bits == 1
+
+
+def _single_contract(how: Accumulation, step: Rounding, general: Contract) -> Contract | None:
+    """Return the contraction by binary32 steps without a hardware rounding direction; None if there is none."""
+    simple = how.product is None and how.chunk is None and how.flips is None
+    if not simple or step == how.step or {CARRIER_OF[s] for s in general.loads} != {"f32"}:
+        return None
+    a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
+    wide = dict(zip(general.step.params, (widen(a), widen(b), widen(acc), random), strict=True))
+    (value,) = substitute(general.step.results, wide)
+    found = single_step(step, a, b, acc, random, narrow(value))
+    if found is None:
+        return None
+    last, drawn = general.finish.params
+    return replace(
+        general,
+        lifts=(lift_function(general.loads[0], "f32", step), lift_function(general.loads[1], "f32", step)),
+        step=Function("step", (a, b, acc, random), (found.value, found.inside)),
+        finish=Function("finish", (acc, drawn), substitute(general.finish.results, {last: widen(acc)})),
+        accumulator="f32",
+        quick=None,
+    )
 
 
 def _quick_contract(

@@ -125,7 +125,8 @@ class Contract:
     step uses only the highest bit of its random word. direction: the rounding direction of the hardware while the
     kernel runs. watched: subnormal results are flushed, and the results are valid only if nothing overflowed, was
     subnormal, or ended infinite or NaN. quick: a watched kernel whose results, where they are valid, are this one's; or
-    None.
+    None. single: a kernel in binary32 with this one's bits, whose step also gives whether the chain may go on, or None;
+    its step draws as this one's.
     """
 
     lifts: tuple[Function, Function]
@@ -142,6 +143,7 @@ class Contract:
     direction: Direction = "nearest"
     watched: bool = False
     quick: Contract | None = None
+    single: Contract | None = None
 
     @property
     def streams(self) -> bool:

@@ -445,3 +445,29 @@ def test_contractions(host: HostLauncher, name: str, groups: int) -> None:
         if side == SIDES[0]:
             want = reference.contract(contraction(name), widened(a.contiguous()), widened(b.contiguous()), KEY)
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("side", [1, 4])
+@pytest.mark.parametrize(
+    "accumulate, rounding", [("stochastic", "bfloat16/stochastic"), ("up_down", "binary32/up_down")]
+)
+def test_contractions_in_binary32(
+    host: HostLauncher, accumulate: str, rounding: str, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose binary64 is slow steps in binary32, and computes again what leaves the range: the same bits."""
+    monkeypatch.setattr(host, "slow_binary64", True)
+    kernel = contract_kernel(
+        Accumulation.parse(f"binary32/{accumulate}"), Rounding.parse(rounding), ("f32", "bf16"), "f32"
+    )
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((2, 40, 70)), rng.standard_normal((2, 70, 21))
+    # Sparse rows, one whose sums begin subnormal, one that overflows in between, infinities and NaNs.
+    a[:, :8] *= rng.random((2, 8, 70)) < 0.1
+    a[:, 8, :9], a[0, 9, 3:5], a[0, 10, 5], a[1, 10, 6] = 1e-40, (3e38, -3e38), np.inf, np.nan
+    b[:, 3:5, 2:] = b[:, 3:4, 2:] * 2
+    left, right = as_stored(a, "f32"), as_stored(b, "bf16")
+    places = Right.matrices(right.shape, right.stride())
+    with patch.object(contraction_module, "_tile", lambda product, *sizes: Tile(product.kernel, side)):
+        got = run_product(Product(kernel, left, right, places, 0, DRAW, (2, 40, 21)))
+    assert_same(got, reference.contract(kernel, widened(left), widened(right), KEY))
+    assert f"contract_{kernel.digest[:16]}_{side}_single" in host.functions

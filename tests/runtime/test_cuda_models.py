@@ -91,6 +91,8 @@ def same(host: HostLauncher, run: Callable[[], list[Tensor]], monkeypatch: pytes
 def test_a_training_step_has_the_bits_of_the_cpu(
     host: HostLauncher, name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One model as on a device whose binary64 is slow, the other one as on a device whose binary64 is fast."""
+    monkeypatch.setattr(host, "slow_binary64", name == "language")
     network, x = model(name)
     compiled = fxround.compile(network, POLICIES[policy])
 

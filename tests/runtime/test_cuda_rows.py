@@ -88,6 +88,9 @@ class Spy:
         self.names.append(text.name.split("_")[0])
         self.host.launch(text, blocks, arguments, device)
 
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        return self.host.slow_binary64
+
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel_with_the_bits_of_the_cpu(

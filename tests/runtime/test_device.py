@@ -28,6 +28,9 @@ class Sink:
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         self.devices.add(str(device))
 
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        return False
+
 
 @pytest.fixture
 def sink(monkeypatch: pytest.MonkeyPatch) -> Sink:

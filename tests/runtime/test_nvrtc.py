@@ -54,6 +54,8 @@ def texts() -> tuple[Text, ...]:
         kernel = contract_kernel(Accumulation.parse(steps), BINARY32, ("f32", "f32"), "f32")
         sides = (1, 8) if steps == "binary32" else (4,)
         found += [contraction._text(Tile(kernel, side)) for side in sides]
+        if kernel.single is not None:
+            found.append(contraction._text(Tile(kernel, 4, single=True)))
     stochastic = Rounding.parse("binary32/stochastic")
     loops = (
         sum_kernel(Order.parse("lanes:16"), stochastic, BINARY32, "f32", "f32"),
@@ -131,6 +133,24 @@ def test_an_old_gpu_is_refused() -> None:
         architecture((6, 1))
 
 
+@pytest.mark.parametrize(
+    "capability, slow",
+    [((7, 5), True), ((8, 0), False), ((8, 9), True), ((9, 0), False), ((10, 0), False), ((12, 0), True)],
+)
+def test_binary64_is_slow_on_some_gpus(
+    capability: tuple[int, int], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launcher, device = driver.DeviceLauncher(), torch.device("cuda", 0)
+    assert launcher.has_slow_binary64(device) is slow
+    for forced in ("slow", "fast"):
+        monkeypatch.setenv(driver.FORCE_BINARY64, forced)
+        assert launcher.has_slow_binary64(device) is (forced == "slow")
+    monkeypatch.setenv(driver.FORCE_BINARY64, "no")
+    with pytest.raises(FxroundError, match="FXROUND_CUDA_BINARY64 is 'no'; expected 'slow', 'fast', or nothing"):
+        launcher.has_slow_binary64(device)
+
+
 def test_a_missing_gpu_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -200,7 +220,5 @@ def test_a_first_launch_inside_of_a_capture_is_an_error(gpu: SimpleNamespace) ->
 
 def test_a_failed_launch_is_named(gpu: SimpleNamespace) -> None:
     gpu.driver = Driver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
-    with pytest.raises(
-        FxroundError, match=r"the launch of rows_\w+ on cuda:0 with 3 blocks failed: CUDA_ERROR_"
-    ):
+    with pytest.raises(FxroundError, match=r"the launch of rows_\w+ on cuda:0 with 3 blocks failed: CUDA_ERROR_"):
         driver.DeviceLauncher().launch(texts()[-1], 3, [ctypes.c_int64(1)], torch.device("cuda", 0))

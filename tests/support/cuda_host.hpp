@@ -17,6 +17,7 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define SHARED(type, name, count) static host::Shared<type, count> name(#name)
+#define APART static
 struct Dim3 { unsigned int x; };
 static Dim3 blockIdx = {0}, blockDim = {1}, threadIdx = {0}, gridDim = {1};
 static inline float __fadd_rn(float a, float b) { return a + b; }

@@ -32,12 +32,13 @@ _UNIT: Final = 12
 
 class HostLauncher:
     """Runs texts as host code. seed: draws the order of blocks and threads; every order gives the same bits.
+    slow_binary64: whether the texts are those of a device whose binary64 is slow.
 
     An AssertionError names a race, a barrier that some threads do not meet, and an access beyond a shared array.
     """
 
-    def __init__(self, folder: Path, compiler: str, seed: int = 0) -> None:
-        self.folder, self.compiler, self.seed = folder, compiler, seed
+    def __init__(self, folder: Path, compiler: str, seed: int = 0, slow_binary64: bool = False) -> None:
+        self.folder, self.compiler, self.seed, self.slow_binary64 = folder, compiler, seed, slow_binary64
         self.functions: dict[str, Any] = {}
 
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
@@ -47,6 +48,10 @@ class HostLauncher:
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         problem = self.functions[text.name](blocks, text.threads, text.meets, self.seed, addresses)
         assert not problem, f"{text.name}: {problem.decode()}"
+
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        """Whether texts should avoid binary64."""
+        return self.slow_binary64
 
     def compile(self, texts: Iterable[Text]) -> None:
         """Compile the texts that are new, two translation units at a time."""
@@ -77,7 +82,7 @@ class HostLauncher:
 
 def prepare(host: HostLauncher, *runs: Callable[[], object]) -> None:
     """Compile the texts that some functions need; they must not depend on their own results."""
-    host.compile(texts_of(*runs))
+    host.compile(texts_of(*runs, slow_binary64=host.slow_binary64))
 
 
 def compiled(source: str, compiler: str, folder: Path, name: str) -> ctypes.CDLL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from fxround.runtime.contractions import Plain, Product, Right, convolution, inp
 from fxround.runtime.cuda.arguments import Shape, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, THREADS, Tile, contract_name, contract_text
-from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.launcher import Text, device_of, has_slow_binary64, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
 
@@ -48,7 +49,8 @@ def run_product(product: Product) -> Tensor:
     # One matrix for all batches is a group of its own.
     steps = (*a.stride(), right.step, out.step, out.row_step)
     shape = Shape(right.batch, rows, length, columns, product.groups, *steps)
-    tile = _tile(product, rows, columns)
+    single = kernel.single is not None and has_slow_binary64(a.device)
+    tile = replace(_tile(product, rows, columns), single=single)
     arguments = [shape, result, a, b, right.k_offsets, right.n_offsets, out.offsets, *key_of(product.draw.key())]
     launch(_text(tile), _tiles(tile, right.batch, rows, columns), arguments, a.device)
     return result

@@ -9,6 +9,7 @@ module cannot be loaded during a capture.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 
 # NVRTC 13 compiles for no older architecture.
 _OLDEST: Final = (7, 5)
+# The compute capabilities whose multiprocessors do 32 or more operations in binary64 in the time of 64 in binary32; the
+# others do 2 (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions").
+_FAST_BINARY64: Final = frozenset({(8, 0), (9, 0), (10, 0)})
 _INSTALL: Final = "install fxround with the extra 'cuda': pip install 'fxround[cuda]'"
+
+
+FORCE_BINARY64: Final = "FXROUND_CUDA_BINARY64"
+"""The environment variable that says how fast binary64 is taken to be, "slow" or "fast", whatever the device."""
 
 
 class DeviceLauncher:
@@ -50,6 +58,13 @@ class DeviceLauncher:
             (status,) = driver.cuLaunchKernel(*code)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise FxroundError(f"the launch of {text.name} on {device} with {blocks} blocks failed: {status.name}")
+
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        """Whether the device does two operations in binary64 in the time of 64 or 128 in binary32."""
+        forced = os.environ.get(FORCE_BINARY64, "")
+        if forced not in ("", "slow", "fast"):
+            raise FxroundError(f"{FORCE_BINARY64} is {forced!r}; expected 'slow', 'fast', or nothing")
+        return forced == "slow" or (not forced and torch.cuda.get_device_capability(device) not in _FAST_BINARY64)
 
     def _load(self, index: int, text: Text) -> Any:
         """Compile or read the text's binary, and load it."""

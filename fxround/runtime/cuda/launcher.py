@@ -43,6 +43,9 @@ class Launcher(Protocol):
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Run ``text`` on a grid of ``blocks``; ``arguments`` are ctypes values, which are read before this returns."""
 
+    def has_slow_binary64(self, device: torch.device) -> bool:
+        """Whether binary64 is so slow on a device that steps in binary32 are faster than a few in binary64."""
+
 
 class _Chosen(threading.local):
     launcher: Launcher | None = None
@@ -65,6 +68,11 @@ def launching(launcher: Launcher) -> Iterator[None]:
 def runs_texts(tensors: Sequence[Any]) -> bool:
     """Whether an operator with these operands runs CUDA texts. Arguments that are no tensors do not count."""
     return _CHOSEN.launcher is not None or any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
+
+
+def has_slow_binary64(device: torch.device) -> bool:
+    """Whether texts for a device should avoid binary64, which changes no bit."""
+    return (_CHOSEN.launcher or _DEVICE).has_slow_binary64(device)
 
 
 def launch(text: Text, items: int, arguments: Sequence[Any], device: torch.device) -> None:

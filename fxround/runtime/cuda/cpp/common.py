@@ -24,10 +24,12 @@ MEMORY: Final = MappingProxyType(
     {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
 )
 
-# SHARED declares an array that the threads of a block share; a host that runs the text may define it otherwise.
+# SHARED declares an array that the threads of a block share, APART a function that is not inlined; a host that runs the
+# text may define them otherwise.
 _HEAD: Final = """\
 #ifndef SHARED
 #define SHARED(type, name, count) __shared__ type name[count]
+#define APART __device__ __noinline__
 #endif
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -40,10 +40,14 @@ _STEPS: Final = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """A contraction whose threads compute ``side`` x ``side`` elements each."""
+    """A contraction whose threads compute ``side`` x ``side`` elements each.
+
+    single: whether its steps are those of ``kernel.single``, in binary32 where that is possible.
+    """
 
     kernel: Contract
     side: int
+    single: bool = False
 
     @property
     def width(self) -> int:
@@ -104,8 +108,7 @@ _CONTRACT: Final = """\
         for (int r = 0; r < {side}; ++r)
 #pragma unroll
           for (int c = 0; c < {side}; ++c) {{
-            acc[r][c] = {name}_step(x[r], y[c], acc[r][c], {step_bits});
-{combine}          }}
+{step}{combine}          }}
       }}
       __syncthreads();
     }}
@@ -115,8 +118,7 @@ _CONTRACT: Final = """\
       for (int c = 0; c < {side}; ++c) {{
         const i64 row = row_0 + r * {line} + row_of, column = column_0 + c * {line} + column_of;
         if (row < shape.rows && column < shape.columns)
-          out[batch * shape.out_batch + row * shape.out_row + out_n[column]] = {value};
-      }}
+{store}      }}
   }}
 """
 
@@ -134,14 +136,35 @@ _COMBINE: Final = """\
 """
 
 
+# Steps in binary32 that also say whether the next one may be in binary32.
+_SINGLE_STEP: Final = """\
+            const u32 random = {step_bits};
+            bool inside;
+            {name}_step(x[r], y[c], acc[r][c], random, acc[r][c], inside);
+            left_range |= (u32)!inside << (r * {side} + c);
+"""
+# An element whose sum left the range is computed again, from its first step.
+_AGAIN: Final = """\
+APART {result} {name}_again(const {a}* left, const {b}* right, const i64* b_k, const i64 length, const i64 step,
+    const u64 number, const Key key) {{
+  {type} acc = 0;
+{start}  for (i64 k = 0; k < length; ++k) {{
+{again}    acc = {name}_wide_step({name}_wide_lift_a({x}), {name}_wide_lift_b({y}), acc, {step_bits});
+  }}
+  return {value};
+}}
+"""
+
+
 def contract_name(tile: Tile) -> str:
     """The name of the ``__global__`` function."""
-    return f"contract_{tile.kernel.digest[:16]}_{tile.side}"
+    return f"contract_{tile.kernel.digest[:16]}_{tile.side}{'_single' if tile.single else ''}"
 
 
 def contract_text(tile: Tile) -> str:
     """The text of a contraction and of the device functions that are its own."""
-    kernel, name, side = tile.kernel, contract_name(tile), tile.side
+    whole, name, side = tile.kernel, contract_name(tile), tile.side
+    kernel = whole.single if tile.single and whole.single is not None else whole
     type, chunked, element_stream = TYPES[kernel.accumulator], kernel.combine is not None, "state[r][c]"
     start = stream(kernel, f"        {element_stream}", "number")
     declare, again, step_bits = "", "", bits(kernel.draws, element_stream)
@@ -158,7 +181,9 @@ def contract_text(tile: Tile) -> str:
         start += "        word[r][c] = 0;\n"
         again += "        const bool fresh = (k_0 + k) % 32 == 0;\n"
         step_bits = f"word[r][c] = fresh ? toss({element_stream}) : word[r][c] << 1"
-    combine = _COMBINE.format(name=name, step_bits=step_bits) if chunked else ""
+    if tile.single:
+        declare += "    u32 left_range = 0;\n"
+    step = f"            acc[r][c] = {name}_step(x[r], y[c], acc[r][c], {step_bits});\n"
     finish = f"{name}_finish({'total' if chunked else 'acc'}[r][c], {bits(kernel.finish_draws, element_stream)})"
     body = _CONTRACT.format(
         name=name,
@@ -176,12 +201,52 @@ def contract_text(tile: Tile) -> str:
         x=element(kernel.loads[0], "left[at]"),
         y=element(kernel.loads[1], "right[at]"),
         again=again,
-        step_bits=step_bits,
-        combine=combine,
-        value=stored(kernel.result, finish),
+        step=_SINGLE_STEP.format(name=name, side=side, step_bits=step_bits) if tile.single else step,
+        combine=_COMBINE.format(name=name, step_bits=step_bits) if chunked else "",
+        store=_store(tile, name, stored(kernel.result, finish)),
     )
     operands = [pointer(storage, x) for storage, x in zip(kernel.loads, "ab", strict=True)]
     tables = [f"const i64* __restrict__ {table}" for table in ("b_k", "b_n", "out_n")]
     out = pointer(kernel.result, "out", readonly=False)
     parameters = ["const Shape shape", out, *operands, *tables, "const Key key"]
-    return bodies(kernel, name) + global_(name, parameters, body, THREADS)
+    functions = bodies(kernel, name) + (_again(whole, name) if tile.single else "")
+    return functions + global_(name, parameters, body, THREADS)
+
+
+def _store(tile: Tile, name: str, value: str) -> str:
+    """The statement that stores an element."""
+    place = "batch * shape.out_batch + row * shape.out_row + out_n[column]"
+    if not tile.single:
+        return f"          out[{place}] = {value};\n"
+    operands = "left + row * shape.a_row, right + b_n[column]"
+    again = f"{name}_again({operands}, b_k, shape.length, shape.a_length, place, key)"
+    lines = (
+        "{",
+        f"  const u64 place = (u64)({place});",
+        f"  if (left_range >> (r * {tile.side} + c) & 1) out[place] = {again};",
+        f"  else out[place] = {value};",
+        "}",
+    )
+    return "".join(f"          {line}\n" for line in lines)
+
+
+def _again(kernel: Contract, name: str) -> str:
+    """The function that computes one element by the general steps."""
+    again, declared, step_bits = "", "", bits(kernel.draws, "state")
+    if kernel.coins:
+        declared, step_bits = "  u32 word = 0;\n", "word"
+        again = "    word = k % 32 == 0 ? toss(state) : word << 1;\n"
+    text = _AGAIN.format(
+        name=name,
+        a=MEMORY[kernel.loads[0]],
+        b=MEMORY[kernel.loads[1]],
+        result=MEMORY[kernel.result],
+        type=TYPES[kernel.accumulator],
+        start=stream(kernel, "  u64 state", "number") + declared,
+        again=again,
+        x=element(kernel.loads[0], "left[k * step]"),
+        y=element(kernel.loads[1], "right[b_k[k]]"),
+        step_bits=step_bits,
+        value=stored(kernel.result, f"{name}_wide_finish(acc, {bits(kernel.finish_draws, 'state')})"),
+    )
+    return bodies(kernel, f"{name}_wide") + text
