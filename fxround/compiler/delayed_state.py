@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxround.errors import FxroundError
@@ -32,6 +33,25 @@ class DelayedState:
 
     def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
         self.values = dict(values or {})
+        # Whether processes share their magnitudes, and which: None for all.
+        self.shared = False
+        self.group: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return {"values": self.values, "shared": False, "group": None}
+
+    def share(self, group: Any) -> None:
+        """Reduce the magnitudes of each step over a process group, None for all processes, from now on.
+
+        Raises FxroundError if torch.distributed is not initialized.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise FxroundError(
+                "share_scales() reduces magnitudes over the processes of torch.distributed, which is not initialized: "
+                "call torch.distributed.init_process_group first"
+            )
+        self.shared, self.group = True, group
 
     def multipliers(self, scales: Sequence[DelayedScale]) -> list[Tensor]:
         """Return copies of the multipliers, of shape []. Raises FxroundError for a state of another history."""
@@ -49,6 +69,9 @@ class DelayedState:
         for (rounding, dtype, _), rows in groups.items():
             old = torch.stack([self._of(scale) for scale, _ in rows])
             now = torch.stack([most.detach().reshape(()).to(dtype) for _, most in rows])
+            if self.shared:
+                # The largest of several numbers does not depend on their order.
+                dist.all_reduce(now, dist.ReduceOp.MAX, group=self.group)
             history = torch.cat([now[:, None], old[:, 1:-1]], 1)
             program = scale_program(rounding, Format.parse(FORMAT_OF[dtype]))
             following = run_map(program, (history.amax(1), old[:, 0].contiguous()), dtype, Draw())

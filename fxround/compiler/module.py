@@ -30,7 +30,7 @@ from fxround.compiler.executable import Entry, Function, owner_of, resolved
 from fxround.compiler.exported import RNG_BUFFER, Exportable, following, random_state, save, state_of
 from fxround.compiler.method_dispatch import unwatched
 from fxround.compiler.method_operations import Operations
-from fxround.compiler.module_flips import Faulting
+from fxround.compiler.module_delayed import Delayed
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.repeated_bits_warning import Repeats
 from fxround.compiler.replay import Replay
@@ -56,7 +56,7 @@ PolicyLike = Any
 Flat = tuple[list[Any], pytree.TreeSpec]
 
 
-class RoundedModule(Faulting):
+class RoundedModule(Delayed):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
     The first call captures the model as a graph, and inserts the roundings of the policy. A later call whose arguments
@@ -349,15 +349,6 @@ class RoundedModule(Faulting):
         state[f"{prefix}{RNG_BUFFER}"] = self.rng.clone()
         state |= {f"{prefix}{SCALES}{name}": value for name, value in self.delayed_scales.items()}
         return state
-
-    @property
-    def delayed_scales(self) -> dict[str, Tensor]:
-        """Copies of the state of delayed scales by the names of values, such as ``first.weight0``.
-
-        A state is a tensor of shape [1 + history]: the multiplier of the next call, and the largest magnitudes of the
-        last steps, newest first. Empty before the first call, and without delayed scales.
-        """
-        return self._delayed.copy().values
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, Rule
 from fxround.compiler.module import RoundedModule
+from fxround.errors import FxroundError
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
 from fxround.training import compile_optimizer
@@ -93,8 +95,22 @@ def as_a_rank(store: str, out: str, rank: int) -> None:
             weights = train(name, step_of, compiled)
             state = {k.removeprefix("module."): v for k, v in ddp.state_dict().items()}
             found[f"{name} {how}"] = (weights, state["fxround_rng"], len(compiled._entries))
+    found["scales"] = [scales_of(rank, shared) for shared in (False, True)]
     torch.save(found, f"{out}.{rank}")
     dist.destroy_process_group()
+
+
+def scales_of(rank: int, shared: bool) -> list[dict[str, Tensor]]:
+    """The delayed scales after each of two steps on the batches of a rank."""
+    compiled = fxround.compile(build(), "fp8_delayed", seed=7)
+    if shared:
+        compiled.share_scales()
+    found = []
+    for step in range(2):
+        x, target = batches()[step * PROCESSES + rank]
+        F.cross_entropy(compiled(x), target).backward()
+        found.append(compiled.delayed_scales)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +173,26 @@ def test_sums_are_rounded_as_the_policy_says(ranks: list[dict[str, Any]]) -> Non
 
     compiled = fxround.compile(build(), LOW, seed=7)
     assert same(train("low", rounded, compiled), ranks[0]["low 25.0"][0])
+
+
+def test_delayed_scales_are_shared(ranks: list[dict[str, Any]]) -> None:
+    """The first step's magnitudes are those of unshared scales, of which all are 1; the multiplier is R(M / m)."""
+    alone, shared = ([found["scales"][i] for found in ranks] for i in (0, 1))
+    for step in range(2):
+        assert list(shared[0][step]) == list(shared[1][step]) == list(alone[0][step])
+        assert all(torch.equal(a, shared[1][step][name]) for name, a in shared[0][step].items())
+    assert any(not torch.equal(a, alone[1][1][name]) for name, a in alone[0][1].items())
+    for name, state in shared[0][0].items():
+        own = [found[0][name] for found in alone]
+        assert state[1] == max(own[0][1], own[1][1]) > 0
+        # Errors are in e5m2. NumPy's division is that of IEEE 754.
+        largest = np.float32(57344.0 if "error" in name else 448.0)
+        assert state[0].numpy() == largest / state[1].numpy()
+
+
+def test_sharing_scales_needs_processes() -> None:
+    with pytest.raises(FxroundError, match=r"torch\.distributed, which is not initialized"):
+        fxround.compile(build(), "fp8_delayed").share_scales()
 
 
 def test_the_average_of_many() -> None:
