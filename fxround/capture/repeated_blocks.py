@@ -1,10 +1,10 @@
-"""Repeated blocks: AOTAutograd traces three of a model's equal blocks, and the others are copies.
+"""Repeated blocks: AOTAutograd traces four of a model's equal blocks, and the others are copies.
 
 A transformer's layers are equal but for their parameters. ``traced_once`` finds such blocks in Dynamo's graph, and
-traces the graph without those after the third. The ATen nodes of the third are then copied for each of the others, with
-the parameters, module path and source line of each. The result is the graph that a trace of all blocks gives, node for
-node. The third block is copied only if it reads in every place what the second reads, one block later; otherwise all
-blocks are traced. This is for graphs without gradients.
+traces the graph with the first three and the last of them. The ATen nodes of the third, forward and backward, are then
+copied for each of the others, with the parameters, module path and source line of each. The result is the graph that a
+trace of all blocks gives, node for node. The third block is copied only if it reads in every place what the second
+reads, one block later; otherwise all blocks are traced.
 """
 
 from __future__ import annotations
@@ -22,22 +22,33 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.capture.dynamo import inputs_of
-from fxround.capture.torch_private import TRACED_FROM, joint_of, traced_from
+from fxround.capture.torch_private import NOTE_OF_SUMS, TRACED_FROM, adds_gradients, is_backward, joint_of, traced_from
 
-# The blocks of a run that are traced: what the first reads is not what the others read, the second is compared with the
-# third, and the third is copied.
-_TRACED: Final = 3
+# The blocks that are traced: what the first reads is not what the others read, the second is compared with the third,
+# the third is copied, and the gradients that the last reads are not what the others read.
+_FIRST: Final = 3
+_LAST: Final = 1
 # A copy costs less than a trace, but the search costs something too: the least number of Dynamo's nodes to leave out.
 _LEAST: Final = 24
-# What a node of ATen's graph has from the node of Dynamo's graph that it was traced from.
-_ORIGIN: Final = ("stack_trace", "nn_module_stack", "source_fn_stack")
+# What a node of ATen's graph has from the node of Dynamo's graph that it was traced from, forward and backward.
+_ORIGIN: Final = {
+    "stack_trace": "stack_trace",
+    "nn_module_stack": "nn_module_stack",
+    "source_fn_stack": "source_fn_stack",
+}
+_ORIGIN_OF_GRADIENT: Final = {
+    "stack_trace": "stack_trace",
+    "fwd_nn_module_stack": "nn_module_stack",
+    "fwd_source_fn_stack": "source_fn_stack",
+}
 
 _Node = fx.Node
 # Where an argument of a block's node comes from: ("own", number) of the block itself, ("before", number) of the block
-# before, ("parameter", name in the third block), or ("outside", a node that all blocks read).
+# before, ("gradient", index) of the block's backward, ("after", index) of the backward of the block after,
+# ("parameter", name in the third block), or ("outside", a node that all blocks read).
 _Place = tuple[str, Any]
-# The number of an ATen node in its block: the index of Dynamo's node that it was traced from, whether it is a tensor,
-# and which of those it is.
+# The number of a forward ATen node in its block: the index of Dynamo's node that it was traced from, whether it is a
+# tensor, and which of those it is.
 _Number = tuple[int, bool, int]
 
 
@@ -54,12 +65,17 @@ class Run:
     @property
     def left_out(self) -> tuple[tuple[_Node, ...], ...]:
         """The blocks that are not traced."""
-        return self.blocks[_TRACED:]
+        return self.blocks[_FIRST:-_LAST]
+
+    @property
+    def third(self) -> tuple[_Node, ...]:
+        """The block that stands for those that are not traced."""
+        return self.blocks[_FIRST - 1]
 
 
 def traced_once(stack: contextlib.ExitStack, graph: fx.GraphModule, args: Any, kwargs: Any, decompositions: Any) -> Any:
     """Return AOTAutograd's graph for Dynamo's graph, as ``joint_of`` does, with equal blocks traced once."""
-    runs = () if torch.is_grad_enabled() else find_runs(graph, _parameters(graph, args, kwargs))
+    runs = find_runs(graph, _parameters(graph, args, kwargs))
     if runs:
         whole = graph.graph
         graph.graph = _shortened(whole, runs)
@@ -108,11 +124,17 @@ class _Search:
         end = start + period * times
         yield from self._part(0, start).runs()
         blocks = tuple(tuple(self.nodes[at : at + period]) for at in range(start, end, period))
-        names = [_renamed(blocks[_TRACED - 1], block, self.parameters) for block in blocks]
+        names = [_renamed(blocks[_FIRST - 1], block, self.parameters) for block in blocks]
         known = tuple(found for found in names if found is not None)
-        if len(known) == times and not _is_read_later(blocks):
+        if len(known) == times and not _is_read_later(blocks) and not self._add_gradients(blocks):
             yield Run(blocks, known)
         yield from self._part(end, len(self.nodes)).runs()
+
+    def _add_gradients(self, blocks: Sequence[Sequence[_Node]]) -> bool:
+        """Whether a gradient is a sum over the blocks: they read a value outside of them that has a gradient."""
+        own = {*self.parameters, *(node for block in blocks for node in block)}
+        values = [used.meta.get("example_value") for n in blocks[-1] for used in _read(n) if used not in own]
+        return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values)
 
     def _part(self, start: int, end: int) -> _Search:
         return _Search(self.nodes[start:end], self.texts[start:end], self.parameters)
@@ -165,7 +187,7 @@ class _Search:
 def _left_out(run: tuple[int, int, int]) -> int:
     """Return how many nodes of a run, as its first node and the length and number of blocks, are not traced."""
     _, period, times = run
-    return period * (times - _TRACED)
+    return period * (times - _FIRST - _LAST)
 
 
 def _is_read_later(blocks: Sequence[Sequence[_Node]]) -> bool:
@@ -231,13 +253,11 @@ def _tensor(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shortened(whole: fx.Graph, runs: Sequence[Run]) -> fx.Graph:
-    """Return the graph without the blocks that are not traced; what follows them reads the last traced one."""
+    """Return the graph without the blocks that are not traced; the last block reads the third."""
     short = fx.Graph()
     copies: dict[_Node, _Node] = {}
     dropped = {node for run in runs for block in run.left_out for node in block}
-    stands_for = {
-        node: copied for run in runs for node, copied in zip(run.blocks[-1], run.blocks[_TRACED - 1], strict=True)
-    }
+    stands_for = {node: third for run in runs for node, third in zip(run.left_out[-1], run.third, strict=True)}
     for node in whole.nodes:
         if node not in dropped:
             copies[node] = short.node_copy(node, lambda used: copies[stands_for.get(used, used)])
@@ -255,7 +275,7 @@ def _restored(graph: fx.GraphModule, runs: Sequence[Run]) -> bool:
     inputs = {node.meta["desc"].target: node for node in graph.graph.nodes if _is_parameter(node)}
     if any("Mutation" in type(desc).__name__ for desc in graph.graph.output_node().meta["desc"]):
         return False
-    return all(_is_completed(graph.graph, run, inputs) for run in runs)
+    return all(_completed(graph.graph, run, inputs) for run in runs)
 
 
 def _is_parameter(node: _Node) -> bool:
@@ -264,57 +284,99 @@ def _is_parameter(node: _Node) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """The ATen nodes of a block by their numbers, and its parameters by their names in the third block."""
+    """The ATen nodes of a block, and its parameters by their names in the third block."""
 
-    nodes: dict[_Number, _Node]
+    forward: dict[_Number, _Node]
+    backward: list[_Node]
     parameters: Mapping[str, _Node]
+
+    @property
+    def nodes(self) -> list[_Node]:
+        """All nodes."""
+        return [*self.forward.values(), *self.backward]
 
     def made(self) -> list[tuple[Any, ...]]:
         """Return all of each node but what it reads and where it comes from."""
-        return [(n.op, n.target, _plain(n), _described(n.meta.get("val")), n.meta.keys()) for n in self.nodes.values()]
+        return [(n.op, n.target, _plain(n), _described(n.meta.get("val")), n.meta.keys()) for n in self.nodes]
 
-    def places(self, before: _Block) -> list[list[_Place]]:
-        """Return where each argument of each node comes from; before: the block before this one.
+    def places(self, before: _Block, after: _Block) -> list[list[_Place]]:
+        """Return where each argument of each node comes from, given the block before this one and the block after.
 
         A size of the block before is outside: a trace computes it once, and all later blocks read it.
         """
-        known: dict[_Node, _Place] = {node: ("before", n) for n, node in before.nodes.items() if n[1]}
-        known |= {node: ("own", number) for number, node in self.nodes.items()}
+        known: dict[_Node, _Place] = {node: ("before", n) for n, node in before.forward.items() if n[1]}
+        known |= {node: ("after", i) for i, node in enumerate(after.backward)}
+        known |= {node: ("own", number) for number, node in self.forward.items()}
+        known |= {node: ("gradient", i) for i, node in enumerate(self.backward)}
         known |= {node: ("parameter", name) for name, node in self.parameters.items()}
-        return [[known.get(used, ("outside", used)) for used in _read(node)] for node in self.nodes.values()]
+        return [[known.get(used, ("outside", used)) for used in _read(node)] for node in self.nodes]
 
-    def at(self, place: _Place, before: _Block) -> Any:
+    def at(self, place: _Place, before: _Block, after: _Block) -> Any:
         """Return the node at a place."""
         kind, key = place
-        if kind == "outside":
-            return key
-        return self.parameters[key] if kind == "parameter" else (self if kind == "own" else before).nodes[key]
+        if kind in ("gradient", "after"):
+            return (self if kind == "gradient" else after).backward[key]
+        if kind in ("own", "before"):
+            return (self if kind == "own" else before).forward[key]
+        return self.parameters[key] if kind == "parameter" else key
+
+    def gradients(self, results: Mapping[str, _Node | None]) -> dict[str, int | None]:
+        """Return which of the backward nodes is the gradient of each parameter; None: no gradient, -1: another node."""
+        found = {name: results.get(node.meta["desc"].target) for name, node in self.parameters.items()}
+        index = {node: i for i, node in enumerate(self.backward)}
+        return {name: None if node is None else index.get(node, -1) for name, node in found.items()}
 
 
-def _is_completed(graph: fx.Graph, run: Run, inputs: Mapping[str, _Node]) -> bool:
+def _completed(graph: fx.Graph, run: Run, inputs: Mapping[str, _Node]) -> bool:
     """Insert a copy of a run's third block for each that was left out; False if the third is not as the second is."""
-    index = {node.name: (i, j) for i, block in enumerate(run.blocks[:_TRACED]) for j, node in enumerate(block)}
-    traced = [(*index[traced_from(node)], node) for node in graph.nodes if traced_from(node) in index]
-    in_order = [i for i, _, _ in traced] == sorted(i for i, _, _ in traced)
-    if not in_order or not all(name in inputs for names in run.parameters for name in names.values()):
+    if not all(name in inputs for names in run.parameters for name in names.values()):
         return False
     parameters = [{name: inputs[own] for name, own in names.items()} for names in run.parameters]
-    first, second, third = (
-        _Block(_numbered((j, node) for i, j, node in traced if i == block), parameters[block])
-        for block in range(_TRACED)
-    )
-    places = third.places(second)
-    if not third.nodes or second.places(first) != places or second.made() != third.made():
+    blocks = _traced(graph, run, parameters)
+    if blocks is None:
         return False
-    if any(_origin(node) != _origin(run.blocks[_TRACED - 1][number[0]]) for number, node in third.nodes.items()):
+    first, second, third, last = blocks
+    places, gradients = third.places(second, last), third.gradients(_gradients(graph))
+    if second.places(first, third) != places or second.made() != third.made():
         return False
-    blocks = [third]
-    for sources, own in zip(run.left_out, parameters[_TRACED:], strict=True):
-        blocks.append(_copied(graph, third, places, _Block({}, own), blocks[-1], sources))
-    near = {*third.nodes.values(), *blocks[1].nodes.values()}
-    for number, node in third.nodes.items():
-        node.replace_all_uses_with(blocks[-1].nodes[number], delete_user_cb=lambda user: user not in near)
+    if second.gradients(_gradients(graph)) != gradients or -1 in gradients.values():
+        return False
+    sources = _sources(second, third, run)
+    if sources is None or len(last.backward) != len(third.backward):
+        return False
+    copies = [_Block({}, [], own) for own in parameters[_FIRST:-_LAST]]
+    _copy(graph, third, places, sources, run.left_out, copies, last)
+    _return_gradients(graph, copies, gradients)
+    reading = {*last.nodes}
+    for number, node in third.forward.items():
+        node.replace_all_uses_with(copies[-1].forward[number], delete_user_cb=lambda user: user in reading)
+    reading = {*third.backward}
+    for node, copied in zip(last.backward, copies[0].backward, strict=True):
+        node.replace_all_uses_with(copied, delete_user_cb=lambda user: user in reading)
     return True
+
+
+def _traced(graph: fx.Graph, run: Run, parameters: Sequence[Mapping[str, _Node]]) -> list[_Block] | None:
+    """Return the first, second, third and last block of a run; None if they are not one after the other."""
+    traced = (*range(_FIRST), len(run.blocks) - _LAST)
+    index = {node.name: (i, j) for i in traced for j, node in enumerate(run.blocks[i])}
+    forward = [(*index[traced_from(node)], node) for node in graph.nodes if traced_from(node) in index]
+    blocks = {i: _Block(_numbered((j, n) for k, j, n in forward if k == i), [], parameters[i]) for i in traced}
+    owners = {node.meta.get("seq_nr"): i for i, _, node in forward}
+    order: list[int | None] = []
+    for node in graph.nodes:
+        if is_backward(node):
+            # A sum of gradients has no number of its own; it follows the gradients that it adds.
+            order.append(order[-1] if adds_gradients(node) and order else owners.get(node.meta.get("seq_nr")))
+            if order[-1] is not None:
+                blocks[order[-1]].backward.append(node)
+    while order and order[0] is None:
+        order.pop(0)
+    while order and order[-1] is None:
+        order.pop()
+    found = [i for i, _, _ in forward]
+    in_order = found == sorted(found) and set(found) == {*traced} and None not in order
+    return list(blocks.values()) if in_order and order == sorted(order, reverse=True) else None  # type: ignore[type-var]
 
 
 def _numbered(nodes: Iterable[tuple[int, _Node]]) -> dict[_Number, _Node]:
@@ -328,26 +390,105 @@ def _numbered(nodes: Iterable[tuple[int, _Node]]) -> dict[_Number, _Node]:
     return numbered
 
 
-def _origin(node: _Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+def _sources(second: _Block, third: _Block, run: Run) -> list[int | None] | None:
+    """Return the index of Dynamo's node from which each node of the third block has its origin, None for no origin.
+
+    Returns None if a node has another origin. A gradient has the origin of a forward node of the same number, a sum of
+    gradients that of any node.
+    """
+    numbered: dict[Any, list[int]] = {}
+    for number, node in third.forward.items():
+        numbered.setdefault(node.meta.get("seq_nr"), []).append(number[0])
+    candidates: list[Iterable[int]] = [[number[0]] for number in third.forward]
+    for node in third.backward:
+        anywhere = adds_gradients(node)
+        candidates.append(range(len(run.third)) if anywhere else numbered.get(node.meta.get("seq_nr"), ()))
+    sources: list[int | None] = []
+    for a, b, indices in zip(second.nodes, third.nodes, candidates, strict=True):
+        fits = (i for i in indices if _is_from(a, run.blocks[_FIRST - 2][i]) and _is_from(b, run.third[i]))
+        source = next(fits, None)
+        if source is None and any(key in b.meta for key in _keys(b)):
+            return None
+        sources.append(source)
+    return sources
 
 
-def _copied(
+def _is_from(node: _Node, source: _Node) -> bool:
+    return all(node.meta[key] == value for key, value in _origin(node, source).items())
+
+
+def _keys(node: _Node) -> Mapping[str, str]:
+    return _ORIGIN_OF_GRADIENT if is_backward(node) else _ORIGIN
+
+
+def _origin(node: _Node, source: _Node) -> dict[str, Any]:
+    """Return what tells the origin of such a node, if it is traced from this node of Dynamo's graph.
+
+    A sum of gradients has the stack of the operation before it, and a note.
+    """
+    found = {key: source.meta.get(theirs) for key, theirs in _keys(node).items() if key in node.meta}
+    if adds_gradients(node) and found.get("stack_trace"):
+        _, note, rest = node.meta["stack_trace"].partition(NOTE_OF_SUMS)
+        found["stack_trace"] += note + rest
+    return found
+
+
+def _copy(
     graph: fx.Graph,
     third: _Block,
     places: Sequence[Sequence[_Place]],
-    block: _Block,
-    before: _Block,
-    sources: Sequence[_Node],
-) -> _Block:
-    """Return the block with a copy of the third as its nodes; sources: its nodes in Dynamo's graph."""
-    after = list(before.nodes.values())[-1]
-    for (number, node), read in zip(third.nodes.items(), places, strict=True):
-        operands = iter([block.at(place, before) for place in read])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _, operands=operands: next(operands))  # type: ignore[misc]
-        with graph.inserting_after(after):
-            after = graph.create_node(node.op, node.target, args, kwargs, re.sub(r"_\d+$", "", node.name))
-        after.meta = {**node.meta, **_origin(sources[number[0]])}
-        after.meta.pop(TRACED_FROM)
-        block.nodes[number] = after
-    return block
+    sources: Sequence[int | None],
+    dynamo: Sequence[Sequence[_Node]],
+    copies: Sequence[_Block],
+    last: _Block,
+) -> None:
+    """Fill the blocks that were left out with copies of the third; dynamo: their nodes in Dynamo's graph."""
+
+    nodes = third.nodes
+
+    def copied(i: int, block: int, before: _Block, after: _Block, place: _Node) -> _Node:
+        node, source = nodes[i], sources[i]
+        operands = iter([copies[block].at(found, before, after) for found in places[i]])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
+        with graph.inserting_after(place):
+            new = graph.create_node(node.op, node.target, args, kwargs, re.sub(r"_\d+$", "", node.name))
+        new.meta = {**node.meta, **({} if source is None else _origin(node, dynamo[block][source]))}
+        new.meta.pop(TRACED_FROM, None)
+        return new
+
+    row = [third, *copies, last]
+    at = list(third.forward.values())[-1]
+    for block, before in enumerate(row[:-2]):
+        for i, number in enumerate(third.forward):
+            at = copies[block].forward[number] = copied(i, block, before, last, at)
+    if third.backward:
+        at = last.backward[-1]
+        for block in reversed(range(len(copies))):
+            for i in range(len(third.backward)):
+                at = copied(len(third.forward) + i, block, row[block], row[block + 2], at)
+                copies[block].backward.append(at)
+
+
+def _gradients(graph: fx.Graph) -> dict[str, _Node | None]:
+    """Return the gradient of each parameter by the parameter's name, None where there is none."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    return {target: results[i] for target, i in _returned(output).items()}
+
+
+def _returned(output: _Node) -> dict[str, int]:
+    """Return the position of the gradient of each parameter among the results."""
+    of: dict[int, Any] = {i: getattr(desc, "grad_of", None) for i, desc in enumerate(output.meta["desc"])}
+    return {parameter.target: i for i, parameter in of.items() if type(parameter).__name__ == "ParamAOTInput"}
+
+
+def _return_gradients(graph: fx.Graph, copies: Sequence[_Block], gradients: Mapping[str, int | None]) -> None:
+    output = graph.output_node()
+    positions, found = _returned(output), output.args[0]
+    assert isinstance(found, list | tuple)
+    results = list(found)
+    for block in copies:
+        for name, i in gradients.items():
+            if i is not None:
+                results[positions[block.parameters[name].meta["desc"].target]] = block.backward[i]
+    output.args = (type(found)(results),)

@@ -261,6 +261,20 @@ def traced_from(node: fx.Node) -> str:
     return str(sources[0].name) if sources else ""
 
 
+# What autograd adds to the stack of a sum of gradients.
+NOTE_OF_SUMS: Final = "Gradient addition node due to multiple use of tensor around:"
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made a node for the backward pass."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
+def adds_gradients(node: fx.Node) -> bool:
+    """Whether a node of the backward pass is autograd's own sum of the gradients of one value."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
 def traced_frame() -> tuple[str, torch.nn.Module | None]:
     """Return, inside of a backend, the name of the function that Dynamo traces, and the module among its arguments."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
