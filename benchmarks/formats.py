@@ -1,6 +1,6 @@
-"""Scaled formats, tables and posits: speed of ``fxround.round``, and torchao beside it if it is installed.
+"""Scaled formats, tables and posits: speed of ``fxround.round``, and installed peers beside it.
 
-    python -m benchmarks.formats
+    python -m benchmarks.formats [peers]
 
 The first table has 10^6 elements per second, medians of interleaved calls. The second compares the bits with torchao's
 ``to_mx`` and back, where both describe the same format: elements of exponents -30 to 30, a row of zeros.
@@ -9,6 +9,7 @@ The first table has 10^6 elements per second, medians of interleaved calls. The 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 import fxround
+from benchmarks import peers
 from benchmarks.harness import header, medians, table
 
 SIZES = (10**6, 10**7)
@@ -76,6 +78,19 @@ def speeds(peer: Any) -> Iterator[list[str]]:
     yield from ([name, *rates] for name, rates in found.items())
 
 
+def beside_peers() -> Iterator[list[str]]:
+    """Yield rows: the peer's function, the format, and for each size both rates and their ratio."""
+    rows: dict[str, list[str]] = {}
+    for size in SIZES:
+        for row in peers.scaled(size):
+            calls = {"peer": row.call, "own": partial(fxround.round, row.x, row.form, seed=1)}
+            seconds = medians(calls, passes=3)
+            theirs, ours = (size / seconds[name] / 1e6 for name in ("peer", "own"))
+            cells = rows.setdefault(f"{row.peer} {row.form}", [row.peer, row.form])
+            cells += [f"{theirs:.1f}", f"{ours:.0f}", f"{ours / theirs:.1f}"]
+    yield from rows.values()
+
+
 def differences(peer: Any) -> Iterator[list[str]]:
     """Yield rows: format, elements, and how many of them differ from torchao's."""
     torch.manual_seed(0)
@@ -91,6 +106,11 @@ def differences(peer: Any) -> Iterator[list[str]]:
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["peers"]:
+        print(header(("torch", "torchao", "qtorch", "pychop", "llvmlite")))
+        columns = [f"{name} {size:.0e}" for size in SIZES for name in ("peer", "fxround", "ratio")]
+        print(table(["10^6 elements per second", "format", *columns], list(beside_peers())))
+        return
     peer = torchao()
     print(header(("torch", "torchao", "llvmlite")))
     print(table(["10^6 elements per second", *(f"{size:.0e} elements" for size in SIZES)], list(speeds(peer))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,67 @@ def calls(x: torch.Tensor) -> dict[str, Call]:
         except ImportError:
             continue
     return found
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A peer's rounding to a scaled format or to fixed point, and what fxround calls the same format and mode."""
+
+    peer: str
+    form: str
+    x: torch.Tensor
+    call: Call
+
+
+def scaled(size: int) -> list[Scaled]:
+    """Return the roundings to scaled formats of every installed peer, of ``size`` elements in blocks of 32."""
+    x = torch.randn(size // 32, 32)
+    found: list[Scaled] = []
+    for peer in (_microxcaling, _torchao, _qtorch_scaled, _pychop_scaled):
+        try:
+            found += peer(x)
+        except ImportError:
+            continue
+    return found
+
+
+def _microxcaling(x: torch.Tensor) -> Iterator[Scaled]:
+    from mx.mx_ops import _quantize_mx
+
+    for name, form in (("fp8_e4m3", "mxfp8"), ("fp4_e2m1", "mxfp4"), ("int8", "mxint8")):
+        call = partial(_quantize_mx, x, 8, name, axes=[-1], block_size=32, round="even")
+        yield Scaled(f"microxcaling _quantize_mx {name}", form, x, call)
+
+
+def _torchao(x: torch.Tensor) -> Iterator[Scaled]:
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+
+    def through(dtype: torch.dtype) -> torch.Tensor:
+        scale, data = to_mx(x, dtype, 32)
+        back: torch.Tensor = to_dtype(data, scale, dtype, 32, torch.float32)
+        return back
+
+    for name, form in (("float8_e4m3fn", "mxfp8"), ("float8_e5m2", "mxfp8_e5m2"), ("float4_e2m1fn_x2", "mxfp4")):
+        yield Scaled(f"torchao to_mx {name} and back", form, x, partial(through, getattr(torch, name)))
+
+
+def _qtorch_scaled(x: torch.Tensor) -> Iterator[Scaled]:
+    from qtorch.quant import block_quantize, fixed_point_quantize
+
+    for mode, own in (("nearest", "nearest_even"), ("stochastic", "stochastic")):
+        call = partial(block_quantize, x, 8, dim=0, rounding=mode)
+        yield Scaled(f"QPyTorch block_quantize {mode}", f"bfp(8,32)/{own}", x, call)
+        call = partial(fixed_point_quantize, x, 16, 8, rounding=mode)
+        yield Scaled(f"QPyTorch fixed_point_quantize {mode}", f"fixed(16,8)/{own}", x, call)
+
+
+def _pychop_scaled(x: torch.Tensor) -> Iterator[Scaled]:
+    from pychop import Chopf, backend, mx_quantize
+
+    backend("torch")
+    yield Scaled("Pychop mx_quantize mxfp8_e4m3", "mxfp8", x, partial(mx_quantize, x, format="mxfp8_e4m3"))
+    for mode, own in ((1, "nearest_even"), (5, "stochastic")):
+        yield Scaled(f"Pychop Chopf rmode={mode}", f"fixed(16,8)/{own}", x, partial(Chopf(8, 8, mode), x))
 
 
 def _qtorch(x: torch.Tensor) -> Iterator[tuple[str, Call]]:

@@ -18,10 +18,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fxround.kernels.program import Program, Statement
+from fxround.numerics.fixed_point import integers
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.gradients import unclamped
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledFormat, ScaledRounding, Scaling, integers
+from fxround.numerics.scaled import ScaledFormat, ScaledRounding, Scaling
 
 
 def carrier_of(stored: Format) -> Format:

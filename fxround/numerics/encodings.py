@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from fxround.numerics.fixed_point import integers
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import ScaledFormat, integers
+from fxround.numerics.scaled import ScaledFormat
 
 # The parts of an encoding; "any" is all of it.
 FIELDS: Final = ("significand", "exponent", "sign", "any")

@@ -13,9 +13,10 @@ from dataclasses import replace
 from fractions import Fraction
 
 from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.fixed_point import fixed_point
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding, Scaling, fixed_point
+from fxround.numerics.scaled import ScaledRounding, Scaling
 
 
 def largest(values: Sequence[float], percentile: float | None = None) -> Fraction:

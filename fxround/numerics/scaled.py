@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 
 from fxround.errors import shown
 from fxround.numerics.exact import round_float
+from fxround.numerics.fixed_point import element_of, fixed_point, integers
 from fxround.numerics.formats import FORMATS, Format, Overflow
 from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.modes import MODES, Mode, Rounding
@@ -297,23 +298,6 @@ def _transform(text: str) -> tuple[Hadamard | None, str]:
     return (Hadamard(int(found[1]), int(found[2] or 0)), text[found.end() :]) if found else (None, text)
 
 
-def integers(bits: int) -> Format:
-    """Return the integers -(2^(bits-1) - 1) to 2^(bits-1) - 1 as a format. Raises ValueError but for 2 to 53 bits."""
-    return fixed_point(bits, 0)
-
-
-def fixed_point(bits: int, fraction: int) -> Format:
-    """Return the multiples of 2^-fraction of at most bits - 1 binary digits, with both signs, as a format.
-
-    Raises ValueError for fewer than 2 or more than 53 bits, and for a fraction beyond 1000.
-    """
-    if not 2 <= bits <= 53 or abs(fraction) > 1000:
-        raise ValueError(f"fixed point of {bits} bits and 2^{-fraction}: expected 2 to 53 bits, 2^-1000 to 2^1000")
-    magnitude = bits - 1
-    largest = (2.0**magnitude - 1) * 2.0**-fraction
-    return Format.custom(precision=magnitude, emin=magnitude - 1 - fraction, maximum=largest, inf=False, nan=False)
-
-
 _POWERS: Final = FORMATS["e8m0fnu"]
 
 
@@ -423,7 +407,7 @@ def _full(inside: str, text: str) -> ScaledFormat:
         span = tuple(_number(v, text) for v in bounds.split(":")) if bounds else None
         if span is not None and len(span) != 2:
             raise ValueError(f"{shown(text)}: expected the bounds least:most, got {shown(bounds)}")
-        return ScaledFormat(Format.parse(element), None, span, _known(options, ("scale",), text).get("scale"))
+        return ScaledFormat(element_of(element, "fixed"), None, span, _known(options, ("scale",), text).get("scale"))
     if len(words) not in (3, 4) or bounds:
         raise ValueError(f"{shown(text)}: expected scaled(element;block,scale,how[,whole][,option])")
     block, scale, made, *whole = words
@@ -436,7 +420,7 @@ def _full(inside: str, text: str) -> ScaledFormat:
             raise ValueError(f"{shown(text)}: expected an integer for {key}, got {extra[key]}")
         extra |= {key: int(extra[key])} if key in extra else {}
     scaling = Scaling(_block(block, text), Format.parse(scale), made, wide, **extra)  # type: ignore[arg-type]
-    return ScaledFormat(Format.parse(element), scaling)
+    return ScaledFormat(element_of(element, made), scaling)
 
 
 def _options(words: list[str], text: str) -> dict[str, Any]:

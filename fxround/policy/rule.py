@@ -257,7 +257,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     if _parsed(is_scaled, str(text), field):
         found: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
         if field == "accumulate":
-            raise PolicyError(f"{field} = {shown(str(text))}: an accumulator has no scale; expected another format")
+            why = "has no scale" if found.format.scaling is not None else "in fixed point is not possible"
+            raise PolicyError(f"{field} = {shown(str(text))}: an accumulator {why}; expected a floating-point format")
         if field == "rounding" and found.of_products:
             raise PolicyError(
                 f"{field} = {shown(str(text))}: a transform and a delayed scale belong to operands; write operands="

@@ -15,8 +15,9 @@ from fxround.kernels.program import Program
 from fxround.numerics.encodings import FIELDS, Encoding
 from fxround.numerics.exact_faults import code_of, flip, value_of
 from fxround.numerics.faults import Fault, Faults, numbers_of, operator_of, share
+from fxround.numerics.fixed_point import fixed_point, integers
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scaled import ScaledFormat, fixed_point, integers
+from fxround.numerics.scaled import ScaledFormat
 
 # The encodings of formats elsewhere, and the unsigned integers of their codes.
 ELSEWHERE = {

@@ -21,9 +21,10 @@ from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.scaled import element_program
 from fxround.numerics.exact_scaled import largest, round_block
+from fxround.numerics.fixed_point import fixed_point
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.randomness import random_function
-from fxround.numerics.scaled import SCALED, ScaledFormat, ScaledRounding, fixed_point, is_scaled
+from fxround.numerics.scaled import SCALED, ScaledFormat, ScaledRounding, is_scaled
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FORMS = [
@@ -44,6 +45,8 @@ FORMS = [
     "uint4:8",
     "uint16:channel",
     "uint2:2x3",
+    "scaled(int8;5,bfloat16,nearest)",
+    "scaled(uint4;3,binary16,affine)",
     "int8:scale=0.1",
     "int8:scale=0.37,zero=-3",
     "uint4:scale=0.5,zero=9",
@@ -434,3 +437,15 @@ def test_a_block_of_infinities_or_nans_has_the_smallest_scale() -> None:
     assert largest([math.inf, math.nan]) == Fraction(0)
     y = fxround.round(torch.tensor([math.inf, -math.inf, math.nan, 0.0]), "mxfp8")
     assert y.tolist()[:2] == [448 * 2.0**-127, -448 * 2.0**-127] and y[2].isnan() and y[3] == 0
+
+
+def test_integers_are_elements_by_their_names() -> None:
+    for text, name in (
+        ("scaled(int8;tensor,binary32,nearest)", "int8"),
+        ("scaled(uint8;32,binary32,affine)", "uint8:32"),
+        ("scaled(int4;fixed,scale=0.5)", "int4:scale=0.5"),
+    ):
+        assert ScaledFormat.parse(text) == ScaledFormat.parse(name)
+    for text in ("scaled(uint8;32,binary32,nearest)", "scaled(int8;32,binary32,affine)", "scaled(int32;8,binary32,up)"):
+        with pytest.raises(ValueError, match="expected int2 to int16, or uint2 to uint16 with affine"):
+            ScaledFormat.parse(text)
