@@ -384,6 +384,12 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
+def _is_whole(node: Any) -> bool:
+    """Whether a node's value has an integer dtype: its .item() needs no rounding, and may be a size."""
+    dtype = node.meta["val"].dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
 def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
     """Raise CaptureError, with the line of the model, for nodes after which no rounding is possible."""
     for node in graph.graph.nodes:
@@ -392,7 +398,7 @@ def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
                 f"{located(node)}: ctc_loss adds over alignments in an order that no formula of fxround defines. "
                 "Compile the model up to its log probabilities, and compute this loss outside."
             )
-        if node.target is torch.ops.aten._local_scalar_dense.default:
+        if node.target is torch.ops.aten._local_scalar_dense.default and not _is_whole(node.args[0]):
             raise CaptureError(
                 f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "
                 "Keep it a tensor (x.sum() in place of x.sum().item())."

@@ -86,6 +86,10 @@ _ADVICE: Final = (
         "_ctc_loss",
         "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
     ),
+    (
+        "specialized integer",
+        "use torch.while_loop, or a fixed number of steps and torch.where; or pass the number as a Python argument",
+    ),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
     ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),

@@ -56,6 +56,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(_kept_checks())
         if not by_dynamo:
             stack.enter_context(asked_sizes())
+            stack.enter_context(_unread_numbers())
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
         decompositions = "torch._decomp.decompositions"
         stack.enter_context(mock.patch(f"{decompositions}._upsample_get_cubic_coefficients", _cubic_coefficients))
@@ -69,6 +70,23 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.callback(setattr, torch.backends.cudnn, "enabled", cudnn)
         torch.backends.cudnn.enabled = False
         yield
+
+
+def _unread_numbers() -> contextlib.AbstractContextManager[Any]:
+    """Keep a trace from reading the number in an argument without dimensions.
+
+    Such a number would decide an if or the length of a loop for all later calls: Dynamo's guard on it is not kept here.
+    """
+    converter = fake_tensor.FakeTensorConverter
+    original = converter.from_real_tensor
+
+    @functools.wraps(original)
+    def unread(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        made.item_memo = None
+        return made
+
+    return mock.patch.object(converter, "from_real_tensor", unread)
 
 
 def traced_logger() -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator, require_state
-from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype
+from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Contract
 from fxround.numerics.storage import Storage
@@ -36,7 +36,7 @@ def require_product(left: Sizes, right: Sizes, dtypes: Sequence[torch.dtype]) ->
 
 def require_length(length: int) -> None:
     """Raise ValueError for a chain that is too long."""
-    if length > _LONGEST:
+    if surely(length > _LONGEST):
         raise ValueError(f"contraction of {length} products: a chain has at most {_LONGEST}")
 
 

@@ -243,6 +243,8 @@ class Planner(ABC):
 
     def _contraction(self, node: fx.Node, call: Call[fx.Node]) -> None:
         operands = [self.value(x) for x in call.operands]
+        if any(x.tensor.numel() == 0 for x in operands):
+            raise NoPlan  # empty operands have no addresses by which to tell them apart
         args = [self._argument(arg) for arg in node.args]
         pending: Pending = CONTRACTIONS[node.target](*args)
         work = pending.plan
