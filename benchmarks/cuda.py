@@ -1,6 +1,7 @@
 """CUDA: what the compiler makes of every text, and on a GPU the bits and the speed of everything.
 
-    python -m benchmarks.cuda --compile              without a GPU: registers, spills and shared memory of every text
+    python -m benchmarks.cuda --compile              without a GPU: registers, spills, occupancy of every text, and its
+                                                     machine code where CUDA's nvdisasm is on the PATH
     python -m benchmarks.cuda --output cuda.json     on a GPU: bits against the CPU's, then speed; under ten minutes
 
 The second form needs nothing that the first one made. It goes on after a failure, and says which.
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -30,10 +34,18 @@ from fxround import Policy, Rule
 from fxround.runtime.cuda.driver import compiled
 from fxround.runtime.cuda.launcher import Text, launching
 
-ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
-# Registers of a multiprocessor, its threads and blocks at most, and the shared memory of its blocks, which all of these
-# architectures have at least (CUDA C++ Programming Guide, "Technical specifications per compute capability").
-_REGISTERS, _THREADS, _SHARED = 65536, 1024, 65536
+# Threads, blocks and bytes of shared memory of a multiprocessor at most (CUDA C++ Programming Guide, "Technical
+# specifications per compute capability"). All have this many registers.
+ARCHITECTURES: Final = {
+    "sm_75": (1024, 16, 64 << 10),
+    "sm_80": (2048, 32, 164 << 10),
+    "sm_90": (2048, 32, 228 << 10),
+    "sm_100": (2048, 32, 228 << 10),
+    "sm_120": (1536, 24, 100 << 10),
+}
+_REGISTERS: Final = 65536
+# Those whose binary64 is slow.
+_SLOW: Final = ("sm_75", "sm_120")
 _NOTE: Final = re.compile(
     r"Compiling entry function '(?P<name>\S+)' for.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
     r"stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?:, used \d+ barriers)?"
@@ -48,34 +60,85 @@ _NOTE: Final = re.compile(
 @dataclass(frozen=True)
 class Resources:
     """What a kernel takes on an architecture: registers of a thread, bytes of a thread's stack and of its spilled
-    registers, and bytes of a block's shared memory."""
+    registers, bytes of a block's shared memory, and the threads of a block."""
 
+    arch: str
+    threads: int
     name: str
     registers: int
     stack: int
     spilled: int
     shared: int
 
-    def blocks(self, threads: int = 256) -> int:
+    def blocks(self) -> int:
         """The blocks that a multiprocessor holds at once."""
-        # Registers are given to a warp in units of 256.
-        by_registers = _REGISTERS // (-(-self.registers * 32 // 256) * 256 * (threads // 32))
-        return min(by_registers, _THREADS // threads, _SHARED // max(1, self.shared))
+        threads, blocks, shared = ARCHITECTURES[self.arch]
+        # Registers are given to a warp in units of 256, and the system takes 1 kB of a block's shared memory.
+        by_registers = _REGISTERS // (-(-self.registers * 32 // 256) * 256 * (self.threads // 32))
+        return min(by_registers, blocks, threads // self.threads, shared // (self.shared + 1024))
+
+    def occupancy(self) -> float:
+        """The threads that a multiprocessor holds at once, as a part of the most that it can hold."""
+        return self.blocks() * self.threads / ARCHITECTURES[self.arch][0]
 
 
 def resources(texts: Sequence[Text], arch: str) -> list[Resources]:
     """Compile texts for an architecture in one translation unit and read the compiler's notes."""
+    return _made(texts, arch)[0]
+
+
+def _made(texts: Sequence[Text], arch: str) -> tuple[list[Resources], bytes]:
+    """The resources of each text, and the binary of all."""
     unit = "".join(f"namespace unit_{i} {{\n{text.source()}}}\n" for i, text in enumerate(texts))
+    binary, notes = compiled(unit, arch)
+    threads = {text.name: text.threads for text in texts}
     found = [
         Resources(
-            m["name"], int(m["registers"]), int(m["stack"]), int(m["stores"]) + int(m["loads"]), int(m["shared"] or 0)
+            arch,
+            threads[m["name"]],
+            m["name"],
+            int(m["registers"]),
+            int(m["stack"]),
+            int(m["stores"]) + int(m["loads"]),
+            int(m["shared"] or 0),
         )
-        for m in _NOTE.finditer(compiled(unit, arch)[1])
+        for m in _NOTE.finditer(notes)
     ]
     missing = {text.name for text in texts} - {one.name for one in found}
     if missing:
         raise RuntimeError(f"the compiler says nothing of {sorted(missing)[:3]}")
-    return found
+    return found, binary
+
+
+def machine_code(binary: bytes) -> str | None:
+    """The machine code of a binary as text, by CUDA's nvdisasm; None where that is not installed."""
+    program = shutil.which("nvdisasm")
+    if program is None:
+        return None
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "code.cubin"
+        file.write_bytes(binary)
+        return subprocess.run([program, "-c", str(file)], check=True, capture_output=True, text=True).stdout
+
+
+def faults_of(listing: str, texts: Sequence[Text]) -> list[str]:
+    """What machine code does that no text asks for: it flushes subnormal numbers, or fuses a product and a sum.
+
+    The compiler's own divisions and roots are made of multiply-adds, and flush where they look for special values: a
+    text with one of them may do both, and its PTX says what it asks for.
+    """
+    own, asked = re.compile(r"__([fd]div|[fd]sqrt)_rn"), re.compile(r"__fmaf?_rn")
+    sources = {text.name: text.source() for text in texts}
+    divided = {name for name, source in sources.items() if own.search(source)}
+    fused = divided | {name for name, source in sources.items() if asked.search(source)}
+    faults, name = [], ""
+    for line in listing.splitlines():
+        name = found[1] if (found := re.match(r"\s*\.section\s+\.text\.(\w+)", line)) else name
+        if name not in divided and re.search(r"\b[FD](ADD|MUL|FMA|SETP|SET|MNMX)\S*\.FTZ", line):
+            faults.append(f"{name} flushes subnormal numbers: {line.strip()}")
+        if name not in fused and re.search(r"\b[FD]FMA\b", line):
+            faults.append(f"{name} fuses a product and a sum: {line.strip()}")
+    return faults
 
 
 class Listing:
@@ -334,15 +397,18 @@ def compile_texts(archs: Sequence[str]) -> None:
     runs = [step(model, x, POLICIES[p]) for _, model, x in models("cpu") for p in POLICIES]
     for run in runs:
         run()
-    texts = texts_of(*runs)
     rows = []
     for arch in archs:
         began = time.perf_counter()
-        found = resources(texts, arch)
+        texts = texts_of(*runs, slow_binary64=arch in _SLOW)
+        found, binary = _made(texts, arch)
         most, spilled = max(found, key=lambda r: r.registers), [r for r in found if r.spilled]
-        fewest = min(found, key=lambda r: r.blocks())
         numbers = (len(found), most.registers, len(spilled), max(r.stack for r in found), max(r.shared for r in found))
-        rows.append([arch, *map(str, numbers), str(fewest.blocks()), f"{time.perf_counter() - began:.0f}"])
+        busy = [r.occupancy() for r in found]
+        listing = machine_code(binary)
+        faults = "no nvdisasm" if listing is None else str(len(faults_of(listing, texts)))
+        shares = f"{min(busy):.0%}", f"{statistics.median(busy):.0%}"
+        rows.append([arch, *map(str, numbers), *shares, faults, f"{time.perf_counter() - began:.0f}"])
     head = (
         "architecture",
         "texts",
@@ -350,7 +416,9 @@ def compile_texts(archs: Sequence[str]) -> None:
         "that spill",
         "stack, bytes",
         "shared, bytes",
-        "blocks at least",
+        "occupancy at least",
+        "median",
+        "faults in SASS",
         "s",
     )
     print(table(head, rows))
@@ -360,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile every text, without a GPU")
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="architectures (default: all)")
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=[*ARCHITECTURES], help="default: all")
     parser.add_argument("--output", help="a JSON file for the results of a GPU")
     options = parser.parse_args(arguments)
     if options.compile:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 
 from fxround.graph import dialect
@@ -25,7 +26,7 @@ from fxround.runtime.cpu.pointwise import run_kernel
 from fxround.runtime.cuda import contraction as cuda_contraction
 from fxround.runtime.cuda import pointwise as cuda_pointwise
 from fxround.runtime.cuda import reduction as cuda_reduction
-from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.iterations import iterations
 from fxround.runtime.operands import loads_of
@@ -96,7 +97,18 @@ _TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
 def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
     """Return the function of a class's calls, which runs on the CPU or as CUDA texts, wherever the operands are."""
     here, texts = _KERNELS[cls], _TEXTS.get(cls)
-    return here if texts is None else lambda call: (texts if runs_texts(call.operands) else here)(call)
+    if texts is None:
+        return here
+
+    def run(call: Any) -> Any:
+        if not runs_texts(call.operands):
+            return here(call)
+        try:
+            return texts(call)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, cls.name, call.operands) from error
+
+    return run
 
 
 # The function of each operator, for callers that need no dispatcher.

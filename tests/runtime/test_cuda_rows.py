@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +140,51 @@ def test_what_has_no_text_runs_kernel_by_kernel(host: HostLauncher, policy: Any,
         got = compiled.reseed(1)(x)
     assert torch.equal(got, want)
     assert "rows" not in spy.names
+
+
+@pytest.mark.parametrize(
+    "module, operation",
+    [
+        (nn.LayerNorm(40), r"chain over rows of torch.float32 \[40\]"),
+        (nn.Linear(40, 3), r"matmul of torch.float32 \[9, 40\]"),
+    ],
+)
+def test_a_device_without_memory_names_the_operation(
+    host: HostLauncher, module: nn.Module, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the error the module runs as if it had not been called."""
+    x, compiled = torch.randn(9, 40), fxround.compile(module, "stochastic", seed=3)
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with launching(host):
+        want = compiled(x)
+        compiled.reseed(3)
+        with monkeypatch.context() as patched:
+            patched.setattr(buffers, "empty", full)
+            with pytest.raises(torch.OutOfMemoryError, match=f"{operation}.*no memory for its result.*20.00 MiB"):
+                compiled(x)
+        assert torch.equal(compiled(x), want)
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """A copy of x whose rows lie 2^31 + 3 elements apart, in memory of which only these pages are there."""
+    step = (1 << 31) + 3
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    memory = mmap.mmap(-1, step * len(x) * x.itemsize, flags)
+    found = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, (step, 1))
+    return found.copy_(x)
+
+
+def test_offsets_have_64_bits(host: HostLauncher) -> None:
+    """Maps, products and chains over rows of an operand of more than 2^32 elements."""
+    x, w = torch.randn(4, 24), torch.randn(24, 5)
+    far = far_apart(x)
+    for function in (lambda x: x * 3, lambda x: x @ w, lambda x: torch.softmax(x, -1), lambda x: w.mT @ x.mT):
+        compiled, spy = fxround.compile(function, "stochastic"), Spy(host)
+        want = compiled.reseed(2)(x)
+        with launching(spy):
+            got = compiled.reseed(2)(far)
+        assert torch.equal(got, want) and spy.names

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cuda.core", reason="needs the extra cuda: pip install 'fxround[cuda]'")
 
 import fxround
-from benchmarks.cuda import ARCHITECTURES, resources, texts_of
+from benchmarks.cuda import ARCHITECTURES, faults_of, resources, texts_of
 from fxround.errors import FxroundError
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import map_kernel
@@ -28,7 +28,6 @@ from fxround.runtime.cuda import contraction, driver, reduction
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
-from fxround.runtime.cuda.cpp.table import DEVICE_OPTIONS
 from fxround.runtime.cuda.driver import architecture, compiled
 from fxround.runtime.cuda.launcher import Text, launch
 
@@ -91,28 +90,13 @@ def test_texts_compile_without_spills(arch: str) -> None:
     for found in resources(texts(), arch):
         assert found.spilled < 64, found
         assert found.stack <= (128 if found.name.startswith("exact") else 64), found
-        assert found.blocks() >= 1, found
-
-
-def intermediate(source: str) -> str:
-    """The compiler's PTX; cuda-core would ask a driver for its version."""
-    from cuda.bindings import nvrtc
-    from cuda.core import ProgramOptions
-
-    options = ProgramOptions(arch="compute_90", **DEVICE_OPTIONS).as_bytes("nvrtc")
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"texts", 0, [], [])
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = b" " * size
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return ptx.decode()
+        assert 0 < found.occupancy() <= 1, found
 
 
 def test_arithmetic_is_what_the_text_asks_for() -> None:
     """Every float operation names its rounding, so that no later compiler fuses two, and none flushes subnormals."""
     unit = "".join(f"namespace unit_{i} {{\n{text.source()}}}\n" for i, text in enumerate(texts()))
-    ptx = intermediate(unit)
+    ptx = driver.intermediate(unit, "compute_90").decode()
     arithmetic = re.findall(
         r"^\s*(?:@\S+\s+)?((?:add|sub|mul|fma|mad|div|sqrt|rcp)\.\S*f(?:32|64))\b", ptx, re.MULTILINE
     )
@@ -189,7 +173,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(driver, "_bindings", lambda: found.driver)
     monkeypatch.setattr(driver, "_version", lambda: "13.0")
-    monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=load))
+    monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=load, from_ptx=load))
     for name, value in {
         "device": lambda index: contextlib.nullcontext(),
         "current_stream": lambda index: SimpleNamespace(cuda_stream=77),
@@ -209,6 +193,31 @@ def test_a_launch_passes_grid_stream_and_arguments(gpu: SimpleNamespace) -> None
     assert gpu.driver.launches == [(4096, (5, 1, 1, text.threads, 1, 1), 0, 77, 0, 42)] * 4
     # Once for each device.
     assert len(gpu.loaded) == 2 and all(code.startswith(b"\x7fELF") for code in gpu.loaded)
+
+
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = max(driver._known())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (newest // 10 + 1, 0))
+    driver.DeviceLauncher().launch(texts()[-1], 1, [ctypes.c_int64(1)], torch.device("cuda", 0))
+    (code,) = gpu.loaded
+    assert f".target sm_{newest}".encode() in code and texts()[-1].name.encode() in code
+    assert len(gpu.driver.launches) == 1
+
+
+def test_faults_in_machine_code_are_found() -> None:
+    exact, product = Text("exact_1", lambda: "x + y"), Text("product_1", lambda: "__fmaf_rn(a, b, c)")
+    listing = "\n".join(
+        f"\t.section\t.text.{name},\n        /*0000*/  {operation} R1, R2, R3, R4 ;"
+        for name, operation in (
+            ("exact_1", "FADD"),
+            ("product_1", "FFMA"),
+            ("exact_1", "@P0 FFMA"),
+            ("product_1", "DFMA.RZ"),
+            ("product_1", "FMUL.FTZ"),
+        )
+    )
+    fused, flushed = faults_of(listing, [exact, product])
+    assert fused.startswith("exact_1 fuses a product and a sum") and flushed.startswith("product_1 flushes subnormal")
 
 
 def test_a_first_launch_inside_of_a_capture_is_an_error(gpu: SimpleNamespace) -> None:

@@ -145,6 +145,23 @@ def moved() -> None:
     assert fxround.hash(compiled.to("cpu").reseed(1)(x)) == fxround.hash(here)
 
 
+def moved_before_backward() -> None:
+    """A model that moved after a forward pass: an error that names both devices, and a next pass that works."""
+    layers, x = model()
+    compiled = fxround.compile(layers.to(DEVICE), "stochastic", seed=1)
+    y = compiled(x.to(DEVICE))
+    layers.to("cpu")
+    with pytest.raises((RuntimeError, ValueError), match=r"cpu.*cuda|cuda.*cpu"):
+        y.sum().backward()
+    layers.zero_grad()
+    compiled.reseed(1)(x).sum().backward()
+    here = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    layers.to(DEVICE)
+    compiled.reseed(1)(x.to(DEVICE)).sum().backward()
+    equal(here, [p.grad for p in layers.parameters()])
+
+
 def two_devices() -> None:
     """A model on two devices, and on the one that is not the current one."""
 
@@ -201,7 +218,9 @@ CASES: dict[str, Callable[..., Any]] = {
         )
     },
 }
-ALONE: dict[str, Callable[[], None]] = {f.__name__: f for f in (roundings, moved, two_devices, mixed, invariance)}
+ALONE: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (roundings, moved, moved_before_backward, two_devices, mixed, invariance)
+}
 
 
 def layer(name: str) -> None:

@@ -79,7 +79,9 @@ class DeviceLauncher:
                 arch = architecture(torch.cuda.get_device_capability(index))
                 from cuda.core import ObjectCode
 
-                module = ObjectCode.from_cubin(binary(text, arch))
+                code = binary(text, arch)
+                virtual = arch.startswith("compute")
+                module = ObjectCode.from_ptx(code) if virtual else ObjectCode.from_cubin(code)
                 # The module must live as long as its function.
                 found = self.functions[index, text.name] = module, int(module.get_kernel(text.name).handle)
             return found
@@ -93,15 +95,29 @@ def _bind(index: int) -> None:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The name of an architecture for NVRTC. Raises FxroundError for one that is too old."""
+    """The name of an architecture for NVRTC: ``sm_90``.
+
+    For a GPU that this NVRTC does not know, it is the newest virtual architecture before it, ``compute_90``, whose PTX
+    the driver compiles. Raises FxroundError for a GPU that is too old.
+    """
+    major, minor = capability
     if capability < _OLDEST:
-        major, minor = capability
         raise FxroundError(f"this GPU has compute capability {major}.{minor}; fxround needs 7.5 or later")
-    return f"sm_{capability[0]}{capability[1]}"
+    known, wanted = _known(), 10 * major + minor
+    return f"sm_{wanted}" if wanted in known else f"compute_{max(n for n in known if n < wanted)}"
+
+
+@cache
+def _known() -> tuple[int, ...]:
+    """The architectures that NVRTC compiles for: 75, 80, ..."""
+    _bindings()
+    from cuda.bindings import nvrtc
+
+    return tuple(nvrtc.nvrtcGetSupportedArchs()[1])
 
 
 def binary(text: Text, arch: str) -> bytes:
-    """The text's binary for an architecture, from the disk cache or compiled."""
+    """The text's binary for an architecture, or PTX for a virtual one, from the disk cache or compiled."""
     key = disk_cache.key("cuda", arch, _version(), text.name)
     code, _ = disk_cache.fetch(key, lambda: compiled(text.source(), arch)[0])
     return code
@@ -110,9 +126,12 @@ def binary(text: Text, arch: str) -> bytes:
 def compiled(source: str, arch: str) -> tuple[bytes, str]:
     """A translation unit's binary and the compiler's notes: registers, spills and shared memory of each function.
 
-    Raises FxroundError if NVRTC refuses the text, which it names with the first error.
+    For a virtual architecture, its PTX and no notes. Raises FxroundError if NVRTC refuses the text, which it names with
+    the first error.
     """
     _bindings()
+    if arch.startswith("compute"):
+        return intermediate(source, arch), ""
     import io
 
     from cuda.core import Program, ProgramOptions
@@ -125,6 +144,24 @@ def compiled(source: str, arch: str) -> tuple[bytes, str]:
         # cuda-core has no common class of errors.
         raise FxroundError(f"NVRTC cannot compile a kernel for {arch}: {str(error)[:2000]}") from error
     return bytes(code.code), notes.getvalue()
+
+
+def intermediate(source: str, arch: str) -> bytes:
+    """A translation unit as PTX for a virtual architecture. It asks no driver for its version, as cuda-core would."""
+    from cuda.bindings import nvrtc
+    from cuda.core import ProgramOptions
+
+    options = ProgramOptions(arch=arch, **DEVICE_OPTIONS).as_bytes("nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"texts", 0, [], [])
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise FxroundError(f"NVRTC cannot compile a kernel for {arch}: {status.name}")
+        ptx: bytes = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+        nvrtc.nvrtcGetPTX(program, ptx)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return ptx
 
 
 @cache

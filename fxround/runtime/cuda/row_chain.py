@@ -20,7 +20,7 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
-from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.launcher import Text, device_of, launch, out_of_memory
 from fxround.runtime.cuda.pointwise import on_device
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.layouts import collapse, expanded
@@ -49,7 +49,10 @@ class RowsCall:
         """Launch the text and return the results."""
         device = device_of([inputs[i] for i in self.operands], "a chain of pointwise operators and sums over rows")
         operands = [on_device(inputs[i], device) for i in self.operands]
-        results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
+        try:
+            results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, "a softmax, norm or other chain over rows", operands) from error
         words: Any = Draw.of(inputs[chain.rng], 0).keys(self.nodes) if self.nodes else NO_KEY
         blocks = -(-self.rows[0] // self.rows[1])
         launch(self.text, blocks, [self.layout, *results, *operands, *key_of(words)], device)

@@ -33,6 +33,8 @@ _SHARED_OF_ALL: Final = 64 << 10
 _THREADS_OF_ALL: Final = 1024
 _BLOCKS: Final = (32, 64, 128, 256)
 _BYTES: Final = {"float": 4, "double": 8, "unsigned short": 2, "unsigned char": 1}
+# The number of an element in its row is an int.
+_LONGEST: Final = 1 << 30
 # A row of fewer threads would read a few bytes at a time.
 _FEWEST: Final = 8
 
@@ -143,7 +145,8 @@ class RowChain:
         """The threads of a block; None if there is no text: a row is too long, or a sum has too few chains."""
         fitting = [t for t in _BLOCKS if t >= self.group and self.shared(t) <= _MOST_SHARED]
         of_rows = all(stage.wide for stage in self.stages if isinstance(stage.kernel, Reduce))
-        return max(fitting, key=self._busy, default=None) if of_rows and self.group >= _FEWEST else None
+        possible = of_rows and self.group >= _FEWEST and self.length < _LONGEST
+        return max(fitting, key=self._busy, default=None) if possible else None
 
     def _busy(self, threads: int) -> tuple[int, int]:
         """The threads that a multiprocessor holds at once in blocks of so many, then the size of a block."""
