@@ -60,7 +60,7 @@ def round(
     sample: int = 0,
     out: Tensor | None = None,
     gradient: RoundingLike | Gradient = STRAIGHT,
-    dim: int | Sequence[int] = -1,
+    dim: int | Sequence[int] | None = None,
 ) -> Tensor: ...
 
 
@@ -72,7 +72,7 @@ def round(
     sample: int = 0,
     out: FloatArray | None = None,
     *,
-    dim: int | Sequence[int] = -1,
+    dim: int | Sequence[int] | None = None,
 ) -> FloatArray: ...
 
 
@@ -83,7 +83,7 @@ def round(
     sample: int = 0,
     out: Any = None,
     gradient: RoundingLike | Gradient = STRAIGHT,
-    dim: int | Sequence[int] = -1,
+    dim: int | Sequence[int] | None = None,
 ) -> Any:
     """Round every element of ``x`` to the values of a format.
 
@@ -103,7 +103,7 @@ def round(
             example ``"zero_clamped e5m2/stochastic"``. An element of a scaled format is clamped
             if its quotient by the scale, rounded as if elements had any size, is beyond the largest one.
         dim: the dimension along which the blocks of a scaled format run; for ``:channel``, the dimensions in which all
-            elements share a scale.
+            elements share a scale. None: the last.
 
     Returns:
         A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
@@ -112,9 +112,9 @@ def round(
         TypeError: for another type of operand, an array of another dtype, or a ``dim`` of another type.
         IndexError: for a ``dim`` that the operand lacks.
         ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
-            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, an ``out`` of another shape or dtype,
-            one that needs a gradient, and an ``out`` whose elements share memory with each other or with other elements
-            of x.
+            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, a ``dim`` where no format is scaled, an
+            ``out`` of another shape or dtype, one that needs a gradient, and an ``out`` whose elements share memory
+            with each other or with other elements of x.
 
     Example::
 
@@ -123,7 +123,7 @@ def round(
     if isinstance(x, Tensor) and torch.compiler.is_compiling():
         return _traced(x, rounding, seed, sample, out, gradient, dim)
     with aside():
-        return _rounded(x, rounding, seed, sample, out, gradient, _dims(dim))
+        return _rounded(x, rounding, seed, sample, out, gradient, dim)
 
 
 def _traced(x: Tensor, rounding: Any, seed: int, sample: int, out: Any, gradient: Any, dim: Any) -> Tensor:
@@ -131,14 +131,13 @@ def _traced(x: Tensor, rounding: Any, seed: int, sample: int, out: Any, gradient
     if out is not None:
         raise ValueError("out= is for calls that run at once: leave it away where torch.compile traces")
     texts = [said if isinstance(said, str) else str(spelt(said)) for said in (rounding, gradient)]
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    result: Tensor = torch.ops.fxround.round_tensor(x, texts[0], seed, sample, texts[1], 0, dims)
-    return result
+    dims = [dim] if isinstance(dim, int) else dim
+    return torch.ops.fxround.round_tensor(x, texts[0], seed, sample, texts[1], 0, dims)  # type: ignore[no-any-return]
 
 
 def _dims(dim: Any) -> tuple[int, ...]:
     """Return the dimensions; TypeError for anything but ints, ValueError for none or one that is named twice."""
-    dims = dim if isinstance(dim, list | tuple) else (dim,)
+    dims = dim if isinstance(dim, list | tuple) else (-1 if dim is None else dim,)
     if not all(type(d) is int for d in dims):
         raise TypeError(f"dim is {shown(dim)}; expected an int, or several")
     if not dims or len(set(dims)) < len(dims):
@@ -146,10 +145,8 @@ def _dims(dim: Any) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _rounded(
-    x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dims: tuple[int, ...]
-) -> Any:
-    parsed, how = _parsed(rounding, gradient)
+def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, gradient: Any, dim: Any) -> Any:
+    parsed, how, dims = _parsed(rounding, gradient, dim)
     if isinstance(x, Tensor):
         _check_out(x, out, Tensor)
         if is_transformed() or (x.requires_grad and torch.is_grad_enabled()):
@@ -169,15 +166,19 @@ def _rounded(
     return out
 
 
-def _parsed(rounding: Any, gradient: Any) -> tuple[Rounding | ScaledRounding, Gradient]:
-    """Return a rounding and the treatment of its gradient. Raises ValueError for what ``round`` refuses."""
+def _parsed(rounding: Any, gradient: Any, dim: Any) -> tuple[Rounding | ScaledRounding, Gradient, tuple[int, ...]]:
+    """Return a rounding, the treatment of its gradient and dimensions; ValueError for what ``round`` refuses."""
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
         raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
     found = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
     if how.zero_clamped and not found:
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
-    return parsed, how
+    if dim is not None and not any(isinstance(r, ScaledRounding) for r in (parsed, how.rounding)):
+        raise ValueError(
+            f"dim is {shown(dim)}: {parsed} is not scaled; leave dim away, or name a format such as 'mxfp8'"
+        )
+    return parsed, how, _dims(dim)
 
 
 def _clamped(
@@ -455,33 +456,33 @@ class _RoundClamped(torch.autograd.Function):
 
 @torch.library.custom_op("fxround::round_tensor", mutates_args=())
 def _operator(
-    x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Sequence[int]
+    x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Sequence[int] | None
 ) -> Tensor:
     """``round`` of a tensor as an operator; stream: of the random bits."""
-    parsed, _ = _parsed(rounding, gradient)
-    return _round_tensor(x.detach(), parsed, seed, sample, stream=stream, dims=_dims(list(dims)))
+    parsed, _, places = _parsed(rounding, gradient, dims)
+    return _round_tensor(x.detach(), parsed, seed, sample, stream=stream, dims=places)
 
 
 @torch.library.custom_op("fxround::round_clamps", mutates_args=())
-def _clamps(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int]) -> Tensor:
+def _clamps(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int] | None) -> Tensor:
     """Where ``round_tensor`` clamps, bool."""
-    return _clamped(x.detach(), any_rounding(rounding), seed, sample, stream, _dims(list(dims)))
+    return _clamped(x.detach(), any_rounding(rounding), seed, sample, stream, _dims(dims))
 
 
 @_operator.register_fake
-def _(x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Sequence[int]) -> Tensor:
-    _parsed(rounding, gradient)
+def _(x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Any) -> Tensor:
+    _parsed(rounding, gradient, dims)
     return x.new_empty(x.shape)
 
 
 @_clamps.register_fake
-def _(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int]) -> Tensor:
+def _(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Sequence[int] | None) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.bool)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, rounding, seed, sample, gradient, stream, dims = inputs
-    ctx.said = rounding, seed, sample, gradient, stream, list(dims)
+    ctx.said = rounding, seed, sample, gradient, stream, dims
     ctx.save_for_backward(*([x] if Gradient.parse(gradient).zero_clamped else []))
 
 
@@ -491,7 +492,8 @@ def _differentiated(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     for x in ctx.saved_tensors:
         g = g.masked_fill(torch.ops.fxround.round_clamps(x, rounding, seed, sample, stream, dims), 0.0)
     if how.rounding is not None:
-        g = torch.ops.fxround.round_tensor(g, str(how.rounding), seed, sample, STRAIGHT, stream + 1, dims)
+        places = dims if isinstance(how.rounding, ScaledRounding) else None
+        g = torch.ops.fxround.round_tensor(g, str(how.rounding), seed, sample, STRAIGHT, stream + 1, places)
     return g, None, None, None, None, None, None
 
 

@@ -255,3 +255,32 @@ def test_a_dtype_is_the_rounding_to_its_format() -> None:
     for rounding, name in ((torch.float8_e4m3fn, "e4m3fn"), (torch.half, "binary16"), (FORMATS["e5m2"], "e5m2")):
         assert torch.equal(fxround.round(x, rounding).view(torch.int32), fxround.round(x, name).view(torch.int32))
     assert torch.equal(fxround.round(x, torch.float16), x.to(torch.float16).float())
+
+
+def test_a_dim_is_for_scaled_formats() -> None:
+    x = torch.linspace(-3, 3, 80).reshape(2, 40)
+    for dim in (0, -1, (0, 1)):
+        with pytest.raises(ValueError, match=r"dim is .*: bfloat16/nearest_even.* is not scaled; leave dim away"):
+            fxround.round(x, "bfloat16", dim=dim)
+    with pytest.raises(ValueError, match="is not scaled"):
+        fxround.round(x.numpy(), "e4m3fn", dim=0)
+    with pytest.raises(ValueError, match="at least one dimension"):
+        fxround.round(x, "mxfp8", dim=())
+    with pytest.raises(Exception, match="is not scaled"):
+        torch.compile(lambda v: fxround.round(v, "bfloat16", dim=0), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("text, how", [("bfloat16", "mxfp4"), ("mxfp4", "e5m2"), ("mxfp4", "mxfp8")])
+def test_a_dim_is_that_of_the_gradient_s_blocks(text: str, how: str) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(33, 5), torch.randn(33, 5)
+    leaf = x.clone().requires_grad_()
+    plain = fxround.round(leaf, text, gradient=how, dim=0)
+    plain.backward(g)
+    wanted = fxround.round(g, how, dim=0) if how.startswith("mx") else fxround.round(g, how)
+    assert leaf.grad is not None and torch.equal(leaf.grad, wanted)
+    other = x.clone().requires_grad_()
+    call = torch.compile(lambda v: fxround.round(v, text, gradient=how, dim=0), backend="aot_eager", fullgraph=True)
+    traced = call(other)
+    traced.backward(g)
+    assert torch.equal(traced, plain) and other.grad is not None and torch.equal(other.grad, wanted)
