@@ -101,7 +101,8 @@ def _map_kernel(
         any_nan = plain and s.operator in _NATIVE and str(s.rounding) == HARDWARE and _only_computed(s.target, program)
         values[s.target] = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
-    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn))
+    computed = tuple(values[s.target] for s in program.statements)
+    return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn), computed)
 
 
 # Operators that are one instruction of the processor in binary32 to nearest.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
-from fxround.numerics.scalar import Function, Type
+from fxround.numerics.scalar import Expr, Function, Type
 from fxround.numerics.storage import Storage
 from fxround.numerics.truncation import Direction
 
@@ -49,12 +49,16 @@ class Word:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """A pointwise kernel: body(stored operands..., one u32 random word per draw) -> stored results."""
+    """A pointwise kernel: body(stored operands..., one u32 random word per draw) -> stored results.
+
+    ``values``: what the statements of its program compute, in order, where a long body may be cut (``body_stages``).
+    """
 
     body: Function
     loads: tuple[Storage, ...]
     results: tuple[Storage, ...]
     draws: tuple[Word, ...]
+    values: tuple[Expr, ...] = ()
 
     @property
     def nodes(self) -> int:

@@ -47,7 +47,7 @@ from fxround.numerics.residuals import (
     to_odd,
     two_sum,
 )
-from fxround.numerics.rounding import round_expr, widen_exactly
+from fxround.numerics.rounding import has_wide_range, near_the_ends, round_expr, round_inside, widen_exactly
 from fxround.numerics.scalar import (
     Expr,
     Type,
@@ -246,9 +246,11 @@ def apply(
         nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
         return _convert(round_expr(_finite(operator, nearest, operands, rounding), rounding, random), out)
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
-    if str(rounding) == HARDWARE and {*carriers, out} == {"f32"}:
+    if {*carriers, out} != {"f32"} or operator.quick is None:
+        return value
+    if str(rounding) == HARDWARE:
         return _short(operator, args, value)
-    return value
+    return _bracketed(operator.quick(*operands), value, rounding, random)
 
 
 def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
@@ -260,6 +262,18 @@ def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
         single = operator.single(*args)
         value = rarely(single.doubtful(), value, single.value)
     return value
+
+
+def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+    """Return ``value`` by the short evaluation where both ends of the interval that it is good to round alike.
+
+    Every mode is monotone for given random bits, so what lies between the ends rounds as they do (Ziv 1991).
+    """
+    if not has_wide_range(rounding.format, CARRIERS["f64"]):
+        return value
+    low, high = (round_inside(end, rounding, random) for end in quick.ends())
+    doubtful = ~bits(low).equals(bits(high)) | ~quick.near | near_the_ends(quick.value, rounding, CARRIERS["f64"])
+    return rarely(doubtful, value, narrow(low))
 
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:

@@ -160,22 +160,22 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
         return round_to_posit(x, fmt.posit, rounding, random)
     if is_one_addition(rounding, carrier):
         return round_by_addition(x, rounding, carrier, random, any_nan)
-    if _has_wide_range(fmt, carrier):
+    if has_wide_range(fmt, carrier):
         return rarely(
-            _near_the_ends(x, rounding, carrier),
+            near_the_ends(x, rounding, carrier),
             _round_general(x, rounding, random),
-            _round_inside(x, rounding, random),
+            round_inside(x, rounding, random),
         )
     return _round_general(x, rounding, random)
 
 
-def _has_wide_range(fmt: Format, carrier: Carrier) -> bool:
+def has_wide_range(fmt: Format, carrier: Carrier) -> bool:
     """Whether values near the ends of the format's exponents are rare: it has binary32's range or more, in binary64."""
     narrower = fmt.emin > carrier.format.emin and fmt.emax < carrier.format.emax
     return narrower and fmt.emin <= -126 and fmt.emax >= 127 and fmt.has_minus_zero and fmt.precision > 1
 
 
-def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
+def near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
     """Return bool: x is nonzero and outside [2^emin, 2^emax), in which no rounding can leave the normal numbers.
 
     The interval is one binade smaller at either end for a mode that jitters: 2^emin steps down into the subnormals.
@@ -186,7 +186,7 @@ def _near_the_ends(x: Expr, rounding: Rounding, carrier: Carrier) -> Expr:
     return (const(carrier.code, last - first) <= ordinal - first) & (ordinal > 0)
 
 
-def _round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+def round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
     """Return R(x) away from the ends of the range.
 
     There the format has the same values as its precision with the carrier's exponents. A NaN is near the ends, so the

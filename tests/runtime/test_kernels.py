@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.contractions import contract_kernel
-from fxround.kernels.maps import map_kernel
+from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Word
@@ -29,6 +29,7 @@ from fxround.runtime import reference
 from fxround.runtime.cpu import pointwise, threads
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.stages import stages_of
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map, run_product
@@ -129,6 +130,28 @@ def test_a_program_of_several_statements_draws_for_each() -> None:
     kernel = map_kernel(program, ("f32", "f32"), "f32")
     assert kernel.draws == (Word(0, 0), Word(0, 1))
     same(run_map(program, [x, y], torch.float32, DRAW), reference.map_(kernel, [stored(x), stored(y)], KEY))
+
+
+@pytest.mark.parametrize("name, isa", in_turn(["float32", "bfloat16", "float64"]))
+def test_a_long_body_is_cut_into_stages_that_change_no_bit(name: str, isa: str) -> None:
+    """Values of every stage are read later: by the next, by the last, as a result, and in two lane counts."""
+    text = (
+        "t0 = add(x0, x1) @ binary32/nearest_even; t1 = mul(t0, x0) @ bfloat16/stochastic; "
+        "t2 = exp(t1) @ binary32/stochastic; t3 = where_lt(t0, x1, t2, x0) @ exact; "
+        "t4 = fma(t3, t0, t1) @ bfloat16/up_down; t5 = neg(t4) @ exact; t6 = mul(t4, t0) @ bfloat16/stochastic; "
+        "t7 = sub(t6, t0) @ bfloat16/toward_zero; return t1, t4, t5, t7"
+    )
+    dtype = getattr(torch, name)
+    storage = STORAGES[dtype]
+    kernel = fused_kernel(Program.parse(text), (storage, storage), (storage,) * 4)
+    stages = stages_of(kernel)
+    assert len(stages) > 3 and stages[-1].results == kernel.body.results
+    x, y = (values((3, 75), i, special=True).to(dtype) for i in (1, 2))
+    nodes = tuple(range(20, 20 + kernel.nodes))
+    with instruction_set(isa):
+        got = pointwise.run_kernel(kernel, [x, y.t().contiguous().t()], DRAW.keys(nodes))
+    for a, b in zip(got, reference.maps(kernel, [stored(x), stored(y)], KEY[:3], nodes), strict=True):
+        same(a, b)
 
 
 @pytest.mark.parametrize("accumulate, isa", in_turn(ACCUMULATORS))

@@ -38,10 +38,24 @@ _EXPONENT: Final = 0xFFF << 52
 
 @dataclass(frozen=True)
 class Quick:
-    """A value within 2^-36 of the exact one where ``trusted`` (bool) holds; or both lie between 1 - 2^-25 and 1."""
+    """A value within 2^-36 of the exact one where ``trusted`` (bool) holds; or both lie between 1 - 2^-25 and 1.
+
+    ``inside`` (bool): where both lie between 1 - 2^-25 and 1, the value is still within 2^-36; None means everywhere.
+    """
 
     value: Expr
     trusted: Expr
+    inside: Expr | None = None
+
+    @property
+    def near(self) -> Expr:
+        """Whether the value is within 2^-36 of the exact one."""
+        return self.trusted if self.inside is None else self.trusted & self.inside
+
+    def ends(self) -> tuple[Expr, Expr]:
+        """Return the ends of an interval that holds the exact value where it is ``near``, and is no zero."""
+        code = bits(self.value)
+        return from_bits(code - WINDOW), from_bits(code + WINDOW)
 
     def doubtful(self) -> Expr:
         """Whether the exact value may round to another binary32 number than ``value`` does."""
@@ -98,7 +112,7 @@ def tanh(x: Expr) -> Quick:
     value = numerator * _reciprocal(numerator + 2.0)
     # The numerator of -0 is +0.
     signed = from_bits(bits(value) | (bits(x) & SIGN))
-    return Quick(signed, _zero_or_within(x, 2.0**-100, 2.0**127))
+    return Quick(signed, _zero_or_within(x, 2.0**-100, 2.0**127), absolute(x) < 10.0)
 
 
 def _logarithm(x: Expr, name: str) -> tuple[Expr, Expr]:
@@ -118,7 +132,7 @@ def erf(x: Expr) -> Quick:
     """x P(x^2) up to 4, where the result rounds to 1."""
     size = clamped(x, -4.0, 4.0)
     value = size * polynomial(fma(size, size, -FITS["quick_erf"].centre), COEFFICIENTS["quick_erf"])
-    return Quick(value, _zero_or_within(x, 2.0**-100, 2.0**127))
+    return Quick(value, _zero_or_within(x, 2.0**-100, 2.0**127), absolute(x) < 4.0)
 
 
 def _turned(x: Expr, quarter: int) -> Quick:

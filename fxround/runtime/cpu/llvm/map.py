@@ -18,9 +18,8 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.branches import needed
 from fxround.numerics.randomness import BLOCK, GAMMA, draw_function, mix_function
-from fxround.numerics.scalar import Function
+from fxround.numerics.scalar import Expr
 from fxround.numerics.storage import Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
@@ -40,7 +39,8 @@ from fxround.runtime.cpu.llvm.loops import (
     scratch,
     store_vector,
 )
-from fxround.runtime.cpu.llvm.render import emit, splat
+from fxround.runtime.cpu.llvm.render import SCALARS, bytes_of, emit, emit_results, llvm_type, splat
+from fxround.runtime.cpu.llvm.stages import Stage, stages_of
 
 # ``inner`` and ``row`` serve results whose innermost dimension is a multiple of 64: a block's elements are adjacent in
 # the operand, or are all one element of it, and are not copied.
@@ -75,11 +75,6 @@ class MapVariant:
 draw_seed, mixed = cache(draw_function), cache(mix_function)
 
 
-def lanes_of(body: Function) -> int:
-    """The lanes of a vector that fills one AVX-512 register: 16 if all that is always needed has 32 bits, else 8."""
-    return 8 if any(n.type in ("u64", "f64") for n in needed(body.results, {})) else 16
-
-
 def build_map(variant: MapVariant) -> str:
     """The LLVM text of ``map(begin, end, total, ndim, sizes, operands, strides, outs, key)``.
 
@@ -93,14 +88,14 @@ def build_map(variant: MapVariant) -> str:
     module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
     args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
     b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
-    lanes = lanes_of(kernel.body)
-    fuse = fusions_for(variant.machine, lanes)
+    stages = stages_of(kernel)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
     # Twice a block: a repeated element is written as a whole block at any place of the first one (``_copy_run``).
     buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
     random = scratch(b, I32, BLOCK * len(kernel.draws))
+    between = {v: scratch(b, SCALARS[v.type], BLOCK) for stage in stages[:-1] for v in stage.results}
     seeds = _seeds(b, a["key"], variant)
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
@@ -108,23 +103,38 @@ def build_map(variant: MapVariant) -> str:
     def compute(block: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Emit the body for all elements of a block."""
         _draw(b, random, block, seeds, [w.width for w in kernel.draws])
-        with count(b, I64(0), I64(BLOCK), lanes) as i:
-            values = [
-                splat(b, load_vector(b, source, s, 1), lanes)
-                if access in ("scalar", "row")
-                else load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
-                for source, s, access in zip(sources, kernel.loads, variant.access, strict=True)
-            ]
-            values += [
-                _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, word.width, variant.machine)
-                for d, word in enumerate(kernel.draws)
-            ]
-            for value, target, s in zip(
-                emit(kernel.body, b, values, lanes, fuse), targets, kernel.results, strict=True
-            ):
-                # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
-                # loaded before the same elements are stored.
-                store_vector(b, value, at(b, target, i, MEMORY[s]), s, lanes)
+        for stage in stages:
+            with count(b, I64(0), I64(BLOCK), stage.lanes) as i:
+                emit_stage(stage, i, sources, targets)
+
+    def emit_stage(stage: Stage, i: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Emit a stage for the elements from i on."""
+        lanes = stage.lanes
+        env = {value: load(value, i, lanes, sources) for value in stage.reads}
+        fuse = fusions_for(variant.machine, lanes)
+        found = emit_results(stage.results, b, env, lanes, fuse)
+        if stage is not stages[-1]:
+            for value, result in zip(stage.results, found, strict=True):
+                b.store(result, at(b, between[value], i, SCALARS[value.type]), align=bytes_of(value.type))
+            return
+        for result, target, s in zip(found, targets, kernel.results, strict=True):
+            # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
+            # loaded before the same elements are stored.
+            store_vector(b, result, at(b, target, i, MEMORY[s]), s, lanes)
+
+    def load(value: Expr, i: Any, lanes: int, sources: Sequence[Any]) -> Any:
+        """The elements from i on of what a stage reads."""
+        if value in between:
+            here = at(b, between[value], i, SCALARS[value.type])
+            return b.load(here, typ=llvm_type(value.type, lanes), align=bytes_of(value.type))
+        place = kernel.body.params.index(value)
+        if place >= len(kernel.loads):
+            d = place - len(kernel.loads)
+            return _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, kernel.draws[d].width, variant.machine)
+        source, s = sources[place], kernel.loads[place]
+        if variant.access[place] in ("scalar", "row"):
+            return splat(b, load_vector(b, source, s, 1), lanes)
+        return load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
 
     if walks and "strided" not in variant.access:
         # Rows are whole blocks, so that no block is short.

@@ -124,9 +124,16 @@ def emit(
     fuse: gives a node's value by other means than the table, or None. Operators that only the rare side of a ``rarely``
     needs are put in a block that is skipped unless some lane wants it.
     """
-    env: dict[Expr, Any] = dict(zip(function.params, args, strict=True))
-    _emit(function.results, b, env, lanes, fuse)
-    return tuple(env[r] for r in function.results)
+    return emit_results(function.results, b, dict(zip(function.params, args, strict=True)), lanes, fuse)
+
+
+def emit_results(
+    results: Sequence[Expr], b: ir.IRBuilder, known: dict[Expr, Any], lanes: int, fuse: Fusion | None
+) -> tuple[Any, ...]:
+    """Append what computes these nodes from the known ones, as ``emit`` does for a whole function."""
+    env = dict(known)
+    _emit(results, b, env, lanes, fuse)
+    return tuple(env[r] for r in results)
 
 
 def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: int, fuse: Fusion | None) -> None:
