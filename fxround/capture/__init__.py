@@ -28,7 +28,7 @@ from torch._guards import tracing
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.log_messages import logging_while_traced
-from fxround.capture.loops import own_loops
+from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -205,6 +205,7 @@ def _trace(
         stack.enter_context(quickened())
         try:
             graph, reads = dynamo_graph(model, args, kwargs)
+            refuse_reads(graph, {read.source for read in reads if isinstance(read, Read)})
             redefine(graph, decompositions)
             own_loops(graph)
             if doubled and _excludes_one(graph):

@@ -184,7 +184,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
     changes = [c for c in found if isinstance(c, Change)]
     if changes:
-        raise LeftToPython(model, [(_spelled(c.source), c.kind, c.line) for c in changes])
+        raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
     return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept)))
 
@@ -242,7 +242,7 @@ def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:
     if not isinstance(last, ConstantVariable) or not hasattr(holder, "__dict__"):
         return None
     value: Any = last.as_python_constant()
-    kept = Kept(_spelled(source), holder, attribute, value)
+    kept = Kept(spelled(source), holder, attribute, value)
     return kept if isinstance(value, bool | int | float | str | None) and kept.is_current() else None
 
 
@@ -308,7 +308,7 @@ def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> t
     codegen: Any = graph.graph._codegen
     globals_ = getattr(codegen.dynamo_bytecode_unflatten, "f_globals", None)
     scope = {"L": {"self": model}, "G": globals_ or getattr(type(model).forward, "__globals__", {})}
-    unguarded = [(_spelled(s), type(v).__name__, "") for s, v in foreign if _found(s, scope) is not v]
+    unguarded = [(spelled(s), type(v).__name__, "") for s, v in foreign if _found(s, scope) is not v]
     if unguarded:
         raise LeftToPython(model, unguarded, reads=True)
     return tuple(Read(source, value, _version(value), scope) for source, value in foreign)
@@ -326,6 +326,6 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _spelled(source: str) -> str:
+def spelled(source: str) -> str:
     """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source)
+    return re.sub(r"^__import_\w+\.", "", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source))

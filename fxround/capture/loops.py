@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,8 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from fxround.capture.dynamo import spelled
 from fxround.errors import CaptureError
 from fxround.graph.dialect.loops import COND, MAP, SCAN, WHILE
+from fxround.graph.site import located
 
 Step = Callable[..., Any]
 _UNROLLED: Final[ContextVar[bool]] = ContextVar("unrolled", default=False)
@@ -47,6 +49,23 @@ def own_loops(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def refuse_reads(graph: fx.GraphModule, outside: Collection[str]) -> None:
+    """Raise CaptureError if a loop reads a tensor from outside, which PyTorch's loops cannot hold as a constant.
+
+    outside: the sources of the tensors that are neither arguments of the model, nor its parameters or buffers.
+    """
+    for node in graph.graph.nodes:
+        if node.target not in _OWN or (_UNROLLED.get() and node.target in (SCAN, MAP)):
+            continue
+        for operand in node.all_input_nodes:
+            source = str(getattr(getattr(operand, "_dynamo_source", None), "name", ""))
+            if source in outside:
+                raise CaptureError(
+                    f"{located(node)}: a loop reads the tensor {spelled(source)}, which is neither an argument nor "
+                    "a parameter or buffer: pass it as an argument, or make the function an nn.Module that holds it."
+                )
+
+
 def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the last carries and the stacked results of ``step(*carries, *x, *others)`` for each x of ``xs``.
 
@@ -55,7 +74,8 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     """
     if _UNROLLED.get():
         return _one_by_one(step, carries, xs, others)
-    carries = [_row_major(x) for x in carries]
+    own = _apart([*(_row_major(x) for x in carries), *others])
+    carries, others = own[: len(carries)], own[len(carries) :]
     operands = (*carries, *xs, *others)
     guarded = _separate(step, len(carries))
     if _differentiated(operands):
@@ -82,6 +102,7 @@ def mapped(step: Step, xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, .
 
 def chosen(predicate: Any, step: Step, other: Step, operands: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the results of ``step(*operands)`` if the predicate is true, else those of ``other``."""
+    operands = _apart(operands)
     steps = _separate(step, 0), _separate(other, 0)
     if _differentiated(operands):
         found: tuple[Any, ...] = _Cond.apply(predicate, *steps, *operands)  # type: ignore[no-untyped-call]
@@ -129,6 +150,17 @@ def _separate(step: Step, carries: int) -> Step:
         return results
 
     return separate
+
+
+def _apart(operands: Sequence[Any]) -> list[Any]:
+    """Return the operands with a copy of each that shares memory with an earlier one, which PyTorch's loops refuse."""
+    taken, found = set(), []
+    for x in operands:
+        if isinstance(x, Tensor):
+            x = x.clone() if _memory(x) in taken else x
+            taken.add(_memory(x))
+        found.append(x)
+    return found
 
 
 def _row_major(x: Any) -> Any:

@@ -1,14 +1,16 @@
 """Iterations: a step function applied many times, captured once and run as a loop of rounded operations.
 
 The step becomes the body of a scan. The number of steps is a size of an argument, so that one capture serves all
-numbers. States keep their shapes and dtypes, which is checked by a call of the step before anything is captured.
+numbers. States keep their shapes and dtypes, which is checked by a call of the step before anything is captured. The
+same call finds the tensors that the step reads from outside, which become state of the captured module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,8 +18,13 @@ from torch import Tensor, nn
 
 from fxround.compiler.executable import Function
 from fxround.compiler.module import PolicyLike, RoundedModule
+from fxround.compiler.outside_tensors import Watched
 from fxround.errors import type_of
+from fxround.locks import waited_for
 from fxround.policy import Policy
+
+# Taken while an iteration runs whose module holds tensors from outside: another thread may bring others.
+_HOLDING: Final = waited_for()
 
 
 class Iteration(nn.Module):
@@ -30,6 +37,18 @@ class Iteration(nn.Module):
     def __init__(self, step: Callable[..., Any], keep: int | None) -> None:
         super().__init__()
         self.step, self.keep = step, keep
+        self.outside = nn.Module()
+        self._names: tuple[str, ...] = ()
+
+    def hold(self, watched: Watched) -> None:
+        """Hold the tensors that the step reads from outside as they are now, under names that stay the same."""
+        held = dict(zip(self._names or watched.names(), watched.found, strict=True))
+        self._names = tuple(held)
+        # A tensor that is no Parameter has a gradient too, and may be a result of other operations.
+        state = {name: x for name, x in held.items() if isinstance(x, nn.Parameter) or x.requires_grad}
+        parameters: Any = self.outside._parameters
+        parameters.update(state)
+        self.outside._buffers.update({name: x for name, x in held.items() if name not in state})
 
     def forward(self, state: Any, ticks: Tensor, inputs: Any = None) -> Any:
         """Return the last state and every ``keep``-th one, stacked; the last state and () if none is kept."""
@@ -111,13 +130,16 @@ def iterate(
     else:
         chosen = Policy.parse(policy)
     _require_inputs(inputs, steps)
-    _require_state(step, state, inputs)
-    compiled = _compiled(step, chosen, strict, keep)
+    watched = _require_state(step, state, inputs)
+    compiled = _compiled(step, chosen, strict, keep, watched.signature)
     wide = pytree.tree_map(lambda x: x.unsqueeze(0), state)
 
     def run(count: int) -> Any:
         given = () if inputs is None else (pytree.tree_map(lambda x: x[:count], inputs),)
-        return compiled.reseed(seed, sample)(wide, torch.empty(count, 0), *given)
+        with _HOLDING if watched.found else contextlib.nullcontext():
+            if watched.found and isinstance(compiled.source, Iteration):
+                compiled.source.hold(watched)
+            return compiled.reseed(seed, sample)(wide, torch.empty(count, 0), *given)
 
     last, rows = run(steps)
     if check_finite and _broken(last):
@@ -151,7 +173,9 @@ def _raise_first(after: Callable[[int], Any], steps: int) -> NoReturn:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(step: Callable[..., Any], policy: Policy, strict: bool | None, keep: int | None) -> RoundedModule:
+def _compiled(
+    step: Callable[..., Any], policy: Policy, strict: bool | None, keep: int | None, signature: Any
+) -> RoundedModule:
     return RoundedModule(Iteration(step, keep), policy, strict, 0)
 
 
@@ -171,8 +195,11 @@ def _require_inputs(inputs: Any, steps: int) -> None:
             raise ValueError(f"{name} has shape {tuple(leaf.shape)}; expected {steps} rows, one for each step")
 
 
-def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
-    """Raise TypeError or ValueError unless a step returns a state like its own. Copies are passed to the step."""
+def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> Watched:
+    """Return what a step reads from outside. Copies are passed to the step.
+
+    Raises TypeError or ValueError unless the step returns a state like its own, and changes nothing in place.
+    """
     leaves, spec = pytree.tree_flatten_with_path(state)
     if not leaves:
         raise ValueError("the state has no tensor; expected at least one")
@@ -182,7 +209,8 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
     given = [pytree.tree_map(lambda x: x.detach().clone(), state)]
     if inputs is not None:
         given.append(pytree.tree_map(lambda x: x[0].detach().clone(), inputs))
-    with torch.no_grad(), torch.random.fork_rng():
+    watched = Watched(step, pytree.tree_leaves(given))
+    with torch.no_grad(), torch.random.fork_rng(), watched:
         found = step(*given)
     results, other = pytree.tree_flatten(found)
     if other != spec:
@@ -196,3 +224,4 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> None:
                 f"{name} is {before.dtype} of shape {tuple(before.shape)}, and after a step {after.dtype} of shape "
                 f"{tuple(after.shape)}: a step must keep both"
             )
+    return watched

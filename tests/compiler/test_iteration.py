@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fxround
-from fxround.compiler.iteration import _compiled
+from fxround.compiler.iteration import _compiled, _require_state
 
 
 def lorenz(s: Tensor) -> Tensor:
@@ -37,7 +37,9 @@ def test_the_lorenz_system_is_numpys() -> None:
     assert kept.numpy().tobytes() == np.stack(path[6::7]).tobytes()
     assert fxround.iterate(lorenz, start, 211, "reproducible", keep=300)[1].shape == (0, 3)
     assert torch.equal(fxround.iterate(lorenz, start, 123, "reproducible", keep=7)[0], torch.from_numpy(path[122]))
-    compiled = _compiled(lorenz, fxround.policies["reproducible"], None, 7)
+    compiled = _compiled(
+        lorenz, fxround.policies["reproducible"], None, 7, _require_state(lorenz, start, None).signature
+    )
     assert len(compiled.captures()) == 1
 
 
