@@ -87,8 +87,9 @@ def iterate(
     """Apply a step function many times, each time rounded by the policy; return the last state.
 
     The step is captured once, and runs as a loop: another number of steps captures nothing. Under a policy with random
-    bits every step draws its own, which depend on the seed, the sample and the number of the step alone. Gradients flow
-    through all steps to the state and to the inputs. Example::
+    bits every step draws its own, which depend on the seed, the sample and the number of the step alone. Gradients
+    flow through all steps to the state, to the inputs, and to the tensors that the step reads from outside (globals,
+    variables of the enclosing function, attributes, modules), whose current values each call reads. Example::
 
         def lorenz(s):
             x, y, z = s.unbind(0)
@@ -114,7 +115,8 @@ def iterate(
     Raises:
         FloatingPointError: for a state that is not finite, with ``check_finite``.
         TypeError, ValueError: for arguments of another type or out of range, and a state that a step gives another
-            structure, shape or dtype; the message names the part. Also what ``compile`` raises.
+            structure, shape or dtype; the message names the part. ValueError also for a step that changes a tensor from
+            outside in place. Also what ``compile`` raises.
     """
     _require_count("steps", steps)
     if keep is not None:
