@@ -18,12 +18,18 @@ from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
+from torch.nn.utils.rnn import PackedSequence
 
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
 
 EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
+
+_PACKED: Final = (
+    "run the layer on the padded tensor: the results within each sequence are the same, and the last one of sequence i "
+    "is output[lengths[i] - 1, i]; for two directions, reverse each sequence for a second layer"
+)
 
 
 def refused_kind(tensor: torch.Tensor) -> str:
@@ -34,7 +40,12 @@ def refused_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels."""
+    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels.
+
+    Also for packed sequences.
+    """
+    if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
+        raise CaptureError(f"{type(model).__name__} cannot be captured with a PackedSequence: {_PACKED}.")
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
@@ -82,6 +93,8 @@ class LeftToPython(CaptureError):
 
 
 _ADVICE: Final = (
+    ("pack_padded_sequence", _PACKED),
+    ("pack_sequence", _PACKED),
     (
         "_ctc_loss",
         "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
