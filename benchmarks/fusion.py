@@ -54,9 +54,9 @@ class Tail(nn.Module):
 CHAINS: tuple[tuple[str, nn.Module, tuple[int, int], str], ...] = (
     ("relu(x * 2 + 1), 4096x1024", Applied(lambda x: torch.relu(x * 2 + 1)), (4096, 1024), "-"),
     ("gelu(tanh), 1e6", nn.GELU(approximate="tanh"), (1000, 1000), "1.5, -"),
-    ("softmax 4096x1024", nn.Softmax(-1), (4096, 1024), "1.2, 3"),
-    ("layer_norm 4096x1024", nn.LayerNorm(1024), (4096, 1024), "1.2, 3"),
-    ("x + gelu(layer_norm(x)), 1024x1024", Tail(1024), (1024, 1024), "-, 2.5"),
+    ("softmax 4096x1024", nn.Softmax(-1), (4096, 1024), "1.2, 3.5"),
+    ("layer_norm 4096x1024", nn.LayerNorm(1024), (4096, 1024), "1.2, 5"),
+    ("x + gelu(layer_norm(x)), 1024x1024", Tail(1024), (1024, 1024), "-, 4"),
     ("20 times x - mean(x), 1e7", Applied(lambda x: _steps(x)), (1000, 10000), "-"),
 )
 

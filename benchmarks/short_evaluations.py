@@ -1,6 +1,6 @@
 """The short evaluations of elementary functions against the long ones, for all 2^32 binary32 inputs.
 
-    python -m benchmarks.short_evaluations            # all functions of one argument; a minute each
+    python -m benchmarks.short_evaluations                # all functions of one argument; minutes each
 
 The roundings other than to nearest even take the short value where it is ``near`` and both ends of the interval around
 it round alike. This is right if the interval holds the long value. The table has the number of inputs where the short
