@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxround.compiler.executable import Function
 from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.compiler.outside_tensors import Watched
+from fxround.compiler.outside_tensors import Watched, visible
 from fxround.errors import type_of
 from fxround.locks import waited_for
 from fxround.policy import Policy
@@ -131,6 +131,9 @@ def iterate(
         raise TypeError("iterate needs a policy, such as 'reproducible' or 'bfloat16', or a compiled step")
     else:
         chosen = Policy.parse(policy)
+    name = next((name for name, value in visible(step) if isinstance(value, RoundedModule)), None)
+    if name is not None:
+        raise TypeError(f"the step calls {name}, a compiled module: pass {name} itself as the step, or call its source")
     _require_inputs(inputs, steps)
     watched = _require_state(step, state, inputs)
     compiled = _compiled(step, chosen, strict, keep, watched.signature)

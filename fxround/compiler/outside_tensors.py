@@ -25,8 +25,8 @@ class Watched(TorchDispatchMode):
     """Record the tensors from outside that the operations in the block read, in the order of their first use.
 
     found       the tensors
-    signature   the operations with their numbers and the tensors from outside that each reads: two calls with the same
-                signature use the tensors of ``found`` alike
+    signature   the operations with their numbers and the tensors from outside that each reads, and the numbers and
+                strings that the code names: two calls with the same signature use the tensors of ``found`` alike
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
@@ -43,7 +43,7 @@ class Watched(TorchDispatchMode):
     def signature(self) -> tuple[Any, ...]:
         """A hashable summary of the operations."""
         kinds = tuple((isinstance(x, nn.Parameter), x.requires_grad) for x in self.found)
-        return kinds, tuple(self._operations)
+        return kinds, tuple(self._operations), tuple(_plain(self._function, set()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record what it reads.
@@ -108,9 +108,20 @@ def _numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((type(x), repr(x)) for x in chosen if isinstance(x, bool | int | float | complex))
 
 
+def _plain(function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the numbers and strings, and tuples of them, that a function's code and its helpers' code name."""
+    seen.add(id(function))
+    for name, value in visible(function):
+        if isinstance(value, FunctionType) and id(value) not in seen:
+            yield from _plain(value, seen)
+        leaves = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(x, bool | int | float | complex | str) or x is None for x in leaves):
+            yield name, repr(value)
+
+
 def _name_of(function: Any, tensor: Tensor) -> str:
     """Return how the function's code spells a tensor; the empty text if it is reached in another way."""
-    pairs = (pair for name, value in _visible(function) for pair in _tensors(name, value))
+    pairs = (pair for name, value in visible(function) for pair in _tensors(name, value))
     return next((name for name, x in pairs if x is tensor), "")
 
 
@@ -121,17 +132,17 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name + pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(value)[0])
 
 
-def _visible(function: Any) -> Iterator[tuple[str, Any]]:
+def visible(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a function's code that are not its arguments, with their values."""
     if isinstance(function, nn.Module):
         yield "self", function
     elif isinstance(function, functools.partial):
         yield from ((f"args_{i}", x) for i, x in enumerate(function.args))
         yield from function.keywords.items()
-        yield from _visible(function.func)
+        yield from visible(function.func)
     elif isinstance(function, MethodType):
         yield from [("self", function.__self__), *getattr(function.__self__, "__dict__", {}).items()]
-        yield from _visible(function.__func__)
+        yield from visible(function.__func__)
     elif isinstance(function, FunctionType):
         seen = inspect.getclosurevars(function)
         yield from (*seen.nonlocals.items(), *seen.globals.items())

@@ -94,6 +94,20 @@ def test_each_call_reads_the_values_of_its_time() -> None:
     assert _compiled.cache_info().misses == captures + 1
 
 
+def test_whole_numbers_from_outside_are_those_of_the_call() -> None:
+    places, ways = 1, (0,)
+
+    def turned(s: Tensor) -> Tensor:
+        return s.roll(places, ways)
+
+    def step(s: Tensor) -> Tensor:
+        return turned(s) + 1
+
+    x = torch.arange(12.0).reshape(3, 4)
+    for places, ways in ((1, (0,)), (2, (0,)), (2, (1,)), (1, (0,))):
+        assert torch.equal(fxround.iterate(step, x, 2, "reproducible"), x.roll(2 * places, ways) + 2)
+
+
 def test_tensors_from_outside_may_share_memory() -> None:
     rows = torch.rand(6, 3)
     first, second = rows[0], rows[1]
@@ -167,3 +181,9 @@ def test_a_loop_of_pytorch_that_reads_from_outside_names_the_tensor() -> None:
     for model in (loop, branch):
         with pytest.raises(fxround.CaptureError, match=r"reads the tensor SHIFT.*pass it as an argument"):
             fxround.compile(model, "reproducible")(torch.rand(3), torch.rand(4, 3))
+
+
+def test_a_step_that_calls_a_compiled_module_is_refused_with_the_remedy() -> None:
+    compiled = fxround.compile(nn.Linear(3, 3), "bfloat16")
+    with pytest.raises(TypeError, match="the step calls compiled, a compiled module: pass compiled itself as the step"):
+        fxround.iterate(lambda s: compiled(s), torch.ones(3), 2, "bfloat16")
