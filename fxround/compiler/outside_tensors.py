@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -43,7 +43,7 @@ class Watched(TorchDispatchMode):
     def signature(self) -> tuple[Any, ...]:
         """A hashable summary of the operations."""
         kinds = tuple((isinstance(x, nn.Parameter), x.requires_grad) for x in self.found)
-        return kinds, tuple(self._operations), tuple(_plain(self._function, set()))
+        return kinds, tuple(self._operations), tuple(_plain("step", self._function, {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record what it reads.
@@ -108,15 +108,22 @@ def _numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((type(x), repr(x)) for x in chosen if isinstance(x, bool | int | float | complex))
 
 
-def _plain(function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the numbers and strings, and tuples of them, that a function's code and its helpers' code name."""
-    seen.add(id(function))
-    for name, value in visible(function):
-        if isinstance(value, FunctionType) and id(value) not in seen:
-            yield from _plain(value, seen)
-        leaves = value if isinstance(value, tuple) else (value,)
-        if all(isinstance(x, bool | int | float | complex | str) or x is None for x in leaves):
-            yield name, repr(value)
+def _plain(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the numbers and strings that a function's code reaches by name: also through objects and its helpers."""
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        yield name, repr(value)
+        return
+    if id(value) in seen or isinstance(value, Tensor | type | ModuleType):
+        return
+    seen[id(value)] = value
+    if isinstance(value, list | tuple | dict):
+        inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+    elif isinstance(value, FunctionType | MethodType | functools.partial):
+        inner = visible(value)
+    else:
+        inner = getattr(value, "__dict__", {}).items()
+    for key, part in inner:
+        yield from _plain(f"{name}.{key}", part, seen)
 
 
 def _name_of(function: Any, tensor: Tensor) -> str:

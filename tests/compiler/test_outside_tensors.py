@@ -95,17 +95,22 @@ def test_each_call_reads_the_values_of_its_time() -> None:
 
 
 def test_whole_numbers_from_outside_are_those_of_the_call() -> None:
-    places, ways = 1, (0,)
+    class Settings:
+        def __init__(self) -> None:
+            self.ways = {"rows": [0]}
+
+    places, settings = 1, Settings()
 
     def turned(s: Tensor) -> Tensor:
-        return s.roll(places, ways)
+        return s.roll(places, settings.ways["rows"])
 
     def step(s: Tensor) -> Tensor:
         return turned(s) + 1
 
     x = torch.arange(12.0).reshape(3, 4)
-    for places, ways in ((1, (0,)), (2, (0,)), (2, (1,)), (1, (0,))):
-        assert torch.equal(fxround.iterate(step, x, 2, "reproducible"), x.roll(2 * places, ways) + 2)
+    for places, way in ((1, 0), (2, 0), (2, 1), (1, 0)):
+        settings.ways["rows"] = [way]
+        assert torch.equal(fxround.iterate(step, x, 2, "reproducible"), x.roll(2 * places, way) + 2)
 
 
 def test_tensors_from_outside_may_share_memory() -> None:
