@@ -137,7 +137,7 @@ def test_a_signal_handler_may_round_and_call_in_the_middle_of_a_capture(
         told.append(None)
 
     # In the middle for certain: when the trace has its fake tensors and modes.
-    import fxround.capture as capturing_module
+    import fxround.capture.repeated_blocks as capturing_module
 
     joint = capturing_module.joint_of
 

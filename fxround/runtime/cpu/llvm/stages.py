@@ -76,14 +76,14 @@ def _lanes_of(results: tuple[Expr, ...], known: dict[Expr, None]) -> int:
 
 def _reads(results: Iterable[Expr], known: dict[Expr, None]) -> tuple[Expr, ...]:
     """Return the known values that these results need, also those that they need rarely."""
-    found: dict[Expr, None] = {}
+    found: set[Expr] = set()
     seen: set[Expr] = set()
     stack = list(results)
     while stack:
         node = stack.pop()
         if node in known:
-            found[node] = None
+            found.add(node)
         elif node not in seen:
             seen.add(node)
             stack.extend(node.args)
-    return tuple(found)
+    return tuple(n for n in known if n in found)
