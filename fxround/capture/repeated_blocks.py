@@ -375,8 +375,9 @@ def _traced(graph: fx.Graph, run: Run, parameters: Sequence[Mapping[str, _Node]]
     while order and order[-1] is None:
         order.pop()
     found = [i for i, _, _ in forward]
-    in_order = found == sorted(found) and set(found) == {*traced} and None not in order
-    return list(blocks.values()) if in_order and order == sorted(order, reverse=True) else None  # type: ignore[type-var]
+    backwards = [i for i in order if i is not None]
+    in_order = found == sorted(found) and set(found) == {*traced} and len(backwards) == len(order)
+    return list(blocks.values()) if in_order and backwards == sorted(backwards, reverse=True) else None
 
 
 def _numbered(nodes: Iterable[tuple[int, _Node]]) -> dict[_Number, _Node]:

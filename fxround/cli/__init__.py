@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import POLICY, add_model, said
+from fxround.cli.arguments import INTERRUPTED, POLICY, add_model, put, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
@@ -194,9 +194,7 @@ def _variability(arguments: argparse.Namespace) -> int:
         n_jobs=arguments.jobs,
         progress=False if arguments.json == "-" else None,
     )
-    print(found.to_json() if arguments.json == "-" else found)
-    if arguments.json and arguments.json != "-":
-        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    put(found, arguments.json)
     if arguments.html:
         found.to_html(arguments.html)
     try:
@@ -207,9 +205,6 @@ def _variability(arguments: argparse.Namespace) -> int:
         print(f"fxround: {error}", file=sys.stderr)
         return 1 if found.complete else INTERRUPTED
     return 0
-
-
-INTERRUPTED: Final = 130
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,20 @@
-"""Arguments that several commands have: the model, its inputs, and texts of help."""
+"""What several commands have: the model and its inputs, texts of help, the report, and the status after Ctrl-C."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 POLICY: Final = "a preset, format, scaled format, rounding or .toml file (default stochastic)"
+
+INTERRUPTED: Final = 130
+
+
+def put(report: Any, to: str | None) -> None:
+    """Print a report, and write it as JSON to a file; as JSON alone if the file is ``-``."""
+    print(report.to_json() if to == "-" else report)
+    if to and to != "-":
+        Path(to).write_text(report.to_json() + "\n", encoding="utf-8")
 
 
 def said(text: str) -> dict[str, Any]:

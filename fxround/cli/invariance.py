@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import add_model, said
+from fxround.cli.arguments import add_model, put, said
 from fxround.invariance.cases import AXES
 from fxround.invariance.check import REPRODUCIBLE, check_invariance
 
@@ -46,7 +45,5 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
         gradients=arguments.gradients,
         dim=arguments.dim,
     )
-    print(found.to_json() if arguments.json == "-" else found)
-    if arguments.json and arguments.json != "-":
-        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    put(found, arguments.json)
     return 0 if found.invariant else 1

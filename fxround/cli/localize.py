@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import POLICY, add_model, said
+from fxround.cli.arguments import INTERRUPTED, POLICY, add_model, put, said
 from fxround.localization.localize import NothingFails, localize
 from fxround.localization.masked_model import QUIET
 from fxround.localization.report import LEVELS
 
 FAILS: Final = 1
-INTERRUPTED: Final = 130
 
 
 def add_localize(
@@ -83,9 +82,7 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[
     except NothingFails as answer:
         print(json.dumps({"sets": [], "reason": str(answer)}) if quietly else f"Nothing to localize: {answer}")
         return 0
-    print(found.to_json() if quietly else found)
-    if arguments.json and not quietly:
-        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    put(found, arguments.json)
     return INTERRUPTED if found.ended == "interrupted" else FAILS
 
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from fxround.cli.arguments import add_model, said
-
-INTERRUPTED: Final = 130
+from fxround.cli.arguments import INTERRUPTED, add_model, put, said
 
 
 def add_perplexity(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
@@ -67,9 +64,7 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
         seed=arguments.seed,
         progress=False if arguments.json == "-" else None,
     )
-    print(found.to_json() if arguments.json == "-" else found)
-    if arguments.json and arguments.json != "-":
-        Path(arguments.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    put(found, arguments.json)
     return 0 if found.complete else INTERRUPTED
 
 

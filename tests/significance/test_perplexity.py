@@ -102,7 +102,7 @@ def test_an_interval_is_students() -> None:
     figure = Perplexity("head", 4, "stochastic", values, 0.9)
     error = statistics.stdev(values) / math.sqrt(4)
     low, high = stats.t.interval(0.9, 3, statistics.fmean(values), error)
-    # The same formula by another route, in binary64.
+    # Not bits: SciPy's quantile and our own round at other places of the same formula in binary64.
     assert figure.mean - figure.half_width == pytest.approx(low, rel=1e-12)
     assert figure.mean + figure.half_width == pytest.approx(high, rel=1e-12)
     assert Perplexity("head", 4, "nearest_even", (3.5,), 0.9).half_width is None
@@ -168,7 +168,7 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
     mask[0, 2:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     lost = [-float(logits.double().log_softmax(-1)[i, t, ids[i, t + 1]]) for i, t in ((0, 0), (1, 0), (1, 1), (1, 2))]
-    # The same sum in another order, in binary64.
+    # Not bits: statistics.fmean sums exactly, the metric in binary64, and exp magnifies the difference.
     assert of(attention_mask=mask) == of(labels=labels) == pytest.approx(math.exp(statistics.fmean(lost)), rel=1e-12)
     assert of() != of(labels=labels)
     huge = torch.full((1, 2, 7), 1e6)
