@@ -28,6 +28,7 @@ from fxround.kernels.scaled import (
     inner_program,
     outer_program,
     scale_program,
+    whole_program,
     zero_program,
 )
 from fxround.numerics.formats import Format
@@ -51,10 +52,10 @@ class Writer(Protocol[T]):
 
     @property
     def flips_scales(self) -> bool:
-        """Whether bits of the scales flip."""
+        """Whether bits of the scales flip, of blocks or of the tensor."""
 
-    def flipped(self, scale: T, fmt: Format) -> T:
-        """Return scales of this format with flipped bits."""
+    def flipped(self, scale: T, fmt: Format, whole: bool = False) -> T:
+        """Return scales of this format with flipped bits; whole: those of the tensor, and not of blocks."""
 
     def multiplier(self, rounding: ScaledRounding) -> T:
         """Return the multiplier of a delayed scale. Raises ValueError where there is no state."""
@@ -139,13 +140,14 @@ class _Scales(Generic[T]):
         write, scaling, count = self.writer, self.scaling, len(self.scaling.fit)
         if scaling.whole is None:
             return write.flipped(scale, scaling.format)
-        # Relative to the scale of the tensor, which does not flip.
+        # Relative to the scale of the tensor.
         programs = [inner_program(self.rounding, self.carrier, fit) for fit in range(max(1, count))]
         own, *others = (write.program(program, self.read, self.wide) for program in programs)
         if count:
             own = write.program(choice_program(count), [*self.errors, own, *others], self.wide)
-        flipped = write.flipped(own, scaling.format)
-        return write.program(outer_program(self.rounding), [flipped, self.read[1]], self.wide)
+        whole = write.program(whole_program(self.rounding), [self.read[1]], self.wide)
+        flipped = [write.flipped(own, scaling.format), write.flipped(whole, scaling.whole, whole=True)]
+        return write.program(outer_program(self.rounding), flipped, self.wide)
 
     def affine(self) -> list[T]:
         """Return the scale and the zero point of each block."""

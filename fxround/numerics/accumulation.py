@@ -15,6 +15,7 @@ The chunked form models FP8 tensor cores, which sum n products in one format and
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,8 +45,12 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         if (self.chunk is None) != (self.combine is None):
-            raise ValueError(f"chunk={self.chunk} combine={self.combine}: an accumulation needs both or neither")
-        if self.faults is not None and self.faults.of_scales:
+            chunk, combine = self.chunk or 128, self.combine or "binary32"
+            raise ValueError(
+                f"chunk={self.chunk} combine={self.combine}: an accumulation needs both or neither, the products in a "
+                f"partial sum and the rounding that adds partial sums, as in chunk={chunk} combine={combine}"
+            )
+        if self.faults is not None and (self.faults.of_scales or self.faults.of_tensors):
             raise ValueError(f"faults={self.faults}: an accumulator has no scale; expected a field without 'scale.'")
         if self.chunk is not None and not 1 <= self.chunk <= 65536:
             raise ValueError(f"chunk={self.chunk}: expected 1 to 65536 products in a partial sum")
@@ -81,6 +86,7 @@ class Accumulation:
         text = spelt(text)
         if isinstance(text, Accumulation):
             return text
+        text = re.sub(r",\s+", ",", text) if isinstance(text, str) else text
         if isinstance(text, Rounding):
             return Accumulation(text)
         if not isinstance(text, str) or not text.split():

@@ -67,9 +67,10 @@ class Encoding:
         plain = fmt.is_grid and fmt.signed and not (fmt.inf or fmt.nan) and fmt.subnormals
         if not plain or self.last > 1 << fmt.precision:
             return None
-        if self.span is None:
+        span = self.span or fmt.span
+        if span is None:
             return Integers(-(1 << fmt.precision), fmt.precision + 1) if self.last < 1 << fmt.precision else None
-        least, most = (int(math.ldexp(v, -fmt.quantum_exponent)) for v in self.span)
+        least, most = (int(math.ldexp(v, -fmt.quantum_exponent)) for v in span)
         count = most - least + 1
         if count & (count - 1) == 0 and count > 1:
             return Integers(least, count.bit_length() - 1)

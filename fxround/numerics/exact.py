@@ -28,6 +28,8 @@ def floor_log2(x: Fraction) -> int:
 
 def quantum(magnitude: Fraction, fmt: Format) -> Fraction:
     """Return the spacing of the format's values at this magnitude, as if its exponents had no upper bound."""
+    if fmt.span is not None:
+        return Fraction(2) ** fmt.quantum_exponent
     if magnitude < Fraction(2) ** fmt.emin:
         return Fraction(2) ** fmt.quantum_exponent
     return Fraction(2) ** (floor_log2(magnitude) - fmt.precision + 1)
@@ -77,6 +79,8 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
         return round_to_table(value, fmt.values, mode, random)
     if fmt.posit:
         return round_to_posit(value, fmt, mode, random)
+    if fmt.span is not None:
+        return round_to_fixed(value, negative, rounding, random)
     if negative and not fmt.signed and value != 0:
         return (0.0 if fmt.zero else math.ldexp(1.0, fmt.emin)) if rounding.overflow == "saturate" else math.nan
     magnitude = step_away(abs(value), negative, fmt, mode, random)
@@ -191,6 +195,26 @@ def round_to_posit(value: Fraction, fmt: Format, mode: Mode, random: int) -> flo
     return sign * float(high if mode.away(seen) else low)
 
 
+def round_to_fixed(value: Fraction, negative: bool, rounding: Rounding, random: int) -> float:
+    """Return a value of fixed point, a multiple of the quantum: within the span, or modulo the number of words.
+
+    up_down moves the multiple by one quantum before that. A zero is +0.
+    """
+    fmt, mode = rounding.format, rounding.mode
+    assert fmt.span is not None
+    least, most = map(Fraction, fmt.span)
+    q, magnitude = quantum(abs(value), fmt), step_away(abs(value), negative, fmt, mode, random)
+    if rounding.overflow == "saturate":
+        magnitude = min(magnitude, Fraction(fmt.maximum))
+    if mode.jitter and magnitude:
+        up = random >= 2**31 and (rounding.overflow == "wrap" or magnitude < Fraction(fmt.maximum))
+        magnitude += q if up else -q
+    kept = -magnitude if negative else magnitude
+    if rounding.overflow == "wrap":
+        return float((kept - least) % (most - least + q) + least)
+    return float(min(max(kept, least), most))
+
+
 def out_of_range(rounding: Rounding, negative: bool) -> float:
     """Return what an infinity becomes, and what a finite value becomes that the mode lets leave the range."""
     if rounding.overflow == "nan":
@@ -207,8 +231,10 @@ def round_float(x: float, rounding: Rounding, random: int = 0) -> float:
     if math.isinf(x):
         if rounding.format.values:
             return rounding.format.values[0 if negative else -1]
-        if rounding.format.posit:
+        if rounding.format.posit or rounding.overflow == "wrap":
             return math.nan
+        if rounding.format.span is not None:
+            return rounding.format.span[0 if negative else 1]
         if negative and not rounding.format.signed:
             return round_exact(Fraction(-1), True, rounding, random)
         return out_of_range(rounding, negative)

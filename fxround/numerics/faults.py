@@ -2,7 +2,7 @@
 
 A fault has a field of the encoding (``encodings``) and a probability p. With this probability one bit of the field
 flips, and every bit of the field is as likely as any other. A field that begins with ``scale.`` is one of the encoding
-of the scale that a block of elements shares.
+of the scale that a block of elements shares, and one that begins with ``tensor.`` is one of the scale of the tensor.
 
 The random word r of an element (``randomness``) decides both: bit i of the n bits of the field flips if r div q = i,
 with q = round(2^32 p / n). The probability is therefore n q / 2^32, and nothing else of the run matters: not the
@@ -29,6 +29,7 @@ _WEYL: Final = 0x9E3779B9
 
 # Before the field of a scale.
 _SCALE: Final = "scale."
+_TENSOR: Final = "tensor."
 _OPERATOR: Final = re.compile(r"flip_([0-9]{1,2})_([0-9]{1,2})_([0-9]{1,10})")
 _WORDS: Final = 1 << 32
 
@@ -44,7 +45,7 @@ class Fault:
         if not isinstance(self.field, str) or self.part not in FIELDS:
             raise ValueError(
                 f"no field is named {shown(self.field)}; expected {', '.join(FIELDS)}, or scale.any and so on for the "
-                "scales of blocks"
+                "scales of blocks, or tensor.any and so on for the scale of the tensor in a format as nvfp4"
             )
         if not 0 <= self.probability <= 1:
             raise ValueError(f"{self.field}: the probability is {self.probability}; expected 0 to 1")
@@ -58,9 +59,14 @@ class Fault:
         return self.field.startswith(_SCALE)
 
     @property
+    def of_tensor(self) -> bool:
+        """Whether the field is one of the scale of the tensor, to which the scales of blocks are relative."""
+        return self.field.startswith(_TENSOR)
+
+    @property
     def part(self) -> str:
         """The field's name in its own encoding."""
-        return self.field.removeprefix(_SCALE)
+        return _part(self.field)
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,14 @@ class Faults:
         return tuple(fault for fault in self.faults if fault.of_scale)
 
     @property
+    def of_tensors(self) -> tuple[Fault, ...]:
+        """The faults of the scale of the tensor."""
+        return tuple(fault for fault in self.faults if fault.of_tensor)
+
+    @property
     def of_elements(self) -> tuple[Fault, ...]:
         """The faults of elements, or of the value itself."""
-        return tuple(fault for fault in self.faults if not fault.of_scale)
+        return tuple(fault for fault in self.faults if not (fault.of_scale or fault.of_tensor))
 
     @staticmethod
     def parse(text: Any) -> Faults:
@@ -105,12 +116,17 @@ class Faults:
             try:
                 found.append(Fault(field, float(number) if colon else math.nan))
             except ValueError as error:
-                if field.removeprefix(_SCALE) in FIELDS and not _is_number(number):
+                if _part(field) in FIELDS and not _is_number(number):
                     raise ValueError(f"{shown(number)} is no probability; expected {field}:1e-6") from None
                 raise error
         if not found or len({fault.field for fault in found}) < len(found):
             raise ValueError(f"{shown(text)}: expected faults like 'significand:1e-6 sign:1e-9', each field once")
         return Faults(tuple(found))
+
+
+def _part(field: str) -> str:
+    """Return the name of a field without what says whose it is."""
+    return field.removeprefix(_SCALE if field.startswith(_SCALE) else _TENSOR)
 
 
 def _is_number(text: str) -> bool:

@@ -23,9 +23,10 @@ import numpy as np
 
 from fxround.errors import shown
 from fxround.numerics.format_names import ALIASES, FLUSH, UNSURE, other_numbers, own_name
+from fxround.numerics.format_text import description
 from fxround.numerics.posit_codes import are_posits, posit_value
 
-Overflow = Literal["inf", "saturate", "nan"]
+Overflow = Literal["inf", "saturate", "nan", "wrap"]
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
 
 
@@ -69,6 +70,7 @@ class Format:
                 differs from emin by an odd number; False: to the larger magnitude
     values      all values of a table (``Format.table``), ascending; () for other formats
     posit       the number of bits and of exponent bits of a posit (``Format.posit_of``); None for other formats
+    span        the least and the largest value of fixed point (``Format.fixed_point``); None for other formats
 
     Raises ValueError if a value of the format is outside of binary64, or if the maximum needs more than ``precision``
     bits. Example::
@@ -89,6 +91,7 @@ class Format:
     even_codes: bool = False
     values: tuple[float, ...] = ()
     posit: tuple[int, int] | None = None
+    span: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not -1074 <= self.emin <= 1023:
@@ -150,10 +153,14 @@ class Format:
         """The overflow behaviours that the format can express."""
         if not self.is_grid:
             return ("saturate",)
+        if self.span is not None:
+            return ("saturate", "wrap")
         return tuple(o for o in OVERFLOWS if o == "saturate" or (o == "inf" and self.inf) or (o == "nan" and self.nan))
 
     def without_subnormals(self) -> Format:
         """Return the same format with no value between zero and 2^emin (flush)."""
+        if self.span is not None:
+            raise ValueError(f"{self.name} has one quantum and no subnormals; leave {FLUSH} out")
         return self if not self.subnormals else replace(self, name=self.name + FLUSH, subnormals=False)
 
     def with_range_of(self, other: Format) -> Format:
@@ -169,12 +176,15 @@ class Format:
             return bool(self.values) and bool(np.all(other.contains(self.values)))
         if other.posit:
             return self.posit is not None and self.posit[0] <= other.posit[0] and self.posit[1] == other.posit[1]
+        low, high = self.span or (-self.maximum if self.signed else 0.0, self.maximum)
+        if other.span and not other.span[0] <= low <= high <= other.span[1]:
+            return False
         return (
             self.precision <= other.precision
             and self.quantum_exponent >= other.quantum_exponent
             and (other.subnormals or self.emin >= other.emin)
             and self.maximum <= other.maximum
-            and (other.signed or not self.signed)
+            and (other.signed or low >= 0)
             and (other.zero or not self.zero)
             and (other.has_minus_zero or not self.has_minus_zero)
         )
@@ -195,7 +205,10 @@ class Format:
         with np.errstate(under="ignore"):  # a number far below the quantum becomes zero, and differs from itself
             multiple = np.ldexp(np.rint(np.ldexp(finite, -exponent)), exponent) == finite
         tiny = (finite > 0) if self.subnormals and self.zero else finite >= math.ldexp(1.0, self.emin)
-        held = multiple & (finite <= self.maximum) & (tiny | ((finite == 0) & self.zero))
+        low, high = self.span or (-self.maximum, self.maximum)
+        held = (
+            multiple & (low <= np.asarray(values)) & (np.asarray(values) <= high) & (tiny | ((finite == 0) & self.zero))
+        )
         positive = (x == 0) | ~np.signbit(np.asarray(values, dtype=np.float64))
         return np.where(np.isnan(x), True, np.where(np.isinf(x), self.inf, held) & (self.signed | positive))
 
@@ -219,37 +232,7 @@ class Format:
 
     def describe(self) -> str:
         """Return the format's parameters, and how it treats ties, subnormals, minus zero and overflow, as text."""
-        if self.values:
-            return (
-                f"{self.name}: {len(self.values)} values from {self.values[0]:g} to {self.values[-1]:g}\n"
-                f"  ties        to the value with the even number, from 0 (nearest_even)\n"
-                f"  subnormals  none: all values are listed\n"
-                f"  minus zero  {'becomes plus zero' if self.zero else 'no zero at all'}\n"
-                f"  overflow    saturate: a value beyond an end becomes that end"
-            )
-        if self.posit:
-            return (
-                f"{self.name}: {self.posit[0]} bits, {self.posit[1]} of them for the exponent, largest precision "
-                f"{self.precision}, minimum 2^{self.emin}, maximum 2^{self.emax}\n"
-                f"  ties        to the even code; the middle is the code of one bit more (nearest_even)\n"
-                f"  subnormals  none: a nonzero number below 2^{self.emin} becomes 2^{self.emin} in every mode\n"
-                f"  minus zero  becomes plus zero\n"
-                f"  overflow    saturate: no finite number leaves the range; an infinity becomes NaN (NaR)"
-            )
-        one_bit = "to the even code" if self.even_codes else "to the larger magnitude (one-bit significand)"
-        ties = "to the even significand" if self.precision > 1 else one_bit
-        low = f"down to 2^{self.quantum_exponent}" if self.subnormals else f"none: 0 or 2^{self.emin}"
-        if not self.zero:
-            low = f"none: nothing below 2^{self.emin}, zero is {'NaN' if self.nan else 'the minimum'}"
-        minus = "kept" if self.has_minus_zero else "becomes plus zero" if self.zero else "no zero at all"
-        sign = "" if self.signed else "; no sign: negative values are out of range"
-        return (
-            f"{self.name}: p={self.precision}, emin={self.emin}, emax={self.emax}, maximum={self.maximum:g}\n"
-            f"  ties        {ties} (nearest_even)\n"
-            f"  subnormals  {low}\n"
-            f"  minus zero  {minus}{sign}\n"
-            f"  overflow    {self.default_overflow} by default; possible: {', '.join(self.overflows)}"
-        )
+        return description(self)
 
     @staticmethod
     def ieee(*, exponent_bits: int, precision: int, subnormals: bool = True) -> Format:
@@ -348,6 +331,22 @@ class Format:
         )
 
     @staticmethod
+    def fixed_point(bits: int, fraction: int, *, signed: bool = True) -> Format:
+        """Return the two's complement numbers of ``bits`` bits, multiples of 2^-fraction: ``fixed(16,8)``.
+
+        bits: 2 to 52, or 51 if not signed (``ufixed``). fraction: -200 to 200. Raises ValueError. A zero is +0.
+        """
+        most_bits = 51 + signed
+        if not 2 <= bits <= most_bits or abs(fraction) > 200:
+            raise ValueError(
+                f"fixed point of {bits} bits and 2^{-fraction}: expected 2 to {most_bits} bits, 2^-200 to 2^200"
+            )
+        digits, unit = max(2, bits - signed), 2.0**-fraction
+        span = (-(2.0 ** (bits - 1)) * unit if signed else 0.0, (2.0 ** (bits - signed) - 1) * unit)
+        largest, name = max(-span[0], span[1]), f"{'' if signed else 'u'}fixed({bits},{fraction})"
+        return Format(name, digits, digits - 1 - fraction, largest, inf=False, nan=False, minus_zero=False, span=span)
+
+    @staticmethod
     def table(values: Iterable[float], *, name: str | None = None) -> Format:
         """Return the format that has exactly these values.
 
@@ -388,10 +387,9 @@ class Format:
         """Parse a format's name, or a floating-point dtype of PyTorch or NumPy.
 
         A name is a key of ``fxround.formats``, another name of one of these (``"half"``), ``"nf4"``,
-        ``ieee(exponent_bits,precision)``, ``custom(...)``, ``table(value,value,...)``, ``posit(bits,exponent_bits)`` or
-        ``binary8p3se`` (``Format.p3109``), each optionally with ``-flush``, which leaves out subnormals. Raises
-        ValueError for an unknown name, with the nearest known ones, and for a dtype of integers or complex numbers;
-        TypeError for anything else.
+        ``ieee(exponent_bits,precision)``, ``custom(...)``, ``table(value,value,...)``, ``posit(bits,exponent_bits)``,
+        ``fixed(bits,fraction)`` or ``binary8p3se`` (``Format.p3109``). ``-flush`` after it leaves out subnormals.
+        Raises ValueError for an unknown name and for a dtype of integers or complex numbers; else TypeError.
         """
         text = spelt(text)
         if not isinstance(text, str):
@@ -431,6 +429,9 @@ class Format:
         posit = re.fullmatch(r"posit\(([0-9]{1,2}),\s*([0-9])\)", base)
         if posit:
             return Format.posit_of(int(posit[1]), int(posit[2]))
+        fixed = re.fullmatch(r"(u?)fixed\(([0-9]{1,2}),\s*(-?[0-9]{1,4})\)", base)
+        if fixed:
+            return Format.fixed_point(int(fixed[2]), int(fixed[3]), signed=not fixed[1])
         numbers = other_numbers(base)
         if numbers:
             raise ValueError(

@@ -158,6 +158,10 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
         return round_to_table(x, rounding, random)
     if fmt.posit:
         return round_to_posit(x, fmt.posit, rounding, random)
+    if fmt.span is not None:
+        if rounding.overflow == "wrap":
+            raise ValueError(f"{rounding}: only the sums of an accumulator wrap; use saturate")
+        return kept_inside(_round_general(x, rounding, random), fmt)
     if is_one_addition(rounding, carrier):
         return round_by_addition(x, rounding, carrier, random, any_nan)
     if has_wide_range(fmt, carrier):
@@ -167,6 +171,13 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
             round_inside(x, rounding, random),
         )
     return _round_general(x, rounding, random)
+
+
+def kept_inside(x: Expr, fmt: Format) -> Expr:
+    """Return a multiple of fixed point's quantum within the least and the largest value; a NaN stays."""
+    assert fmt.span is not None
+    low, high = (const(x.type, bound) for bound in fmt.span)
+    return select(x < low, low, select(high < x, high, x))
 
 
 def has_wide_range(fmt: Format, carrier: Carrier) -> bool:

@@ -149,6 +149,10 @@ class ScaledFormat:
             raise ValueError(f"{self}: a given scale is a positive number of binary32")
         if self.scaling is not None and self.scaling.how == "affine" and not _is_integer(self.element):
             raise ValueError(f"{self}: affine goes with integers, as in uint8")
+        scales = () if self.scaling is None else (self.scaling.format, self.scaling.whole)
+        fixed = [row for row in (self.element, *scales) if row is not None and row.span is not None]
+        if fixed:
+            raise ValueError(f"{self}: {fixed[0]} has no scale; write it alone, or int2 to int16 for elements")
         if self.scaling is None or self.scaling.whole is None:
             return
         most = self.scaling.divisor(self.element) * self.scaling.format.maximum
@@ -261,6 +265,9 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
     """Parse a rounding to a scaled format or to any other; raises what ``Rounding.parse`` raises for neither."""
     if isinstance(text, ScaledRounding):
         return text
+    # Fixed point is scaled wherever it is no accumulator.
+    fmt = text.format if isinstance(text, Rounding) else text
+    text = str(text) if isinstance(fmt, Format) and fmt.span is not None else text
     if is_scaled(text):
         return ScaledRounding.parse(text)
     try:

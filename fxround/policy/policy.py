@@ -234,7 +234,7 @@ class Policy:
             known = list(dict.fromkeys([*NAMED, *FORMATS, *SCALED]))
             other = candidates(name)
             spellings = dict.fromkeys([*known, *SPELLINGS])
-            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name, spellings)
+            near = f"; did you mean {' or '.join(map(repr, other))}?" if other else nearest(name.lower(), spellings)
             raise PolicyError(f"no policy is named {shown(name)}{near} Known: {', '.join(known)}, {OTHERS}") from error
 
     @staticmethod
@@ -323,6 +323,12 @@ def _require_scales(faults: Faults | None, rounding: str, rule: str) -> None:
         raise PolicyError(
             f"rule {rule!r}: {faults.of_scales[0]} flips bits of the scales of blocks, and {rounding} has no such "
             "scales; expected a format as 'mxfp8', 'nvfp4' or 'int8:channel'"
+        )
+    if faults is not None and faults.of_tensors and (scaling is None or scaling.whole is None):
+        own = f"; write scale.{faults.of_tensors[0].part} for its scales" if scaling is not None else ""
+        raise PolicyError(
+            f"rule {rule!r}: {faults.of_tensors[0]} flips bits of a scale of the tensor to which those of blocks are "
+            f"relative, and {rounding} has none{own}; expected a format as 'nvfp4'"
         )
 
 

@@ -106,7 +106,8 @@ class Rule:
     faults      "field:probability", several separated by spaces: with this probability one bit of the field flips in
                 the rounded value, or in the rounded operands if the rule sets ``operands``; the fields are
                 "significand", "exponent", "sign" and "any" of the encoding of the rounding's format, and with
-                "scale." before them those of the scales of a scaled format's blocks
+                "scale." before them those of the scales of a scaled format's blocks, and with "tensor." those of the
+                scale of the tensor in a format as "nvfp4"
     result      for ``operands``: the role of the operation's result, for example "gradient" for the products that yield
                 gradients of weights; None: any
 
@@ -254,11 +255,16 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
         return text if text is None else kept
     if not isinstance(text, str | Rounding | ScaledRounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
-    if _parsed(is_scaled, str(text), field):
+    text = re.sub(r",\s+", ",", str(text)) if field == "accumulate" else text
+    fixed_steps = field == "accumulate" and re.match(r"u?fixed\(", str(text)) is not None
+    if not fixed_steps and _parsed(is_scaled, str(text), field):
         found: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
         if field == "accumulate":
-            why = "has no scale" if found.format.scaling is not None else "in fixed point is not possible"
-            raise PolicyError(f"{field} = {shown(str(text))}: an accumulator {why}; expected a floating-point format")
+            why = "a scale depends on values that are not known before a sum has ended"
+            why = why if found.format.scaling is not None else "the quantum of an accumulator is a power of two"
+            raise PolicyError(
+                f"{field} = {shown(str(text))}: {why}; expected a floating-point format, or fixed(bits,fraction)"
+            )
         if field == "rounding" and found.of_products:
             raise PolicyError(
                 f"{field} = {shown(str(text))}: a transform and a delayed scale belong to operands; write operands="
@@ -277,8 +283,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, "binary32"), "binary32")), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
-    said = [f"{name}={value if name in ('chunk', 'faults') else _full_rounding(value)}" for name, _, value in words]
-    return " ".join([_full_rounding(step), *said])
+    said = [f"{name}={value if name in ('chunk', 'faults') else _full_step(value)}" for name, _, value in words]
+    return " ".join([_full_step(step), *said])
 
 
 def faults_of(accumulate: str | None) -> str | None:
@@ -288,8 +294,11 @@ def faults_of(accumulate: str | None) -> str | None:
 
 
 def _full_rounding(text: str) -> str:
-    if is_scaled(text):
-        return str(ScaledRounding.parse(text))
+    return str(ScaledRounding.parse(text)) if is_scaled(text) else _full_step(text)
+
+
+def _full_step(text: str) -> str:
+    """Return the text of a rounding without scales, of an accumulator too, where fixed point is a format."""
     word = text.partition("/")[0]
     parsed = resolve(with_wide(text, DTYPE), "binary32")
     return f"{word}/{parsed.mode}/{parsed.overflow}" if word in (DTYPE, WIDE) else str(parsed)

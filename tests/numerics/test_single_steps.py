@@ -6,7 +6,6 @@ The functions run as the C++ of the GPU (``cuda_host``), since NumPy has no fuse
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
@@ -34,11 +33,8 @@ WORDS = np.array([0, 1, 7, 8, 0x1FF, 0x200, 0x7FFFFFFF, 0x80000000, 0xFFFFFDFF, 
 
 
 @pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Functions:
+def functions(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functions:
     """The step of each kernel, and that in binary32."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
     found = {}
     for step in STEPS:
         general = contract_kernel(Accumulation.parse(step), Rounding.parse("binary32"), ("f32", "f32"), "f32")

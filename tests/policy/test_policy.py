@@ -165,6 +165,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
     [
         (lambda: Policy.parse("stocastic"), "did you mean 'stochastic'"),
         (lambda: Policy.parse("bfloat61"), "did you mean 'bfloat16'"),
+        (lambda: Policy.parse("MXFP8"), "did you mean 'mxfp8'"),
         (lambda: Policy.parse("e4m3fm/stochastic"), "did you mean e4m3fn"),
         (lambda: Policy.parse("bfloat16/stochastik"), "did you mean stochastic"),
         (lambda: Policy.parse("e2m1fn/stochastic/inf"), "cannot overflow"),
@@ -179,7 +180,8 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Rule(rounding="native"), "no format is named 'native'"),
         (lambda: Rule(accumulate="identity"), "no format is named 'identity'"),
         (lambda: Rule(order="random"), "order = 'random'"),
-        (lambda: Rule(accumulate="binary32 chunk=8"), "needs both or neither"),
+        (lambda: Rule(accumulate="binary32 chunk=8"), "both or neither, .* as in chunk=8 combine=binary32"),
+        (lambda: Rule(accumulate="binary32 combine=bfloat16"), "as in chunk=128 combine=bfloat16/nearest_even/inf"),
         (lambda: Rule(accumulate="binary32 chunks=8"), "options are product=, chunk=, combine="),
         (lambda: Rule("layer1"), "layer1 -> sets nothing"),
         (lambda: Rule(gradient="zero_clampd"), "did you mean 'zero_clamped'"),

@@ -25,6 +25,7 @@ from fxround.graph.dialect.contractions import (
     ConvolutionWeightGradient,
     Matmul,
 )
+from fxround.graph.dialect.lengths import PackedLengths
 from fxround.graph.dialect.loops import (
     BODIES,
     COND,
@@ -71,6 +72,7 @@ __all__ = [
     "Iterations",
     "Loop",
     "Matmul",
+    "PackedLengths",
     "Pointwise",
     "Prod",
     "ProgramCall",

@@ -154,7 +154,10 @@ def block_sizes(block: Any, dims: Sequence[int], ndim: int) -> list[int]:
         return [0 if d in along else 1 for d in range(ndim)]
     if len(block) == 2:
         if ndim < 2:
-            raise ValueError(f"a tile of {block[0]}x{block[1]} needs two dimensions, got a tensor with fewer")
+            raise ValueError(
+                f"a tile of {block[0]}x{block[1]} needs two dimensions, got a tensor with fewer, as a bias has: give "
+                f"it blocks of a row, such as {block[1]}, in a rule of its own"
+            )
         tile = dict(zip(dims if len(along) == 2 else (ndim - 2, ndim - 1), block, strict=True))
         return [tile.get(d, 1) for d in range(ndim)]
     if len(along) != 1:

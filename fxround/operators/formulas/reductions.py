@@ -116,8 +116,12 @@ def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """safe_softmax(x) = softmax(x), and 0 in a row whose entries are all -inf"""
     x = x.to(dtype or x.dtype)
-    empty = (x == -math.inf).all(dim, keepdim=True)
-    return torch.where(empty, torch.zeros_like(x), softmax(x, dim, False))
+    if x.dim() and x.shape[dim] == 0:
+        return x.clone()
+    w = widened(x)
+    top = largest(w, [dim], True)
+    e = (w - top).exp()
+    return torch.where(top == -math.inf, torch.zeros_like(x), (e / total(e, [dim], True)).to(x.dtype))
 
 
 @formula(aten._log_softmax.default, statistics=True)

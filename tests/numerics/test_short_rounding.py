@@ -1,0 +1,105 @@
+"""Rounding by one addition: values, midpoints and their neighbours, and quotients and products beside ties."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fxround
+from fxround.kernels.maps import map_kernel
+from fxround.kernels.program import Program
+from fxround.numerics import short_rounding
+from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.modes import Rounding
+from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_kernel, run_map
+
+ROUNDINGS = [
+    *("e4m3fn/nearest_even/saturate", "e4m3fn/nearest_even/nan", "e5m2/nearest_even/inf", "e5m2/nearest_even/saturate"),
+    *("e2m1fn/nearest_even/saturate", "binary16/nearest_even/inf", "ieee(3,4)/nearest_even/saturate"),
+    # 22 bits, the most that the algorithm takes, and the integers of int8.
+    *(
+        "custom(22,-20,0x1.0p+15,signed+zero)/nearest_even/saturate",
+        "custom(7,6,0x1.fcp+6,signed+zero)/nearest_even/saturate",
+    ),
+]
+
+
+def edges(rounding: Rounding, rng: np.random.Generator) -> Tensor:
+    """Values of the format, midpoints of neighbours, the binary32 numbers beside both, and what is special."""
+    fmt = rounding.format
+    exponents = rng.integers(fmt.emin - fmt.precision - 1, fmt.emax + 3, 400)
+    halves = rng.integers(0, 2 << fmt.precision, 400) * np.exp2(exponents - fmt.precision)
+    near = np.float32(np.concatenate([halves, [fmt.maximum, 2.0**fmt.emin, 2.0 ** (fmt.emax + 1)]]))
+    beside = [np.nextafter(near, np.float32(side)) for side in (-math.inf, math.inf)]
+    special = np.float32([0, 1e-45, 1e-38, 3.4e38, math.inf, math.nan])
+    found = np.concatenate([near, *beside, special])
+    return torch.from_numpy(np.concatenate([found, -found]))
+
+
+def same(found: Tensor, expected: list[float]) -> bool:
+    wanted = torch.tensor(expected, dtype=torch.float64).float()
+    wanted[wanted.isnan()] = math.nan
+    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("text", ROUNDINGS)
+def test_edges_are_the_specification_s(text: str) -> None:
+    rounding = Rounding.parse(text)
+    assert short_rounding.is_short(rounding)
+    x = edges(rounding, np.random.default_rng(0))
+    expected = [round_float(v, rounding) for v in x.double().tolist()]
+    for isa in instruction_sets():
+        with fxround.instruction_set(isa):
+            assert same(fxround.round(x, text), expected), isa
+
+
+@pytest.mark.parametrize("text", ROUNDINGS)
+@pytest.mark.parametrize("operator", ["div", "mul"])
+def test_quotients_and_products_beside_ties(text: str, operator: str) -> None:
+    """Numbers whose result in binary32 is a tie, which the exact result may be or not; small and large operands."""
+    rounding, rng = Rounding.parse(text), np.random.default_rng(1)
+    target = edges(rounding, rng).numpy()
+    other = np.float32(rng.choice([1, -1], len(target)) * rng.uniform(1, 2, len(target)))
+    other[::3] = np.round(other[::3] * 4) / 4
+    other = np.ldexp(other, rng.integers(-100, 100, len(target)))
+    with np.errstate(all="ignore"):
+        x = np.float32(target * other if operator == "div" else target / other)
+    program = Program.parse(f"t0 = {operator}(x0, x1) @ {text}")
+    operands = torch.from_numpy(x), torch.from_numpy(other)
+    found = run_map(program, operands, torch.float32, Draw())
+
+    def exact(a: float, b: float) -> float:
+        result = a / b if operator == "div" else a * b
+        if not (math.isfinite(a) and math.isfinite(b)) or a == 0:
+            return round_float(result, rounding)
+        value = Fraction(a) / Fraction(b) if operator == "div" else Fraction(a) * Fraction(b)
+        return round_exact(value, value < 0, rounding)
+
+    assert same(found, [exact(a, b) for a, b in zip(*(o.double().tolist() for o in operands), strict=True)])
+
+
+def test_quotients_by_powers_of_two() -> None:
+    """The scale of a block from its least to its largest value, and elements up to those that overflow or vanish."""
+    text = "e4m3fn/nearest_even/saturate"
+    rounding, rng = Rounding.parse(text), np.random.default_rng(2)
+    x = edges(rounding, rng).numpy()
+    powers = np.exp2(rng.choice([-127, -126, -1, 0, 1, 100, 126, 127], len(x))).astype(np.float32)
+    x = np.where(rng.random(len(x)) < 0.8, x * np.minimum(powers, np.float32(2.0**100)), x).astype(np.float32)
+    program = Program.parse(f"t0 = div(x0, x1) @ {text}")
+    kernel = map_kernel(program, ("f32", "f32"), "f32", ("x1",))
+    (found,) = run_kernel(kernel, [torch.from_numpy(x), torch.from_numpy(powers)], Draw().key())
+    quotients = x.astype(np.float64) / powers
+    assert same(found, [round_float(float(q), rounding) for q in quotients])
+
+
+def test_other_roundings_keep_the_general_algorithm() -> None:
+    # Fields that the algorithm cannot serve: no zeros with signs, ties of one bit, binary32's exponents, other modes.
+    for text in ("e4m3fnuz/nearest_even/nan", "e8m0fnu", "bfloat16", "e4m3fn/stochastic", "e4m3fn/nearest_away", "nf4"):
+        assert not short_rounding.is_short(Rounding.parse(text)), text
