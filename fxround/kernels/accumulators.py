@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fxround.numerics.carriers import one_nan
 from fxround.numerics.faults import Faults, hit
+from fxround.numerics.fixed_steps import fixed_sum, is_short, require_wrapping, wraps
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.scalar import Expr, Function, Type, narrow, param
@@ -83,18 +84,25 @@ def add_function(
     loaded: Storage | None,
     inside: bool,
     faults: Faults | None = None,
+    on_grid: bool = True,
 ) -> Function:
     """Return (acc, x, random) to R_acc(acc + x), whose bits flip afterwards.
 
     x is a stored element, or another accumulator.
 
-    inside: the operands of the chain have at most 32 bits, whose sums do not overflow in binary64.
+    inside: the operands of the chain have at most 32 bits, whose sums do not overflow in binary64. on_grid: acc is a
+    value of the accumulator's format; False: it may be what a tensor holds.
     """
     acc, random = param("acc", accumulator), param("random", "u32")
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = _loaded(x, loaded, accumulate) if loaded else x
     # A binary64 operand's NaN may have any bits, and so may one that a fault made.
     any_nan = loaded not in (None, "f64") and faults is None
+    if accumulator == "f64" and inside and (wraps(accumulate) or is_short(accumulate)):
+        element = apply("identity", (value,), None, accumulator)
+        total = fixed_sum(acc, element, accumulate, random, on_grid)
+        return Function(name, (acc, x, random), (hit(total, accumulate.format, faults, random),))
+    require_wrapping(accumulate, FORMAT_OF["f64"].precision)
     operator = "add_inside" if stays_inside(inside, accumulate, faults) else "add_step"
     total = apply(operator, (acc, value), accumulate, accumulator, random, any_nan=any_nan)
     return Function(name, (acc, x, random), (hit(total, accumulate.format, faults, random),))

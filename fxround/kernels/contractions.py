@@ -21,7 +21,8 @@ from fxround.kernels.accumulators import (
 )
 from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.faults import hit
+from fxround.numerics.faults import Faults, hit
+from fxround.numerics.fixed_steps import fixed_sum, is_short, require_wrapping, wraps
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.residuals import fused_inside, to_odd
@@ -66,7 +67,7 @@ def contract_kernel(
         step=general,
         finish=finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
-        combine=None if combine is None else add_function("combine", combine, accumulator, None, short, how.flips),
+        combine=None if combine is None else _combination(combine, step, accumulator, short, how.flips),
         loads=loads,
         result=result,
         accumulator=accumulator,
@@ -84,20 +85,35 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     narrow_factors = stays_inside("f64" not in carriers, step, how.flips)
     # A NaN that a fault made may have any bits.
     any_nan = narrow_factors and how.flips is None
+    in_fixed = accumulator == "f64" and (wraps(step) or (narrow_factors and is_short(step)))
     if how.product is not None:
         # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.
         operator = "mul_inside" if accumulator == "f64" and narrow_factors else "mul"
         product = apply(operator, (a, b), how.product, accumulator, random << 16)
         adds = "add_inside" if narrow_factors else "add_step"
-        value = apply(adds, (product, acc), step, accumulator, random, any_nan=any_nan)
+        if in_fixed:
+            require_wrapping(step, how.product.format.precision)
+            value = fixed_sum(acc, product, step, random)
+        else:
+            value = apply(adds, (product, acc), step, accumulator, random, any_nan=any_nan)
     else:
         # Binary32 factors held in binary64 have an exact product.
         operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
-        if step.mode.jitter and step != how.step and step.format.precision == 24:
+        if in_fixed:
+            # Products of binary32 factors have 48 bits.
+            require_wrapping(step, 48 if "f64" not in carriers else 106)
+            value = fixed_sum(acc, a * b, step, random)
+        elif step.mode.jitter and step != how.step and step.format.precision == 24:
             value = up_or_down(_nearest_of_24_bits(a, b, acc), step.format.precision, random)
         else:
             value = apply(operator, (a, b, acc), step, accumulator, random, any_nan=any_nan)
     return Function("step", (a, b, acc, random), (hit(value, step.format, how.flips, random),))
+
+
+def _combination(combine: Rounding, step: Rounding, accumulator: Type, short: bool, faults: Faults | None) -> Function:
+    """Return the addition of a partial sum to the total."""
+    require_wrapping(combine, step.format.precision)
+    return add_function("combine", combine, accumulator, None, short, faults)
 
 
 def _nearest_of_24_bits(a: Expr, b: Expr, acc: Expr) -> Expr:

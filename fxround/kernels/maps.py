@@ -14,6 +14,7 @@ from typing import Final
 from fxround.errors import shown
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.shapes import Map, Word
+from fxround.numerics import short_rounding
 from fxround.numerics.exact import round_float
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
@@ -27,13 +28,16 @@ _OR_ITS_NUMBERS: Final = ", or list numbers of this dtype, as fxround.table(torc
 
 
 @lru_cache(maxsize=4096)
-def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
+def map_kernel(program: Program, loads: tuple[Storage, ...], result: Storage, powers: tuple[str, ...] = ()) -> Map:
     """Return the kernel of a program with one result. Statement s draws number s of the call's only node.
+
+    powers: the operands that are powers of two from 2^-127 to 2^127.
 
     Raises ValueError for a wrong number of operands, an operator that does not exist, or a rounding that the result's
     dtype cannot store or the operands' carrier cannot be rounded to.
     """
-    return _map_kernel(program, loads, (result,), tuple(Word(0, n) for n in range(len(program.statements))))
+    words = tuple(Word(0, n) for n in range(len(program.statements)))
+    return _map_kernel(program, loads, (result,), words, powers)
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +88,11 @@ def program_carrier(program: Program, loads: tuple[Storage, ...], results: tuple
 
 
 def _map_kernel(
-    program: Program, loads: tuple[Storage, ...], results: tuple[Storage, ...], words: tuple[Word, ...]
+    program: Program,
+    loads: tuple[Storage, ...],
+    results: tuple[Storage, ...],
+    words: tuple[Word, ...],
+    powers: tuple[str, ...] = (),
 ) -> Map:
     carrier = program_carrier(program, loads, results)
     elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
@@ -98,11 +106,29 @@ def _map_kernel(
             randoms.append(random)
             drawn.append(replace(word, width=_width(s)))
         operands = tuple(values[o] if isinstance(o, str) else const(carrier, o) for o in s.operands)
-        any_nan = plain and s.operator in _NATIVE and str(s.rounding) == HARDWARE and _only_computed(s.target, program)
-        values[s.target] = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
+        free = plain and _only_computed(s.target, program)
+        any_nan = free and s.operator in _NATIVE and str(s.rounding) == HARDWARE
+        value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
+        short = plain and s.rounding is not None and short_rounding.is_short(s.rounding)
+        values[s.target] = _short(s, operands, free, powers, value) if short else value
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
     computed = tuple(values[s.target] for s in program.statements)
     return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn), computed)
+
+
+def _short(s: Statement, operands: tuple[Expr, ...], any_nan: bool, powers: tuple[str, ...], general: Expr) -> Expr:
+    """Return a statement's value by fewer operators, if there is such a way, else ``general``."""
+    assert s.rounding is not None
+    x, *others = operands
+    if s.operator == "identity":
+        return short_rounding.identity(x, s.rounding, any_nan)
+    if s.operator == "div" and s.operands[1] in powers:
+        return short_rounding.scaled_down(x, others[0], s.rounding, any_nan)
+    if s.operator == "div":
+        return short_rounding.quotient(x, others[0], s.rounding, any_nan, general)
+    if s.operator == "mul":
+        return short_rounding.product(x, others[0], s.rounding, any_nan, general)
+    return general
 
 
 # Operators that are one instruction of the processor in binary32 to nearest.

@@ -21,11 +21,12 @@ from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.carriers import one_nan
 from fxround.numerics.faults import Faults, hit
+from fxround.numerics.fixed_steps import fixed_sum, require_wrapping, wraps
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
-from fxround.numerics.scalar import Expr, Function, Type, bits, param, select, substitute
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, param, select, substitute
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 
@@ -58,6 +59,8 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
             f"an exact sum cannot be rounded to {accumulate}: it needs two bits more than binary64 has; "
             f"use binary64/nearest_even, binary64/up_down, or a precision up to 51"
         )
+    if wraps(accumulate):
+        raise ValueError(f"{accumulate}: an exact sum has no steps that could wrap; use lanes:16 or saturate")
     store = finish_function(accumulate, rounding, "f64", result)
     rounded = apply("identity", (total,), accumulate, "f64", first)
     return Exact(
@@ -146,7 +149,13 @@ def _multiply_step(accumulate: Rounding, accumulator: Type, loaded: Storage, fau
     # The product may not leave binary64's range either: binary32 spans 2^-149 to 2^128.
     short = fmt.precision <= 29 and fmt.quantum_exponent >= -1074 + 149 and fmt.emax < 1023 - 128
     short = short and CARRIER_OF[loaded] == "f32"
-    product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
+    if wraps(accumulate):
+        # An accumulator of 24 bits times a binary32 number has 48.
+        require_wrapping(accumulate, fmt.precision + FORMAT_OF[loaded].precision)
+        exact = acc * apply("identity", (load(x, loaded),), None, accumulator)
+        product = fixed_sum(const("f64", 0.0), exact, accumulate, random)
+    else:
+        product = apply("mul_inside" if short else "mul", (acc, load(x, loaded)), accumulate, accumulator, random)
     return Function("step", (acc, x, random), (hit(product, fmt, faults, random),))
 
 
@@ -195,7 +204,7 @@ def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Sca
     last = after_faults(step, how.flips)
     return Scatter(
         lift=lift_function(storage, accumulator, step),
-        step=add_function("step", step, accumulator, storage, storage != "f64", how.flips),
+        step=add_function("step", step, accumulator, storage, storage != "f64", how.flips, on_grid=False),
         finish=finish_function(last, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
         loads=(storage,),
         result=storage,

@@ -30,6 +30,11 @@ def carrier_of(stored: Format) -> Format:
     return FORMATS["binary64" if stored == FORMATS["binary64"] else "binary32"]
 
 
+def is_scale_of_largest(scaling: Scaling) -> bool:
+    """Return whether a block's scale is a program of its largest magnitude, and of the tensor's if it has ``whole``."""
+    return scaling.how not in ("affine", "delayed") and scaling.percentile is None and not scaling.fit
+
+
 @lru_cache(maxsize=1024)
 def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Program:
     """Return the program of the scales: x0 is a block's largest finite magnitude, x1 that of the tensor, if needed.
@@ -184,17 +189,28 @@ def inner_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Pr
 
 @lru_cache(maxsize=1024)
 def outer_program(rounding: ScaledRounding) -> Program:
-    """Return the program of the scales by which elements are multiplied: x0 is a block's, x1 the tensor's magnitude.
+    """Return the program of the scales by which elements are multiplied: x0 is a block's, x1 that of the tensor.
 
-    It is that of ``scale_program``, also for a scale that is zero or negative after bits of it have flipped.
+    It is that of ``scale_program``, also for scales that are zero or negative after bits of them have flipped.
     """
-    scaling, element = rounding.format.scaling, rounding.format.element
+    scaling = rounding.format.scaling
     assert scaling is not None and scaling.whole is not None
     written, wide = _Statements(), Rounding(scaling.whole, MODES["nearest_even"], "saturate")
-    product = written.add("mul", "x0", _outer(written, scaling, element), wide)
+    product = written.add("mul", "x0", "x1", wide)
     least = math.ldexp(1.0, scaling.whole.quantum_exponent)
     other = written.add("where_eq", "x0", 0.0, 0.0, least, None)
+    other = written.add("where_eq", "x1", 0.0, 0.0, other, None)
     written.add("where_eq", product, 0.0, other, product, None)
+    return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def whole_program(rounding: ScaledRounding) -> Program:
+    """Return the program of the scale of the tensor as it is stored: x0 is the tensor's largest magnitude."""
+    scaling, element = rounding.format.scaling, rounding.format.element
+    assert scaling is not None
+    written = _Statements()
+    _outer(written, scaling, element, "x0")
     return Program(tuple(written.statements))
 
 
@@ -244,12 +260,12 @@ def _relative(
     return _positive(written, inner, scaling.format), outer
 
 
-def _outer(written: _Statements, scaling: Scaling, element: Format) -> str:
-    """Write the scale of the tensor, with the largest magnitude x1; return its target."""
+def _outer(written: _Statements, scaling: Scaling, element: Format, most: str = "x1") -> str:
+    """Write the scale of the tensor, with the largest magnitude ``most``; return its target."""
     assert scaling.whole is not None
     # It is relative to the element format's largest value whatever the block is fitted to.
     largest = scaling.divisor(element) * scaling.format.maximum
-    quotient = written.add("div", "x1", largest, Rounding(scaling.whole, MODES["nearest_even"], "saturate"))
+    quotient = written.add("div", most, largest, Rounding(scaling.whole, MODES["nearest_even"], "saturate"))
     return _positive(written, quotient, scaling.whole)
 
 

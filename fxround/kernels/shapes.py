@@ -5,6 +5,7 @@ contains nothing about a target, so that the results of targets can be compared.
 the digest is the key of all compiled code.
 
     Map       outs[i] = body(x0[i], x1[i], ..., random words of element i)         any shapes that broadcast
+    Blocks    s = figure(the largest magnitude of a block); outs[i] = elements(x[i], s)
     Reduce    acc = step(acc, x, random) in an Order; out = finish(acc, random)   one result per output element
     Scan      acc = step(acc, x[k], random); out[k] = finish(acc, random)         k ascending
     Contract  acc = +0; acc = step(a[k], b[k], acc, random), k ascending; out = finish(acc, random)
@@ -69,6 +70,25 @@ class Map:
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         return _digest("map", self.body, self.loads, self.results, self.draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Elements that share scales: the figure of each block, and out[i] = elements(x[i], the figure of i's block).
+
+    figure: of a block's largest finite magnitude and of numbers that all blocks share; one stored result. elements: of
+    an element and its figure, one result, or None if the figures are the result. Neither draws. loads: how x is stored.
+    """
+
+    figure: Map
+    elements: Map | None
+    loads: tuple[Storage]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that the compiled code depends on."""
+        elements = "" if self.elements is None else self.elements.digest
+        return _digest("blocks", self.figure.digest, elements, self.loads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,11 @@ from fxround.numerics.formats import Format
 from fxround.passes.rewrite import Plan, decided, follow, locating, rng_of, sites
 
 FLIP: Final = "fxround.flip"
-# Streams of faults: above those of operands' roundings. A value has one for each field, and so have its scales.
+# Streams of faults: above those of operands' roundings. A value has one for each field, and so have its scales,
+# those of blocks and that of the tensor.
 FAULT_STREAMS: Final = 1 << 30
 SCALE_FAULT_STREAMS: Final = 1 << 31
+TENSOR_FAULT_STREAMS: Final = 5 << 29
 
 
 def flip_of(
@@ -42,7 +44,7 @@ def flip_of(
 
 def site_of(place: Site, fault: Fault, fmt: Format) -> Site:
     """Return the Site of a fault of the value at a place, or of its scales, in this format."""
-    kind = "operand" if place.kind == "operand" or fault.of_scale else "pointwise"
+    kind = "operand" if place.kind == "operand" or fault.of_scale or fault.of_tensor else "pointwise"
     return replace(place, operator=FLIP, kind=kind, status="rounded", reason=f"{fmt} flips {fault}")
 
 

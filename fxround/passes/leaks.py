@@ -30,9 +30,11 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP, before_flips
+from fxround.passes.kept_blocks import regrouping, sizes_of
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.rewrite import decided, source_of
 from fxround.passes.round_inputs import operands_of
+from fxround.passes.scaled_results import LEFT
 from fxround.policy import ENTERING, Policy, Rule
 
 _ROUND: Final = "fxround.round"
@@ -45,7 +47,8 @@ class Edge:
     """A value that an operation reads, and what is declared of it.
 
     producer, consumer  nodes of the graph; the graph's output consumes results and gradients
-    declared            the format, or the scaled rounding of an operand; for an accumulator the format of its steps
+    declared            the format, or the scaled rounding of an operand, a result or an entry; for an accumulator the
+                        format of its steps
     known               what is known of the value
     proved              whether what is known lies in what is declared
     rule                the rule that closes the leak; None if the policy has one and it was not followed, or none can
@@ -142,6 +145,8 @@ def _read_by(
         else:
             yield Edge(source_of(used), node, rounding.format, own, own.within(rounding.format))
     values = _returned(node) if node.op == "output" else node.all_input_nodes
+    if declared is None:
+        yield from _in_blocks([used for used in values if used in origins and used not in wanted], node, origins)
     operands = [origins[used] for used in values if used in origins and used not in wanted]
     # A result is a value of its own, the operands of an operation meet in it.
     for together in operands if node.op == "output" else [merged(operands)]:
@@ -151,6 +156,24 @@ def _read_by(
                 fmt, rule = required
                 proved = own.within(fmt)
                 yield Edge(origin, node, fmt, own, proved, None if proved else rule)
+
+
+def _in_blocks(values: list[fx.Node], consumer: fx.Node, origins: Mapping[fx.Node, Origins]) -> Iterator[Edge]:
+    """Yield the edges of values that the policy rounds to scaled formats, in blocks along their last dimension.
+
+    The producer of an edge whose blocks were regrouped is the operation that did it.
+    """
+    for used in values:
+        for origin, own in origins[used].items():
+            place = site(origin)
+            rounding = None if place is None or place.assignment is None else place.assignment.blocks
+            if rounding is None or place is None or place.kind in LEFT:
+                continue
+            if not _is_on_grid(origin, rounding, sizes_of(origin, rounding)):
+                yield Edge(origin, consumer, rounding, own, False)
+                continue
+            regrouped = regrouping(used, origin, origins, rounding)
+            yield Edge(regrouped or origin, consumer, rounding, own, regrouped is None)
 
 
 def _returned(output: fx.Node) -> list[fx.Node]:
@@ -234,8 +257,11 @@ def operand_source(node: fx.Node) -> fx.Node:
     return operand_source(call.xs[0]) if isinstance(call, Pointwise) else source
 
 
-def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
-    """Whether an operand was made by the operations of the scaled rounding, all of them on the same operand."""
+def _is_on_grid(node: fx.Node, rounding: ScaledRounding, sizes: Sequence[int] | None = None) -> bool:
+    """Whether an operand was made by the operations of the scaled rounding, all of them on the same operand.
+
+    sizes: of its blocks; None for any, because the dimensions of a sum are known to the pass alone.
+    """
     made = source_of(node)
     call = read(made)
     if not isinstance(call, Pointwise):
@@ -243,19 +269,20 @@ def _is_on_grid(node: fx.Node, rounding: ScaledRounding) -> bool:
     # With faults, the value is a product with elements, which a program of their own made of the operand.
     elements = read(before_flips(call.xs[0]))
     operands = [call.xs[0], *(elements.xs[:1] if isinstance(elements, Pointwise) else ())]
-    return any(_is_made_of(made, x, rounding) for x in operands)
+    return any(_is_made_of(made, x, rounding, sizes) for x in operands)
 
 
-def _is_made_of(made: fx.Node, x: fx.Node, rounding: ScaledRounding) -> bool:
+def _is_made_of(made: fx.Node, x: fx.Node, rounding: ScaledRounding, sizes: Sequence[int] | None) -> bool:
     turned, wanted = read(x), rounding.hadamard
     if wanted is not None and not (
         isinstance(turned, HadamardTransform) and (turned.size, turned.seed) == (wanted.size, wanted.seed)
     ):
         return False
     value = x.meta["val"]
+    if sizes is not None:
+        return _is_made(made, x, value.dtype, rounding, sizes)
     blocks = [call.sizes for user in x.users if isinstance(call := read(user), BlockExpand) and call.x is x]
-    # The blocks that the pass chose are tried: the dimensions of the sum are known to the pass alone.
-    return any(_is_made(made, x, value.dtype, rounding, sizes) for sizes in [*blocks, None])
+    return any(_is_made(made, x, value.dtype, rounding, each) for each in [*blocks, None])
 
 
 def _is_made(
@@ -297,13 +324,13 @@ class _Existing:
         """Whether ``made`` reads scales of which bits have flipped."""
         return any(_is_flipped_scale(x) for x in read(self.made).xs[1:])  # type: ignore[union-attr]
 
-    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
         """Return the node of the last fault of the scales."""
         for node in scale.graph.find_nodes(op="call_function", target=Pointwise.overload):
             place, call = site(node), read(node)
             is_flip = place is not None and place.operator == FLIP and isinstance(call, Pointwise)
             if is_flip and call.xs[0] is not node and _alike(call.xs[0], scale):  # type: ignore[union-attr]
-                return self.flipped(node, fmt)
+                return self.flipped(node, fmt, whole)
         return scale
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
@@ -354,8 +381,8 @@ def _is_flipped_scale(node: fx.Node) -> bool:
     call = read(node)
     if isinstance(call, BlockExpand):
         return _is_flipped_scale(call.scales)
-    inner = call.xs[0] if isinstance(call, Pointwise) else node
-    return before_flips(node) is not node or before_flips(inner) is not inner
+    inner = call.xs if isinstance(call, Pointwise) else ()
+    return any(before_flips(scale) is not scale for scale in (node, *inner))
 
 
 def _missing(what: str) -> fx.Node:

@@ -64,7 +64,7 @@ def _round_if_stored(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 def _reason(place: Site, node: fx.Node) -> str:
     if place.assignment is not None and place.assignment.accumulate == "native":
-        return "the policy keeps the stock kernel"
+        return "the policy keeps the stock kernel, whose bits depend on the device"
     return f"no kernel stores {float_values(node)[0].dtype}"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
 from fxround.numerics.encodings import Encoding
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format
 from fxround.numerics.hadamard import Hadamard
 from fxround.numerics.scaled import ScaledRounding
@@ -55,9 +56,12 @@ from fxround.policy import ENTERING, Assignment
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
 # Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above. Of faults of
-# their scales: above those of the scales of values.
+# their scales: above those of the scales of values; of the scale of the tensor: between both.
 _FAULT_STREAMS: Final = 3 << 29
 _SCALE_FAULT_STREAMS: Final = 7 << 29
+_TENSOR_FAULT_STREAMS: Final = 6 << 29
+# What flips of an operand: the value or its elements, the scales of blocks, or the scale of the tensor.
+_Part = Literal["operand", "scale", "tensor"]
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
 
@@ -242,13 +246,15 @@ class _Nodes:
     def flips_scales(self) -> bool:
         """Whether the policy flips bits of the scales."""
         wanted = self.place.assignment
-        return wanted is not None and wanted.faults is not None and bool(wanted.faults.of_scales)
+        found = wanted.faults if wanted is not None else None
+        return found is not None and bool(found.of_scales or found.of_tensors)
 
-    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
         """Return the scales with flipped bits."""
         with locating(self.place):
             encoding = Encoding(fmt)
-        return _flipped(self.graph, self.near, scale, self.place, encoding, self.stream, of_scales=True)
+        part: _Part = "tensor" if whole else "scale"
+        return _flipped(self.graph, self.near, scale, self.place, encoding, self.stream, part)
 
 
 def _inserted(graph: fx.GraphModule, near: fx.Node, call: Call[fx.Node], place: Site) -> fx.Node:
@@ -305,7 +311,7 @@ def _flipped(
     place: Site,
     encoding: Encoding,
     stream: int,
-    of_scales: bool = False,
+    part: _Part = "operand",
 ) -> fx.Node:
     """Return an operand, its elements or its scales with the bits flipped that its assignment says.
 
@@ -313,12 +319,16 @@ def _flipped(
     """
     wanted = place.assignment
     assert wanted is not None
-    at, name = replace(place, kind="operand"), "scale" if of_scales else "operand"
-    faults = () if wanted.faults is None else wanted.faults.of_scales if of_scales else wanted.faults.of_elements
-    first = (_SCALE_FAULT_STREAMS if of_scales else _FAULT_STREAMS) + 4 * (stream - _OPERAND_STREAMS)
+    at, all_faults = replace(place, kind="operand"), wanted.faults or Faults(())
+    faults, streams = {
+        "operand": (all_faults.of_elements, _FAULT_STREAMS),
+        "scale": (all_faults.of_scales, _SCALE_FAULT_STREAMS),
+        "tensor": (all_faults.of_tensors, _TENSOR_FAULT_STREAMS),
+    }[part]
+    first = streams + 4 * (stream - _OPERAND_STREAMS)
     for i, fault in enumerate(faults):
         call = flip_of(graph, found, at, fault, encoding, first + i)
         found = insert(graph, near, call.overload, call.arguments())
-        found._rename(f"{near.name}_{name}_flipped")
+        found._rename(f"{near.name}_{part}_flipped")
         found.meta[META] = site_of(at, fault, encoding.format)
     return found

@@ -24,11 +24,11 @@ from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Fault
 from fxround.numerics.formats import Format
 from fxround.numerics.scaled import ScaledRounding
-from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, flip_of, site_of
+from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, TENSOR_FAULT_STREAMS, flip_of, site_of
 from fxround.passes.rewrite import Plan, last_placeholder, locating, rng_of, sites
 
 # They yield operands, or numbers that only choose elements.
-_LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
+LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
 
 
 def round_scaled_results(graph: fx.GraphModule, plan: Plan) -> None:
@@ -37,7 +37,7 @@ def round_scaled_results(graph: fx.GraphModule, plan: Plan) -> None:
         value, wanted = float_value(node), place.assignment
         if wanted is None or wanted.blocks is None or value is None or value.dtype not in STORAGES:
             continue
-        if place.kind not in _LEFT:
+        if place.kind not in LEFT:
             with locating(place):
                 round_in_blocks(graph, node, place, wanted.blocks, place.number)
 
@@ -108,13 +108,16 @@ class _After:
     def flips_scales(self) -> bool:
         """Whether the policy flips bits of the scales."""
         wanted = self.place.assignment
-        return wanted is not None and wanted.faults is not None and bool(wanted.faults.of_scales)
+        found = wanted.faults if wanted is not None else None
+        return found is not None and bool(found.of_scales or found.of_tensors)
 
-    def flipped(self, scale: fx.Node, fmt: Format) -> fx.Node:
+    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
         """Return the scales with flipped bits."""
         wanted = self.place.assignment
         assert wanted is not None and wanted.faults is not None
-        return self._with_flips(scale, wanted.faults.of_scales, Encoding(fmt), SCALE_FAULT_STREAMS)
+        found = wanted.faults
+        faults, streams = (found.of_tensors, TENSOR_FAULT_STREAMS) if whole else (found.of_scales, SCALE_FAULT_STREAMS)
+        return self._with_flips(scale, faults, Encoding(fmt), streams)
 
     def _with_flips(self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, streams: int) -> fx.Node:
         for i, fault in enumerate(faults):

@@ -26,7 +26,7 @@ class Flip:
     source     the model's line, "file:number"; "" if unknown
     format     the format in whose encoding the bits flip
     fault      the field of the encoding and its probability, as in a rule: "significand:0.01"
-    elements   the number of elements of the value; of accumulators, the number of their steps
+    elements   the number of elements of the value, over all iterations of a loop; of accumulators, the number of steps
     flipped    the number of elements in which a bit flipped; of accumulators, of steps that were hit
     expected   the mean of ``flipped`` over all seeds: ``elements`` times the probability, which is rounded to a
                multiple of the field's number of bits times 2^-32

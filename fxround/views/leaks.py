@@ -10,6 +10,8 @@ from torch import fx
 
 from fxround.graph.site import PORT, Direction, Site, site
 from fxround.keys import selects
+from fxround.numerics.scaled import ScaledRounding
+from fxround.passes.known import passes_on
 from fxround.passes.leaks import Edge, Immediate, unrounded
 from fxround.policy import Rule
 from fxround.views.summaries import sorted_rows
@@ -19,6 +21,7 @@ _SHOWN: Final = ("value", "consumer", "module", "source", "declared", "known", "
 _COUNTED: Final = ("outside", "elements", "first", "number")
 _NOT_FOLLOWED: Final = "none: the policy declares it, and it was not followed"
 _NO_RULE: Final = "none: the values that it moves need rules"
+_REGROUPED: Final = "none: it regroups elements that share scales"
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _leak(edge: Edge) -> Leak:
         source=place.source,
         declared=str(edge.declared),
         known=str(edge.known),
-        rule=_written(edge.rule) if edge.rule is not None else _reason(made),
+        rule=_written(edge.rule) if edge.rule is not None else _reason(edge, made),
         direction=(reader or made).direction,
         role=made.role,
         operator=place.operator,
@@ -175,7 +178,9 @@ def _leak(edge: Edge) -> Leak:
     )
 
 
-def _reason(made: Site) -> str:
+def _reason(edge: Edge, made: Site) -> str:
+    if isinstance(edge.declared, ScaledRounding) and passes_on(edge.producer):
+        return _REGROUPED
     return _NO_RULE if made.status == "movement" and made.assignment is None else _NOT_FOLLOWED
 
 

@@ -202,7 +202,7 @@ def _coverage(groups: tuple[Group, ...], operations: tuple[Operation, ...]) -> C
     note = (
         "Every float operation is rounded or exact."
         if not unrounded
-        else f"{len(unrounded)} float operations are not rounded."
+        else f"{len(unrounded)} float operations are not rounded. The bits of stock kernels depend on the device."
     )
     rows = tuple(tuple(asdict(group).values()) for group in groups)
     return Coverage(_COVERED, rows, "", note, unrounded, groups, operations)

@@ -74,3 +74,15 @@ def test_relus_backward_is_one_kernel() -> None:
         names = {getattr(n.target, "__name__", "") for n in compiled._latest.step.backward.graph.nodes}
         assert ("where.self" in names) != fuse and ("le.Scalar" in names) != fuse
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kept", [lambda x: torch.where(x > 0, x, 0.5), torch.clone, lambda x: x.clone()[:2]])
+def test_operators_of_pytorch_read_the_layout_that_they_read_without_fusion(kept: Callable[[Tensor], Tensor]) -> None:
+    """A graph captured with a row-major argument, called with a channels-last one."""
+    rows = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))
+    found = []
+    for fuse in (True, False):
+        compiled = fxround.compile(lambda x: kept(x).sum((0, 2, 3)), "identity", fuse=fuse)
+        layouts = rows, rows.contiguous(memory_format=torch.channels_last)
+        found.append([compiled(x) for x in layouts for _ in range(3)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

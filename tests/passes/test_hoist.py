@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.compiler.executable import Entry
+from fxround.compiler.module import RoundedModule
+from fxround.graph.dialect import POINTWISE, read_map
+from fxround.passes.optimizations.choose import COPY
 from fxround.runtime.schedule.epilogues import Epilogue
 
 
@@ -43,6 +47,17 @@ class Moves(nn.Module):
         return values[-3:]
 
 
+def both(compiled: RoundedModule, x: Tensor) -> tuple[list[Tensor], list[Tensor], Entry]:
+    """Return the results as they are computed and those of the lowered graph, which are equal, and the graphs."""
+    with torch.no_grad():
+        got = compiled(x)
+        entry = compiled._latest
+        assert entry is not None
+        want = entry.lowered(x, compiled.rng)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
+    return got, want, entry
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bits_stay_and_no_result_is_another_one(seed: int) -> None:
     chosen = random.Random(seed)
@@ -50,13 +65,7 @@ def test_the_bits_stay_and_no_result_is_another_one(seed: int) -> None:
     steps = [(chosen.randrange(99), -chosen.randint(1, 3), chosen.randrange(99)) for _ in range(25)]
     compiled = fxround.compile(Moves(steps), "stochastic", strict=False, seed=3)
     x = torch.randn(24, 10, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        got = compiled(x)
-        entry = compiled._latest
-        assert entry is not None
-        want = entry.lowered(x, compiled.rng)
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other) and one.stride() == other.stride()
+    got, want, _ = both(compiled, x)
     # What shares memory shared it before: a result and its reshape.
     assert sharing(got) <= sharing(want)
 
@@ -97,10 +106,43 @@ def test_a_copy_beside_what_it_copies_stays() -> None:
 
     compiled = fxround.compile(copies, "stochastic")
     x = torch.randn(6, 5)
+    assert sharing(both(compiled, x)[0]) == set()
+
+
+def test_parts_of_a_copy_are_copied_one_by_one() -> None:
+    def parts(x: Tensor) -> list[Tensor]:
+        several = (x * 2).unflatten(1, (3, 4)).permute(1, 2, 0)
+        a, b, c = several.contiguous()
+        twice, whole = several.contiguous(), several.contiguous()
+        return [a.reshape(2, -1) * 3, b, c.reshape(-1), twice[0].t() * twice[0].t(), twice[1], whole[2] + 1, whole]
+
+    compiled = fxround.compile(parts, "stochastic")
+    x = torch.randn(6, 12)
+    _, _, entry = both(compiled, x)
+    copies = [read_map(node) for node in entry.fused.graph.find_nodes(op="call_function", target=POINTWISE)]
+    shapes = [tuple(copy.xs[0].meta["val"].shape) for copy in copies if copy is not None and copy.program == COPY]
+    # Whole copies: one of which a part is read twice, and one that is a result.
+    assert shapes.count((4, 6)) == 3 and shapes.count((3, 4, 6)) == 2
+
+
+def test_no_kernel_of_pytorch_copies_within_attention() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    compiled = fxround.compile(layer, "stochastic", seed=1)
+    x = torch.randn(3, 20, 32)
     with torch.no_grad():
-        got = compiled(x)
-        entry = compiled._latest
-        assert entry is not None
-        want = entry.lowered(x, compiled.rng)
-    assert sharing(got) == set()
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
+        compiled(x)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+    called = {event.key for event in profile.key_averages()}
+    assert called & {"aten::view", "aten::reshape"}
+    assert not called & {"aten::copy_", "aten::clone", "aten::any", "aten::eq", "aten::logical_not"}
+
+
+def test_a_copy_keeps_every_bit_of_a_nan() -> None:
+    x = torch.randn(70, 3, 50)
+    x.view(torch.int32)[0, 0, :3] = torch.tensor([0x7F800001, 0x7FC12345, -0x3FFFF0], dtype=torch.int32)
+
+    def turned(x: Tensor) -> Tensor:
+        return x.permute(2, 0, 1).contiguous()
+
+    assert torch.equal(fxround.compile(turned, "reproducible")(x).view(torch.int32), turned(x).view(torch.int32))

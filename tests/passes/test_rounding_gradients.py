@@ -263,7 +263,7 @@ def test_fp8_rounds_the_operands_of_products_and_nothing_else() -> None:
     for wanted in ((e, w), (e.T, a)):
         assert any(len(r) == 2 and all(map(torch.equal, r, wanted)) for r in read)
     assert x.grad is not None and module.fc.weight.grad is not None
-    assert "the policy keeps the stock kernel" in str(compiled.coverage())
+    assert "the policy keeps the stock kernel, whose bits depend on the device" in str(compiled.coverage())
 
 
 def test_operands_share_their_bits_forwards_and_backwards_through_views() -> None:

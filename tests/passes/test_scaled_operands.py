@@ -146,7 +146,7 @@ def test_policies_with_scaled_operands_are_stored_without_loss() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(PolicyError, match="an accumulator has no scale"):
+    with pytest.raises(PolicyError, match="a scale depends on values that are not known before a sum has ended"):
         Rule(accumulate="mxfp8")
     with pytest.raises(PolicyError, match="belong to operands; write operands="):
         Rule(rounding="hadamard(16)+nvfp4")

@@ -6,8 +6,9 @@ example, ``where(y <= 0, 0, g)`` becomes
 ``fxround.pointwise([y, g], "t0 = where_le(x0, 0x0.0p+0, 0x0.0p+0, x1) @ exact")``. The lowered graph, which users see,
 keeps its operators. A selection rounds nothing: the bits of the selected value do not change, NaNs included. Only
 float32 and float64 selections become programs: a kernel does not keep the bits of a float16 NaN. A selection whose
-result is not row-major stays as it is where no neighbour is rounded: programs' results are row-major, and a kernel of
-PyTorch may add in another order where its operand's layout differs.
+result is not row-major stays as it is where no neighbour is rounded, and so do all where nothing is rounded: programs'
+results are row-major, those of PyTorch have the layout of their operands, which may change from call to call, and a
+kernel of PyTorch may add in another order where its operand's layout differs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from fxround.passes.rewrite import become, drop_dead, rng_of
 
 aten = torch.ops.aten
 
+COPY: Final = "t0 = identity(x0) @ exact"
 # The carriers' own dtypes: reading and storing them converts nothing.
-_CARRIED: Final = (torch.float32, torch.float64)
+CARRIED: Final = (torch.float32, torch.float64)
 # A comparison's operator in a program, and whether its sides are exchanged, or the two values.
 _COMPARED: Final = {
     "lt": ("where_lt", False, False),
@@ -59,13 +61,15 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
         made[node] = copied.node_copy(node, lambda used: made[used])
     chosen = module_of(graph, copied)
     rounded = {node for node in chosen.graph.nodes if (place := site(node)) and place.status == "rounded"}
+    if not rounded:
+        return chosen
     for node in chosen.graph.nodes:
         place, value = site(node), float_value(node)
         if node.op != "call_function" or place is None or place.status != "exact":
             continue
-        if value is None or value.dtype not in _CARRIED:
+        if value is None or value.dtype not in CARRIED:
             continue
-        if not _is_row_major(value) and rounded.isdisjoint([*node.all_input_nodes, *node.users]):
+        if not is_row_major(value) and rounded.isdisjoint([*node.all_input_nodes, *node.users]):
             continue
         if node.target is aten.where.self:
             _choice(chosen, node)
@@ -75,7 +79,7 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
     return chosen
 
 
-def _is_row_major(value: torch.Tensor) -> bool:
+def is_row_major(value: torch.Tensor) -> bool:
     """Whether the strides certainly are those of a kernel's result, also in dimensions of one element."""
     step: Any = 1
     for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):

@@ -2,7 +2,9 @@
 
 A reshape of a pointwise operation's result moves to its operands: a layer's bias, which was added to [batch * time,
 width], is then added in the shape [batch, time, width] of the activation and the residual. A copy of a result that
-nothing else reads is replaced by the result.
+nothing else reads is replaced by the result, and a copy that one pointwise operation reads by what it copies: such an
+operation reads any layout. A copy of which only parts are read (q, k and v) is replaced by copies of these parts, whose
+memory ends with them. Any other row-major copy becomes a program, so that fxround's threads make it.
 
 Elements keep their row-major numbers, so every element has the same operands, rounding and random words as it had; a
 broadcast operand extends along the last dimension only, which does not change. Results of fxround's operators are new
@@ -18,7 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from fxround.graph.dialect import CALLS, POINTWISE, Pointwise, read_map
+from fxround.graph.site import float_value, site
 from fxround.operators.rules import argument, rule_of
+from fxround.passes.optimizations.choose import CARRIED, COPY, is_row_major
+from fxround.passes.rewrite import become, rng_of
 
 aten = torch.ops.aten
 
@@ -28,12 +33,51 @@ _PLAIN: Final = (None, torch.preserve_format, torch.contiguous_format)
 def hoist(graph: fx.GraphModule) -> fx.GraphModule:
     """Change the graph in place and return it."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
-        if _is_spare(node):
+        _copy_parts(graph.graph, node)
+    for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if _is_spare(node) or [user.target for user in node.users] == [POINTWISE]:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+        else:
+            _program(graph, node)
     for node in graph.graph.find_nodes(op="call_function", target=aten.reshape.default):
         _hoist(graph.graph, node)
     return graph
+
+
+def _program(graph: fx.GraphModule, clone: fx.Node) -> None:
+    """Turn a copy that is row-major in every call into the exact program that makes it."""
+    place, value = site(clone), float_value(clone)
+    if place is not None and value is not None and value.dtype in CARRIED and _becomes_row_major(clone):
+        become(graph, clone, Pointwise(clone.all_input_nodes, COPY, value.dtype, rng_of(graph), place.number))
+
+
+def _copy_parts(graph: fx.Graph, clone: fx.Node) -> None:
+    """Replace a row-major copy, of which different parts along the first dimension are read, by copies of the parts."""
+    parts = list(clone.users)
+    if float_value(clone) is None or not _becomes_row_major(clone) or len(parts) < 2:
+        return
+    if any(part.target is not aten.select.int or argument(part, 1) != 0 for part in parts):
+        return
+    indices = [argument(part, 2) for part in parts]
+    if not all(isinstance(i, int) and i >= 0 for i in indices) or len(set(indices)) < len(indices):
+        return
+    source = clone.all_input_nodes[0]
+    for part, index in zip(parts, indices, strict=True):
+        with graph.inserting_before(clone):
+            selected = graph.call_function(aten.select.int, (source, 0, index))
+            copied = graph.call_function(aten.clone.default, (selected,), {"memory_format": torch.contiguous_format})
+        selected.meta = part.meta | {"val": source.meta["val"].select(0, index)}
+        copied.meta = clone.meta | {"val": part.meta["val"].clone()}
+        part.replace_all_uses_with(copied)
+        graph.erase_node(part)
+    graph.erase_node(clone)
+
+
+def _becomes_row_major(clone: fx.Node) -> bool:
+    """Whether a copy is row-major in every call, whatever the layout of the arguments."""
+    asked = clone.kwargs.get("memory_format") == torch.contiguous_format
+    return is_row_major(clone.meta["val"]) and (asked or _is_ours(clone.all_input_nodes[0]))
 
 
 def _is_spare(clone: fx.Node) -> bool:
