@@ -1,8 +1,10 @@
 """CUDA: what the compiler makes of every text, and on a GPU the bits and the speed of everything.
 
     python -m benchmarks.cuda --compile              without a GPU: registers, spills, occupancy of every text, and its
-                                                     machine code where CUDA's nvdisasm is on the PATH
-    python -m benchmarks.cuda --output cuda.json     on a GPU: bits against the CPU's, then speed; under ten minutes
+                                                     machine code where CUDA's nvdisasm is on the PATH; status 1 if
+                                                     a text spills registers or has a fault in its machine code
+    python -m benchmarks.cuda --output cuda.json     on a GPU: bits against the CPU's, then speed, then CUDA's
+                                                     compute-sanitizer if it is on the PATH; ten minutes
 
 The second form needs nothing that the first one made. It goes on after a failure, and says which.
 """
@@ -44,6 +46,8 @@ ARCHITECTURES: Final = {
     "sm_120": (1536, 24, 100 << 10),
 }
 _REGISTERS: Final = 65536
+# The seconds that a tool of compute-sanitizer may take.
+_SANITIZE: Final = 120
 # Those whose binary64 is slow.
 _SLOW: Final = ("sm_75", "sm_120")
 _NOTE: Final = re.compile(
@@ -142,11 +146,12 @@ def faults_of(listing: str, texts: Sequence[Text]) -> list[str]:
 
 
 class Listing:
-    """A launcher that runs nothing and lists the texts, those for devices whose binary64 is slow or the others."""
+    """A launcher that runs nothing and lists the texts: those for devices whose binary64 is slow or the others, with
+    asynchronous copies or without."""
 
-    def __init__(self, slow_binary64: bool) -> None:
+    def __init__(self, slow_binary64: bool, async_copies: bool) -> None:
         self.texts: dict[str, Text] = {}
-        self.slow_binary64 = slow_binary64
+        self.slow_binary64, self.async_copies = slow_binary64, async_copies
 
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Note the text."""
@@ -156,10 +161,14 @@ class Listing:
         """Whether texts should avoid binary64."""
         return self.slow_binary64
 
+    def copies_async(self, device: torch.device) -> bool:
+        """Whether texts may copy asynchronously."""
+        return self.async_copies
 
-def texts_of(*runs: Callable[[], object], slow_binary64: bool = False) -> list[Text]:
+
+def texts_of(*runs: Callable[[], object], slow_binary64: bool = False, async_copies: bool = True) -> list[Text]:
     """The texts that some functions need; their results are meaningless."""
-    listing = Listing(slow_binary64)
+    listing = Listing(slow_binary64, async_copies)
     with launching(listing):
         for run in runs:
             run()
@@ -209,7 +218,13 @@ POLICIES: Final[dict[str, Any]] = {
 
 def models(device: str) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Models with random weights and their inputs, the same on every device."""
-    for name, make, shape in (("vision", Vision, (8, 3, 16, 16)), ("encoder", encoder, (4, 12, 64))):
+    # 1536 x 1536 results are enough for the largest tiles.
+    wide = partial(nn.Linear, 32, 1536)
+    for name, make, shape in (
+        ("vision", Vision, (8, 3, 16, 16)),
+        ("encoder", encoder, (4, 12, 64)),
+        ("wide", wide, (1536, 32)),
+    ):
         torch.manual_seed(0)
         model = make()
         yield name, model.to(device), torch.randn(shape).to(device)
@@ -304,16 +319,37 @@ def _trained(device: str, policy: str) -> list[Tensor]:
 
 
 def _graph() -> str:
-    """A forward pass captured in a CUDA graph gives the same bits when it is replayed."""
+    """Replays of a forward pass that a CUDA graph captured draw the random bits of the latest ``reseed``."""
     (_, model, x), *_ = models("cuda")
-    rounded = fxround.compile(model.eval(), "reproducible")
+    rounded = fxround.compile(model.eval(), "stochastic").reseed(5, device="cuda")
+    want, got = [], []
     with torch.no_grad():
-        want = rounded(x)
+        want += [rounded.reseed(5, sample)(x) for sample in range(3)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = rounded(x)
-        graph.replay()
-    return _same([want], [got])
+            result = rounded(x)
+        for sample in range(3):
+            rounded.reseed(5, sample)
+            graph.replay()
+            got.append(result.clone())
+    return _same(want, got)
+
+
+def sanitized() -> dict[str, str]:
+    """What compute-sanitizer says of the self-test's kernels, if it is on the PATH: ``clean``, or its last lines."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {"compute-sanitizer": "not on the PATH"}
+    found = {}
+    for tool in ("memcheck", "racecheck"):
+        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "fxround", "selftest"]
+        try:
+            done = subprocess.run([*command, "--device", "cuda"], capture_output=True, text=True, timeout=_SANITIZE)
+            found[tool] = "clean" if done.returncode == 0 else done.stdout[-600:] + done.stderr[-600:]
+        except subprocess.TimeoutExpired:
+            found[tool] = f"not finished after {_SANITIZE} s"
+        print(f"{tool}: {found[tool]}", flush=True)
+    return found
 
 
 # ---- on a GPU: speed ----
@@ -384,7 +420,7 @@ def run_on_gpu(output: str | None) -> int:
     conditions = f"{name}, {machine()}, {versions(('torch', 'fxround', 'cuda-core', 'nvidia-cuda-nvrtc'))}"
     print(conditions, flush=True)
     bits = compare_bits()
-    results = {"conditions": conditions, "bits": bits, "milliseconds": speeds()}
+    results = {"conditions": conditions, "bits": bits, "milliseconds": speeds(), "sanitizer": sanitized()}
     if output:
         Path(output).write_text(json.dumps(results, indent=1))
     wrong = [key for key, value in bits.items() if value != "equal"]
@@ -392,23 +428,25 @@ def run_on_gpu(output: str | None) -> int:
     return len(wrong)
 
 
-def compile_texts(archs: Sequence[str]) -> None:
-    """Print what the compiler makes of the texts of all models under all policies."""
+def compile_texts(archs: Sequence[str]) -> int:
+    """Print what the compiler makes of the texts of all models under all policies; returns the number of problems."""
     runs = [step(model, x, POLICIES[p]) for _, model, x in models("cpu") for p in POLICIES]
-    for run in runs:
-        run()
-    rows = []
+    rows, problems = [], 0
     for arch in archs:
-        began = time.perf_counter()
-        texts = texts_of(*runs, slow_binary64=arch in _SLOW)
+        began = time.process_time()
+        texts = texts_of(*runs, slow_binary64=arch in _SLOW, async_copies=arch != "sm_75")
         found, binary = _made(texts, arch)
         most, spilled = max(found, key=lambda r: r.registers), [r for r in found if r.spilled]
         numbers = (len(found), most.registers, len(spilled), max(r.stack for r in found), max(r.shared for r in found))
         busy = [r.occupancy() for r in found]
         listing = machine_code(binary)
-        faults = "no nvdisasm" if listing is None else str(len(faults_of(listing, texts)))
+        faults = [] if listing is None else faults_of(listing, texts)
+        problems += len(spilled) + len(faults)
+        told = "no nvdisasm" if listing is None else str(len(faults))
         shares = f"{min(busy):.0%}", f"{statistics.median(busy):.0%}"
-        rows.append([arch, *map(str, numbers), *shares, faults, f"{time.perf_counter() - began:.0f}"])
+        rows.append([arch, *map(str, numbers), *shares, told, f"{time.process_time() - began:.0f}"])
+        for problem in (*(f"{one.name} spills {one.spilled} bytes" for one in spilled), *faults):
+            print(arch, problem)
     head = (
         "architecture",
         "texts",
@@ -422,6 +460,7 @@ def compile_texts(archs: Sequence[str]) -> None:
         "s",
     )
     print(table(head, rows))
+    return problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -432,8 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", help="a JSON file for the results of a GPU")
     options = parser.parse_args(arguments)
     if options.compile:
-        compile_texts(options.arch)
-        return 0
+        return min(1, compile_texts(options.arch))
     if not torch.cuda.is_available():
         print("no GPU is available to PyTorch: python -m benchmarks.cuda --compile needs none", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ The host runs the very text of the GPU (``cuda_host``), through the functions th
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
@@ -15,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from cuda_host import Functions, HostLauncher, built, prepare
+from cuda_host import Functions, HostLauncher, assert_same, built, prepare, widened
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 from torch import Tensor
 
@@ -120,7 +119,7 @@ SUM_KERNELS = [
     ("lanes:4", "binary32", "binary16", "f16"),
     ("lanes:2", "e4m3fn/stochastic/saturate faults=any:0.1", "binary32", "f32"),
 ]
-SCAN_KERNELS = ("binary32", "bfloat16/stochastic", "bfloat16 faults=exponent:0.1")
+SCAN_KERNELS = ("binary32", "bfloat16/stochastic", "bfloat16 faults=exponent:0.1", "fixed(9,3)/stochastic")
 SCATTER_KERNELS: list[tuple[str, Storage]] = [
     ("binary32", "f32"),
     ("binary32/stochastic", "f32"),
@@ -137,6 +136,7 @@ EXACT_KERNELS: list[tuple[str, str, Storage]] = [
     ("binary64", "binary64", "f64"),
     ("tf32/toward_negative", "binary32", "f64"),
 ]
+SHARED_EXACT_KERNELS = EXACT_KERNELS[1:6:2]
 CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] = {
     "binary32": ("binary32", "binary32", ("f32", "f32"), "f32"),
     "binary32/stochastic": ("binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
@@ -146,6 +146,7 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
     "e4m3fn": ("e4m3fn/up_down/saturate", "binary32", ("f32", "f32"), "f32"),
     "chunks": ("ieee(8,14)/toward_zero chunk=5 combine=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
     "products": ("binary32/stochastic product=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
+    "fixed": ("fixed(9,3)/toward_negative/wrap", "binary32", ("f32", "f32"), "f32"),
     "mixed": ("binary32", "bfloat16/stochastic", ("bf16", "f16"), "bf16"),
     "binary64": ("binary64", "binary64", ("f64", "f64"), "f64"),
 }
@@ -218,6 +219,8 @@ def every_run() -> Iterator[Callable[[], object]]:
             yield partial(pointwise.run_kernel, layout_kernel(name), operands, KEY)
     for reduce in (*(sum_of(*row) for row in SUM_KERNELS), *(exact_of(*row) for row in EXACT_KERNELS)):
         yield partial(reduction.run_reduce, reduce, elements((2, 3, 2), reduce.loads[0], 0), DRAW, [1])
+    for row in SHARED_EXACT_KERNELS:
+        yield partial(shared_exact, exact_of(*row), elements((2, 3, 2), row[2], 0))
     yield partial(reduction.run_reduce, largest_kernel("f32"), elements((2, 3, 2), "f32", 0), DRAW, [1])
     for accumulate in SCAN_KERNELS:
         yield partial(run_scan, accumulate, elements((2, 3, 2), "f32", 0))
@@ -225,14 +228,6 @@ def every_run() -> Iterator[Callable[[], object]]:
         yield partial(run_scatter, row)
     for name, side in product(CONTRACT_KERNELS, SIDES):
         yield partial(contract, name, 0, side)
-
-
-@pytest.fixture(scope="module")
-def compiler() -> str:
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
-        pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +242,6 @@ def host(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
     prepare(found, *every_run())
     with launching(found):
         yield found
-
-
-def codes(x: Array) -> Array:
-    """Bits, with one encoding for all NaNs if the IR does not define the NaN of an operation."""
-    return encodings(x) if x.dtype.kind == "f" else x
 
 
 # ---- scalar functions ----
@@ -291,17 +281,6 @@ def elements(shape: tuple[int, ...], storage: Storage, seed: int) -> Tensor:
 
 def as_stored(x: Array, storage: Storage) -> Tensor:
     return torch.from_numpy(x.astype(np.float32)).to(dtype_of(storage))
-
-
-def widened(x: Tensor) -> Array:
-    """Stored elements in the form that ``reference`` takes."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return x.numpy()
-
-
-def assert_same(got: Tensor, want: Array) -> None:
-    np.testing.assert_array_equal(codes(widened(got)), codes(want.reshape(got.shape)))
 
 
 @pytest.mark.parametrize("name", OPERATOR_KERNELS)
@@ -405,6 +384,24 @@ def test_exact_sums(host: HostLauncher, row: tuple[str, str, Storage]) -> None:
         assert_same(reduction.run_reduce(kernel, x, DRAW, [1]), reference.exact(kernel, lines_of(x), KEY))
 
 
+def shared_exact(kernel: Exact, x: Tensor) -> Tensor:
+    """An exact sum of any length by a block of threads for each result."""
+    with patch.object(reduction, "_LONG_EXACT", 0):
+        return reduction.run_reduce(kernel, x, DRAW, [1])
+
+
+@pytest.mark.parametrize("row", SHARED_EXACT_KERNELS, ids=" ".join)
+def test_exact_sums_of_many_threads(host: HostLauncher, row: tuple[str, str, Storage]) -> None:
+    kernel = exact_of(*row)
+    *_, x = exact_operands(row[2])
+    assert_same(shared_exact(kernel, x), reference.exact(kernel, lines_of(x), KEY))
+    long = elements((2, reduction._LONG_EXACT, 1), row[2], 9)
+    long = torch.where(long.isfinite(), long, 1)
+    host.launched.clear()
+    assert_same(reduction.run_reduce(kernel, long, DRAW, [1]), reference.exact(kernel, lines_of(long), KEY))
+    assert host.launched == [f"exact_{kernel.digest[:16]}_shared"]
+
+
 def run_scatter(row: tuple[str, Storage]) -> tuple[Tensor, Array]:
     """A scatter on the launcher in place, and by the reference."""
     kernel, storage = scatter_of(*row), row[1]
@@ -470,4 +467,4 @@ def test_contractions_in_binary32(
     with patch.object(contraction_module, "_tile", lambda product, *sizes: Tile(product.kernel, side)):
         got = run_product(Product(kernel, left, right, places, 0, DRAW, (2, 40, 21)))
     assert_same(got, reference.contract(kernel, widened(left), widened(right), KEY))
-    assert f"contract_{kernel.digest[:16]}_{side}_single" in host.functions
+    assert f"contract_{kernel.digest[:16]}_{side}_k1_n0_single" in host.functions

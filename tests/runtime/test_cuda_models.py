@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -55,21 +54,27 @@ class Language(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten(), reduction="none")
 
 
+# Every policy, and every kind of rounding on both devices; test_cuda compares all accumulators on both.
+STEPS = [
+    *(("vision", policy) for policy in ("reproducible", "stochastic", "up_down", "nvfp4_training", "exact sums")),
+    *(("language", policy) for policy in ("reproducible", "stochastic", "fp8", "chunks")),
+]
+
+
 @cache
-def model(name: str) -> tuple[nn.Module, Tensor]:
-    """A model with random weights, and its input."""
+def captured(name: str) -> tuple[fxround.RoundedModule, Tensor]:
+    """A compiled model with random weights that was called once, and its input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = {"vision": Vision, "language": Language}[name]()
-        images = torch.randn(4, 3, 8, 8).requires_grad_()
-        return made, images if name == "vision" else torch.randint(0, 20, (3, 7))
+        x = torch.randn(4, 3, 8, 8).requires_grad_() if name == "vision" else torch.randint(0, 20, (3, 7))
+        compiled = fxround.compile(made, "reproducible")
+        compiled(x)
+        return compiled, x
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> HostLauncher:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
+def host(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> HostLauncher:
     return HostLauncher(tmp_path_factory.mktemp("cuda"), compiler)
 
 
@@ -86,30 +91,26 @@ def same(host: HostLauncher, run: Callable[[], list[Tensor]], monkeypatch: pytes
             assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["vision", "language"])
+@pytest.mark.parametrize("name, policy", STEPS)
 def test_a_training_step_has_the_bits_of_the_cpu(
     host: HostLauncher, name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One model as on a device whose binary64 is slow, the other one as on a device whose binary64 is fast."""
     monkeypatch.setattr(host, "slow_binary64", name == "language")
-    network, x = model(name)
-    compiled = fxround.compile(network, POLICIES[policy])
+    known, x = captured(name)
+    compiled = known.with_policy(POLICIES[policy])
 
     def run() -> list[Tensor]:
         compiled.reseed(5)
         y = compiled(x)
-        wanted = [p for p in (x, *network.parameters()) if p.requires_grad]
+        wanted = [p for p in (x, *compiled.parameters()) if p.requires_grad]
         return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
 
     same(host, run, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
-def test_models_of_the_suite_have_the_bits_of_the_cpu(
-    host: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    example = models.build(name)
+def test_a_unet_has_the_bits_of_the_cpu(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = models.build("unet")
     compiled = fxround.compile(example.model, "stochastic")
     weights = [p for p in example.model.parameters() if p.requires_grad]
 
@@ -140,8 +141,12 @@ def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of two dtypes, with parameters of many chunks and of no elements."""
+
     def run() -> list[Tensor]:
-        weights = [nn.Parameter(torch.linspace(-1, 1, 300).reshape(20, 15)), nn.Parameter(torch.ones(7))]
+        weights = [torch.linspace(-1, 1, 9000).reshape(60, 150), torch.ones(7), torch.ones(0, 3), torch.ones(())]
+        weights += [torch.ones(5, dtype=torch.bfloat16)] if policy == "stochastic" else []
+        weights = [nn.Parameter(w) for w in weights]
         adam = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)
         optimizer = fxround.compile_optimizer(adam, policy)
         for step in range(3):
@@ -152,6 +157,55 @@ def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, m
         return [weight.detach().clone() for weight in weights] + [torch.as_tensor(value).clone() for value in states]
 
     same(host, run, monkeypatch)
+
+
+def test_an_optimizer_launches_one_kernel_for_a_group(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 100 parameters needs the tables of two launches; each parameter draws with its own seed."""
+
+    def run() -> list[Tensor]:
+        weights = [nn.Parameter(torch.linspace(-1, 1, 40 + n % 3)) for n in range(100)]
+        optimizer = fxround.compile_optimizer(torch.optim.SGD(weights, lr=0.3), "bfloat16/stochastic")
+        for weight in weights:
+            weight.grad = torch.cos(weight.detach())
+        optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    same(host, run, monkeypatch)
+    launched: list[str] = []
+    monkeypatch.setattr(host, "launch", lambda text, *_: launched.append(text.name))
+    with launching(host):
+        run()
+    assert len(launched) == 2 and len(set(launched)) == 1
+
+
+def test_pytorchs_switches_of_precision_change_no_launch(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32, sums in reduced precision and benchmarked algorithms are PyTorch's: the same texts run with any of them."""
+    compiled, x = captured("vision")
+    matmul: Any = torch.backends.cuda.matmul
+    switches = [
+        (matmul, "allow_tf32"),
+        (matmul, "allow_bf16_reduced_precision_reduction"),
+        (matmul, "allow_fp16_reduced_precision_reduction"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cudnn, "benchmark"),
+    ]
+    launched: list[tuple[str, int]] = []
+    monkeypatch.setattr(host, "launch", lambda text, blocks, *_: launched.append((text.name, blocks)))
+    found = []
+    before = [getattr(place, name) for place, name in switches]
+    try:
+        for on in (False, True):
+            for place, name in switches:
+                setattr(place, name, on)
+            launched.clear()
+            with launching(host):
+                torch.autograd.grad(compiled(x).sum(), list(compiled.parameters()))
+            found.append(list(launched))
+    finally:
+        for (place, name), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+    assert found[0] == found[1]
+    assert sum(name.startswith("contract") for name, _ in found[0]) >= 8
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "e4m3fn/stochastic", "mxfp8", "int8:channel", "nf4"])

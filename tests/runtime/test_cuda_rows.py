@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,7 @@ from fxround.runtime.cuda.launcher import Text, launching
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> HostLauncher:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
+def host(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> HostLauncher:
     return HostLauncher(tmp_path_factory.mktemp("rows"), compiler)
 
 
@@ -92,6 +88,9 @@ class Spy:
     def has_slow_binary64(self, device: torch.device) -> bool:
         return self.host.slow_binary64
 
+    def copies_async(self, device: torch.device) -> bool:
+        return self.host.async_copies
+
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel_with_the_bits_of_the_cpu(
@@ -142,7 +141,7 @@ def test_what_has_no_text_runs_kernel_by_kernel(host: HostLauncher, policy: Any,
     "module, operation",
     [
         (nn.LayerNorm(40), r"chain over rows of torch.float32 \[40\]"),
-        (nn.Linear(40, 3), r"matmul of torch.float32 \[9, 40\]"),
+        (nn.Linear(40, 3), r"matmul and the map after it of torch.float32 \[9, 40\]"),
     ],
 )
 def test_a_device_without_memory_names_the_operation(

@@ -27,10 +27,8 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="a build 
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def problems(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The traceback of each case, "" for none."""
-    if not host_gpu.COMPILER:
-        pytest.skip("no C++ compiler: install g++ to run models on a GPU of the host")
     folder = str(tmp_path_factory.mktemp("gpu"))
     command = [sys.executable, host_gpu.__file__, folder, *NAMES]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))}

@@ -7,6 +7,7 @@ fxround run through the texts of the GPU, on CPU tensors. ``prepare`` compiles a
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from neighbours import Array
+from neighbours import Array, encodings
+from torch import Tensor
 
 from benchmarks.cuda import texts_of
 from fxround.numerics.scalar import DTYPES, Function
@@ -24,34 +26,64 @@ from fxround.runtime.cuda.cpp.table import TYPES, device_function
 from fxround.runtime.cuda.launcher import Text
 
 HEADER: Final = Path(__file__).with_suffix(".hpp")
+INCLUDE: Final = f'#include "{HEADER.name}"\n'
 # -ffp-contract=off: g++ contracts by default.
-FLAGS: Final = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared", "-Wall")
+FLAGS: Final = (
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused",
+)
 # The texts of a translation unit: several, since each repeats the header.
 _UNIT: Final = 12
 
 
 class HostLauncher:
     """Runs texts as host code. seed: draws the order of blocks and threads; every order gives the same bits.
-    slow_binary64: whether the texts are those of a device whose binary64 is slow.
+    slow_binary64, async_copies: whether the texts are those of a device whose binary64 is slow, and of one that copies
+    to shared memory asynchronously.
 
-    An AssertionError names a race, a barrier that some threads do not meet, and an access beyond a shared array.
+    launched: the names of the texts that ran. most_blocks: the blocks of a grid at most, each of which does more then.
+    last: how many blocks of a grid run, the last ones for the seed 0; None for all.
+
+    An AssertionError names a race, a barrier that some threads do not meet, an access beyond a shared array, and a use
+    of what an asynchronous copy has not brought yet.
     """
 
-    def __init__(self, folder: Path, compiler: str, seed: int = 0, slow_binary64: bool = False) -> None:
-        self.folder, self.compiler, self.seed, self.slow_binary64 = folder, compiler, seed, slow_binary64
+    def __init__(
+        self, folder: Path, compiler: str, seed: int = 0, slow_binary64: bool = False, async_copies: bool = True
+    ) -> None:
+        self.folder, self.compiler, self.seed = folder, compiler, seed
+        self.slow_binary64, self.async_copies = slow_binary64, async_copies
         self.functions: dict[str, Any] = {}
+        self.launched: list[str] = []
+        self.most_blocks = 2**31 - 1
+        self.last: int | None = None
+        put_header(compiler, folder)
 
     def launch(self, text: Text, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Run a grid."""
+        self.launched.append(text.name)
+        blocks = min(blocks, self.most_blocks)
         if text.name not in self.functions:
             self.compile([text])
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        problem = self.functions[text.name](blocks, text.threads, text.meets, self.seed, addresses)
+        begin = 0 if self.last is None else max(0, blocks - self.last)
+        problem = self.functions[text.name](blocks, text.threads, text.meets, self.seed, begin, blocks, addresses)
         assert not problem, f"{text.name}: {problem.decode()}"
 
     def has_slow_binary64(self, device: torch.device) -> bool:
         """Whether texts should avoid binary64."""
         return self.slow_binary64
+
+    def copies_async(self, device: torch.device) -> bool:
+        """Whether texts may copy asynchronously."""
+        return self.async_copies
 
     def compile(self, texts: Iterable[Text]) -> None:
         """Compile the texts that are new, two translation units at a time."""
@@ -62,36 +94,66 @@ class HostLauncher:
                 self.functions |= found
 
     def _unit(self, texts: Sequence[Text]) -> dict[str, Any]:
-        parts = [f'#include "{HEADER}"\n']
+        parts = [INCLUDE]
         for i, text in enumerate(texts):
             parts.append(f"namespace unit_{i} {{\n{text.source()}}}\n")
             parts.append(
                 f'extern "C" const char* launch_{text.name}(unsigned blocks, unsigned threads, bool meets, '
-                f"unsigned long long seed, void** arguments) "
-                f"{{ return host::launch(unit_{i}::{text.name}, blocks, threads, meets, seed, arguments); }}\n"
+                f"unsigned long long seed, unsigned begin, unsigned end, void** arguments) {{ return "
+                f"host::launch(unit_{i}::{text.name}, blocks, threads, meets, seed, begin, end, arguments); }}\n"
             )
         library = compiled("".join(parts), self.compiler, self.folder, f"unit_{texts[0].name}")
         found = {}
         for text in texts:
             function = library[f"launch_{text.name}"]
             function.restype = ctypes.c_char_p
-            function.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_bool, ctypes.c_ulonglong, ctypes.c_void_p)
+            sizes = ctypes.c_uint, ctypes.c_uint
+            function.argtypes = (*sizes, ctypes.c_bool, ctypes.c_ulonglong, *sizes, ctypes.c_void_p)
             found[text.name] = function
         return found
 
 
 def prepare(host: HostLauncher, *runs: Callable[[], object]) -> None:
     """Compile the texts that some functions need; they must not depend on their own results."""
-    host.compile(texts_of(*runs, slow_binary64=host.slow_binary64))
+    host.compile(texts_of(*runs, slow_binary64=host.slow_binary64, async_copies=host.async_copies))
 
 
 def compiled(source: str, compiler: str, folder: Path, name: str) -> ctypes.CDLL:
     """A translation unit as a shared object; a warning is a failure."""
     (folder / f"{name}.cpp").write_text(source)
-    command = [compiler, *FLAGS, "-Wno-unknown-pragmas", "-Wno-unused", "-o", f"{name}.so", f"{name}.cpp"]
+    _run([compiler, *FLAGS, "-o", f"{name}.so", f"{name}.cpp"], folder)
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+def put_header(compiler: str, folder: Path) -> None:
+    """Copy the header to a folder. g++ takes the precompiled one beside it; other compilers read the text."""
+    shutil.copy(HEADER, folder)
+    _run([compiler, *FLAGS, "-x", "c++-header", "-o", f"{HEADER.name}.gch", HEADER.name], folder)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr[:3000]
-    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+# ---- results ----
+
+
+def codes(x: Array) -> Array:
+    """Bits, with one encoding for all NaNs if the IR does not define the NaN of an operation."""
+    return encodings(x) if x.dtype.kind == "f" else x
+
+
+def widened(x: Tensor) -> Array:
+    """Stored elements in the form that ``reference`` takes."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return x.numpy()
+
+
+def assert_same(got: Tensor, want: Array) -> None:
+    """The bits of a result are those of the reference."""
+    np.testing.assert_array_equal(codes(widened(got)), codes(want.reshape(got.shape)))
 
 
 # ---- scalar functions ----
@@ -118,7 +180,8 @@ class Functions:
 def built(functions: dict[str, Function], compiler: str, folder: Path) -> Functions:
     """Scalar functions as one shared object."""
     wrapped = "".join(_wrapper(i, f) for i, f in enumerate(functions.values()))
-    return Functions(compiled(f'#include "{HEADER}"\n{wrapped}', compiler, folder, "functions"), functions)
+    shutil.copy(HEADER, folder)
+    return Functions(compiled(f"{INCLUDE}{wrapped}", compiler, folder, "functions"), functions)
 
 
 def _wrapper(index: int, function: Function) -> str:

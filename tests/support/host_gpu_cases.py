@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -21,10 +24,12 @@ from cuda_host import HostLauncher
 from host_gpu import COMPILER
 from layers import LAYERS
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
-from fxround import Policy, Rule
+from fxround import Policy, Rule, cli
 from fxround.compiler import module as compiled_module
+from fxround.runtime import buffers
 from fxround.runtime.cuda import launcher
 
 DEVICE = "cuda"
@@ -85,7 +90,8 @@ def localize(layers: nn.Module, x: Tensor) -> Any:
 
 
 def flips_and_leaks(layers: nn.Module, x: Tensor) -> Any:
-    policy = Policy("faults", (Rule(rounding="bfloat16", faults="any:1e-2"),))
+    scaled = Rule(role="weight", rounding="nvfp4", faults="any:0.05 scale.any:0.5 tensor.any:1")
+    policy = Policy("faults", (Rule(rounding="bfloat16", faults="any:1e-2"), scaled))
     compiled = fxround.compile(layers.eval(), policy, seed=1)
     return compiled(x), str(compiled.reseed(1).flips(x)), str(compiled.leaks(x))
 
@@ -102,7 +108,8 @@ def torch_compile(layers: nn.Module, x: Tensor) -> Any:
 def recurrent(_: nn.Module, x: Tensor) -> Any:
     torch.manual_seed(0)
     layer = nn.LSTM(8, 3).to(x.device)
-    y = fxround.compile(layer, "stochastic", seed=1)(x)[0]
+    # The states of the iterations are computed where seed and sample are.
+    y = fxround.compile(layer, "stochastic").reseed(1, device=x.device)(x)[0]
     return y, torch.autograd.grad(y.sum(), list(layer.parameters()))
 
 
@@ -118,7 +125,33 @@ def exported(layers: nn.Module, x: Tensor) -> Any:
         file = Path(folder) / "model.pt2"
         # A build without CUDA cannot load a tensor that was saved on the device.
         fxround.compile(copy.deepcopy(layers).cpu().eval(), "stochastic", seed=1).export(file, x.cpu())
-        return fxround.load(file).to(x.device)(x)
+        loaded = fxround.load(file).to(x.device)
+        with NoReads():
+            return loaded(x), loaded.reseed(5, 7)(x)
+
+
+def state_on_the_device(layers: nn.Module, x: Tensor) -> Any:
+    """Training calls advance seed and sample where they are, past the last sample of a seed; rank 1 of 2 processes."""
+    compiled = fxround.compile(layers, "stochastic").reseed(3, 2**32 - 6, device=x.device).distribute(1, 2)
+    address = compiled.rng.data_ptr()
+    for _ in range(4):
+        compiled(x).square().sum().backward()
+    assert x.is_cpu or compiled.rng.data_ptr() == address
+    assert compiled.rng.tolist() == [4, 2]
+    return compiled.rng, [p.grad for p in layers.parameters()]
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses everything that waits for the device: a value of its memory on the host, and copies from or to it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        given, made = ([t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), found))
+        copies = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        assert function not in copies or len({t.is_cuda for t in (*given, *made)}) == 1, function
+        # What reads a value returns a number.
+        assert made or not any(t.is_cuda for t in given), function
+        return found
 
 
 def roundings() -> None:
@@ -126,6 +159,15 @@ def roundings() -> None:
     x = torch.randn(9, 40)
     for target in ("bfloat16/stochastic", "mxfp8", "nvfp4", "int8:channel", "int8:percentile=99.9", "nf4/stochastic"):
         equal(fxround.round(x, target, seed=3), fxround.round(x.to(DEVICE), target, seed=3))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        y = x.to(dtype)
+        equal(fxround.round(y, "e4m3fn/stochastic", seed=3), fxround.round(y.to(DEVICE), "e4m3fn/stochastic", seed=3))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        # Kernels do not read tensors of 8 bits; PyTorch converts them, and every value is one of bfloat16.
+        y = x.to(dtype)
+        with pytest.raises(TypeError, match="expected one of float32"):
+            fxround.round(y.to(DEVICE), "e4m3fn")
+        equal(fxround.round(y.bfloat16(), "int8"), fxround.round(y.to(DEVICE).bfloat16(), "int8"))
     out = torch.empty_like(x, device=DEVICE)
     equal(fxround.round(x, "bfloat16"), fxround.round(x.to(DEVICE), "bfloat16", out=out))
     for other in (torch.empty_like(x), torch.empty_like(x, device=f"{DEVICE}:1")):
@@ -162,6 +204,36 @@ def moved_before_backward() -> None:
     equal(here, [p.grad for p in layers.parameters()])
 
 
+def replayed() -> None:
+    """Launches that are repeated, as a CUDA graph repeats them, draw the bits of what the state holds then."""
+    layers, x = model()
+    compiled = fxround.compile(layers.eval(), "stochastic", seed=4)
+    here = [compiled.reseed(4, sample)(x) for sample in (3, 8)]
+    x = x.to(DEVICE)
+    compiled.to(DEVICE).reseed(4, device=DEVICE)(x)
+    launched, kept, launch, empty = [], [], launcher._DEVICE.launch, buffers.empty
+
+    def recorded(*arguments: Any) -> None:
+        launched.append(arguments)
+        launch(*arguments)
+
+    def remembered(*arguments: Any) -> Tensor:
+        kept.append(empty(*arguments))
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher._DEVICE, "launch", recorded)
+        patch.setattr(buffers, "empty", remembered)
+        with NoReads():
+            there = compiled(x)
+    assert len(launched) == 3, [text.name for text, *_ in launched]
+    for sample, want in zip((3, 8), here, strict=True):
+        compiled.reseed(4, sample)
+        for arguments in launched:
+            launch(*arguments)
+        equal(want, there)
+
+
 def two_devices() -> None:
     """A model on two devices, and on the one that is not the current one."""
 
@@ -192,11 +264,34 @@ def mixed() -> None:
 def invariance() -> None:
     """The axis of devices, and the others on the device."""
     layers, x = model()
-    axes = ("batch", "slice", "stride", "threads", "device")
+    axes = ("batch", "stride", "device")
     report = fxround.check_invariance(layers.eval().to(DEVICE), x.to(DEVICE), axes, gradients=True).check()
     assert report["device"].runs == 3
     compiled = fxround.compile(layers, "stochastic")
     assert fxround.check_invariance(compiled, x.to(DEVICE), ("device",)).check()["device"].runs == 3
+
+
+class Small(nn.Sequential):
+    """A model for commands."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 3), nn.Tanh())
+
+
+def commands() -> None:
+    """A command prints for a model on the device what it prints for one on the CPU."""
+    model = (f"{__name__}:Small", "--shape", "5,8")
+    for command, *options in (
+        ("inspect", "--leaks"),
+        ("variability", "--samples", "2"),
+    ):
+        printed = []
+        for device in ("cpu", DEVICE):
+            with contextlib.redirect_stdout(io.StringIO()) as text:
+                assert cli.main([command, *model, *options, "--device", device]) in (0, 1)
+            printed.append(re.sub(r"[\d.]+ (s|ms)\b", "", text.getvalue()))
+        assert printed[0] == printed[1].replace(DEVICE, "cpu"), printed
 
 
 CASES: dict[str, Callable[..., Any]] = {
@@ -215,11 +310,12 @@ CASES: dict[str, Callable[..., Any]] = {
             recurrent,
             lorenz,
             exported,
+            state_on_the_device,
         )
     },
 }
 ALONE: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (roundings, moved, moved_before_backward, two_devices, mixed, invariance)
+    f.__name__: f for f in (commands, roundings, moved, moved_before_backward, replayed, two_devices, mixed, invariance)
 }
 
 

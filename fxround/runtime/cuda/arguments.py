@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import MAX_DIMS
 
 
 class Key(ctypes.Structure):
-    """Seed, sample and node, as ``Key`` of the texts."""
+    """Seed, sample and node, as ``Key`` of the texts. ``state``: the address of a tensor (seed, sample), or none."""
 
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "sample", "node"))
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "sample", "node")),
+        ("state", ctypes.c_void_p),
+    )
 
 
 class Shape(ctypes.Structure):
@@ -23,9 +29,17 @@ class Shape(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in SHAPE)
 
 
-def key_of(words: Sequence[int]) -> tuple[Any, ...]:
-    """The key, and the numbers of further nodes, from the words of ``Draw.key`` or ``Draw.keys``."""
-    return Key(*words[:4]), *(ctypes.c_uint32(word) for word in words[4:])
+def key_of(words: Sequence[int], state: Tensor | None, device: torch.device) -> tuple[Any, ...]:
+    """The key, and the numbers of further nodes, from ``Draw.words``.
+
+    state: the tensor (seed, sample) that kernels on the device read; None if the words are all.
+    """
+    key = Key(*words[:4])
+    if state is not None:
+        # The copy to another device waits for nothing. It must live until the launch.
+        key.tensor = state.to(device, non_blocking=True).contiguous()
+        key.state = key.tensor.data_ptr()
+    return key, *(ctypes.c_uint32(word) for word in words[4:])
 
 
 def count(value: int) -> Any:

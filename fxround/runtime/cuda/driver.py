@@ -29,6 +29,8 @@ _OLDEST: Final = (7, 5)
 # The compute capabilities whose multiprocessors do 32 or more operations in binary64 in the time of 64 in binary32; the
 # others do 2 (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions").
 _FAST_BINARY64: Final = frozenset({(8, 0), (9, 0), (10, 0)})
+# The first architecture with cp.async (PTX ISA, "cp.async").
+_ASYNC: Final = (8, 0)
 _INSTALL: Final = "install fxround with the extra 'cuda': pip install 'fxround[cuda]'"
 
 
@@ -66,6 +68,10 @@ class DeviceLauncher:
             raise FxroundError(f"{FORCE_BINARY64} is {forced!r}; expected 'slow', 'fast', or nothing")
         return forced == "slow" or (not forced and torch.cuda.get_device_capability(device) not in _FAST_BINARY64)
 
+    def copies_async(self, device: torch.device) -> bool:
+        """Whether the device has ``cp.async``."""
+        return torch.cuda.get_device_capability(device) >= _ASYNC
+
     def _load(self, index: int, text: Text) -> Any:
         """Compile or read the text's binary, and load it."""
         with self.lock:
@@ -76,6 +82,7 @@ class DeviceLauncher:
                         f"{text.name} was never launched on cuda:{index}, and a CUDA graph is being captured: run the "
                         "model once with inputs of these shapes before the capture"
                     )
+                require_driver()
                 arch = architecture(torch.cuda.get_device_capability(index))
                 from cuda.core import ObjectCode
 
@@ -85,6 +92,17 @@ class DeviceLauncher:
                 # The module must live as long as its function.
                 found = self.functions[index, text.name] = module, int(module.get_kernel(text.name).handle)
             return found
+
+
+def require_driver() -> None:
+    """Raise FxroundError for a driver that is older than NVRTC, whose binaries it may not load."""
+    version, (wanted, _) = int(_bindings().cuDriverGetVersion()[1]), map(int, _version().split("."))
+    found = f"{version // 1000}.{version % 1000 // 10}"
+    if version < 1000 * wanted:
+        raise FxroundError(
+            f"the driver of this machine is one for CUDA {found}, and fxround's kernels are compiled by NVRTC "
+            f"{_version()}: install a driver for CUDA {wanted} or later"
+        )
 
 
 def _bind(index: int) -> None:

@@ -46,6 +46,9 @@ class Launcher(Protocol):
     def has_slow_binary64(self, device: torch.device) -> bool:
         """Whether binary64 is so slow on a device that steps in binary32 are faster than a few in binary64."""
 
+    def copies_async(self, device: torch.device) -> bool:
+        """Whether a device copies to shared memory asynchronously (``cp.async``)."""
+
 
 class _Chosen(threading.local):
     launcher: Launcher | None = None
@@ -73,6 +76,11 @@ def runs_texts(tensors: Sequence[Any]) -> bool:
 def has_slow_binary64(device: torch.device) -> bool:
     """Whether texts for a device should avoid binary64, which changes no bit."""
     return (_CHOSEN.launcher or _DEVICE).has_slow_binary64(device)
+
+
+def copies_async(device: torch.device) -> bool:
+    """Whether texts for a device may copy to shared memory asynchronously, which changes no bit."""
+    return (_CHOSEN.launcher or _DEVICE).copies_async(device)
 
 
 def launch(text: Text, items: int, arguments: Sequence[Any], device: torch.device) -> None:

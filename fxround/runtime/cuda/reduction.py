@@ -24,20 +24,24 @@ from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
 
 _LONGEST_EXACT: Final = 1 << 35
+# The least elements of an exact sum that a block of threads shares, where there are few sums: one thread would read all
+# of them, one after the other.
+_LONG_EXACT: Final = 1 << 11
+_FEW_EXACT: Final = 1 << 14
 
 
 @cache
-def _text(kernel: Reduce | Scan | Scatter | Exact) -> Text:
-    """The text of a kernel."""
-    meets = isinstance(kernel, Reduce) and kernel.order.chains > 1
-    return Text(loop_name(kernel), lambda: preamble(SHAPE) + loop_text(kernel), GROUP, meets)
+def _text(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> Text:
+    """The text of a kernel. shared: whether the threads of a block share an exact sum."""
+    meets = shared or (isinstance(kernel, Reduce) and kernel.order.chains > 1)
+    return Text(loop_name(kernel, shared), lambda: preamble(SHAPE) + loop_text(kernel, shared), GROUP, meets)
 
 
 def reduce(call: ReductionCall[Tensor]) -> Tensor:
     """The sum or product over ``dims`` by the chains of the call's kernel, or exactly."""
     reduced = call.reduced()
     kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
-    return run_reduce(kernel, call.x, Draw.of(call.rng, call.node), reduced).reshape(call.size())
+    return run_reduce(kernel, call.x, Draw.unread(call.rng, call.node), reduced).reshape(call.size())
 
 
 def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int]) -> Tensor:
@@ -66,7 +70,7 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     result = buffers.empty(shape, dtype_of(kernel.result), x.device)
     if result.numel():
         length, inner = shape[axis], math.prod(shape[axis + 1 :])
-        _run_lines(kernel, x, (result.numel() // length, length, inner), result, Draw.of(call.rng, call.node))
+        _run_lines(kernel, x, (result.numel() // length, length, inner), result, Draw.unread(call.rng, call.node))
     return result.reshape(x.shape)
 
 
@@ -74,10 +78,16 @@ def _run_lines(
     kernel: Reduce | Scan | Exact, x: Tensor, sizes: tuple[int, int, int], result: Tensor, draw: Draw
 ) -> None:
     """Run a kernel over (lines, their length, the lines that are stored side by side)."""
-    text = _text(kernel)
+    shared = isinstance(kernel, Exact) and sizes[1] >= _LONG_EXACT and sizes[0] <= _FEW_EXACT
+    text = _text(kernel, shared)
     chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
-    items = -(-sizes[0] * chains // GROUP) if text.meets else sizes[0]
-    arguments = [*map(count, sizes), result, x.detach().contiguous(), *key_of(draw.key())]
+    items = -(-sizes[0] * chains // GROUP) if text.meets and not shared else sizes[0]
+    arguments = [
+        *map(count, sizes),
+        result,
+        x.detach().contiguous(),
+        *key_of(draw.words((draw.node,)), draw.state, x.device),
+    ]
     launch(text, items, arguments, x.device)
 
 
@@ -86,7 +96,7 @@ def scatter(call: ScatterCall[Tensor]) -> Tensor:
     kernel = call.kernel(call.loads())
     found = contributions_of(call)
     device_of([call.x, found.rows, found.source], call.name)
-    return run_scatter(kernel, call.x, found, Draw.of(call.rng, call.node))
+    return run_scatter(kernel, call.x, found, Draw.unread(call.rng, call.node))
 
 
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
@@ -98,7 +108,12 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
         inner = source.shape[1]
         order, starts = contributions.sorted(x.numel() // inner)
         sizes = count(x.numel()), count(inner)
-        launch(_text(kernel), x.numel(), [*sizes, result, x, source, starts, order, *key_of(draw.key())], x.device)
+        launch(
+            _text(kernel),
+            x.numel(),
+            [*sizes, result, x, source, starts, order, *key_of(draw.words((draw.node,)), draw.state, x.device)],
+            x.device,
+        )
     return result
 
 

@@ -22,7 +22,7 @@ from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
 from fxround.runtime.cuda.launcher import Text, device_of, launch, out_of_memory
 from fxround.runtime.cuda.pointwise import on_device
-from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.rows import Chain, Stage
 
@@ -53,9 +53,10 @@ class RowsCall:
             results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, "a softmax, norm or other chain over rows", operands) from error
-        words: Any = Draw.of(inputs[chain.rng], 0).keys(self.nodes) if self.nodes else NO_KEY
+        draw = Draw.unread(inputs[chain.rng], 0) if self.nodes else Draw()
+        key = key_of(draw.words(self.nodes or (0,)), draw.state, device)
         blocks = -(-self.rows[0] // self.rows[1])
-        launch(self.text, blocks, [self.layout, *results, *operands, *key_of(words)], device)
+        launch(self.text, blocks, [self.layout, *results, *operands, *key], device)
         return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Final
@@ -25,16 +25,39 @@ MEMORY: Final = MappingProxyType(
 )
 
 # SHARED declares an array that the threads of a block share, APART a function that is not inlined; a host that runs the
-# text may define them otherwise.
+# text defines ON_HOST and its own ones.
 _HEAD: Final = """\
-#ifndef SHARED
-#define SHARED(type, name, count) __shared__ type name[count]
+#ifndef ON_HOST
+#define SHARED(type, name, count) __shared__ alignas(16) type name[count]
 #define APART __device__ __noinline__
 #endif
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-struct Key { u32 seed_low, seed_high, sample, node; };
+struct Key { u32 seed_low, seed_high, sample, node; const u64* state; };
+__device__ __forceinline__ Key read_state(Key key) {
+  if (key.state) {
+    key.seed_low = (u32)key.state[0];
+    key.seed_high = (u32)(key.state[0] >> 32);
+    key.sample = (u32)key.state[1];
+  }
+  return key;
+}
+#ifndef ON_HOST
+// N adjacent elements at once, N * sizeof(T) at most 16; the address is a multiple of that.
+template <int N, class T> struct alignas(N * sizeof(T)) Piece { T values[N]; };
+template <int N, class T> __device__ __forceinline__ void read_piece(const T* from, T* to) {
+  const Piece<N, T> piece = *reinterpret_cast<const Piece<N, T>*>(from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = piece.values[i];
+}
+template <int N, class T> __device__ __forceinline__ void write_piece(T* to, const T* from) {
+  Piece<N, T> piece;
+#pragma unroll
+  for (int i = 0; i < N; ++i) piece.values[i] = from[i];
+  *reinterpret_cast<Piece<N, T>*>(to) = piece;
+}
+#endif
 __device__ __forceinline__ u64 first_item() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ u64 item_step() { return (u64)gridDim.x * blockDim.x; }
 """
@@ -62,9 +85,16 @@ def preamble(shape: tuple[str, ...]) -> str:
     return _HEAD + structure("Shape", shape) + "".join(map(device_function, randoms)) + _DRAW + LIMBS
 
 
-def global_(name: str, parameters: Iterable[str], body: str, threads: int = 0) -> str:
-    """A ``__global__`` function; ``threads``: those of its blocks, for which it may take all registers."""
-    bounds = f" __launch_bounds__({threads}, 1)" if threads else ""
+KEY: Final = "const Key key"
+"""The parameter of a kernel that draws: seed and sample, or the address of both, which the kernel then reads."""
+
+
+def global_(name: str, parameters: Sequence[str], body: str, threads: int = 0, blocks: int = 1) -> str:
+    """A ``__global__`` function; ``threads``: those of its blocks; ``blocks``: how many must fit by their registers."""
+    if KEY in parameters and "key." in body:
+        parameters = ["const Key given" if each == KEY else each for each in parameters]
+        body = f"  {KEY} = read_state(given);\n{body}"
+    bounds = f" __launch_bounds__({threads}, {blocks})" if threads else ""
     return f'extern "C" __global__ void{bounds} {name}({", ".join(parameters)}) {{\n{body}}}\n'
 
 

@@ -1,10 +1,14 @@
 """Contractions as CUDA C++ text: a block of 256 threads computes a tile of the result, k ascending.
 
-The block copies a few steps of its rows and columns to shared memory, converted to the accumulator's type; then each
-thread does these steps for its own elements, in registers. Every element has its own accumulator, its own stream and
-all of its k in order, so a tile of any size gives the same bits. Two tables of offsets say where element (k, n) of the
-second operand is, so a matrix of any strides and the windows of an image are one case; a third one says where column n
-of the result is stored, which is also the number of its stream.
+The block copies a few steps of its rows and columns to shared memory, in the accumulator's type (``copies``); then each
+thread does these steps for its own elements, in registers, while the next steps are on their way. Every element has its
+own accumulator, its own stream and all of its k in order, so a tile of any size gives the same bits. Elements of the
+second operand are at multiples of two steps, or, for the windows of an image, where two tables of offsets say; a third
+table says where column n of the result is stored, which is also the number of its stream.
+
+A map may follow (``After``): the thread computes it for its own elements, as they would be stored, with the numbers and
+the random bits that the map alone has. The elements wait in an array, since the map's text is too long for a copy for
+each of them; where a thread has several, it is on the thread's stack.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.kernels.shapes import Contract
-from fxround.runtime.cuda.cpp.common import MEMORY, bits, bodies, element, global_, pointer, stored, stream
-from fxround.runtime.cuda.cpp.table import TYPES
+from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
+from fxround.runtime.cuda.cpp.copies import COPIES, THREADS, Copying, Operand, Stage, Way
+from fxround.runtime.cuda.cpp.map import MapVariant, how_read, indented, seeds, stores, walk
+from fxround.runtime.cuda.cpp.table import TYPES, device_function
 
 SHAPE: Final = (
     "batch",
@@ -26,16 +32,40 @@ SHAPE: Final = (
     "a_row",
     "a_length",
     "b_batch",
+    "b_length",  # 0 and 0 where b's offsets are in tables
+    "b_column",
     "out_batch",
     "out_row",
 )
 """The fields of a contraction's shape, 64-bit integers in this order: sizes, then steps in elements."""
 
-THREADS: Final = 256
 # A tile is 16 x 16 threads of SIDE x SIDE elements each.
 _LINE: Final = 16
-# Steps between two barriers.
-_STEPS: Final = 16
+
+
+@dataclass(frozen=True)
+class After:
+    """A map over a contraction's result: element i of its results is of element i of the contraction's.
+
+    variant     the map, whose elements are taken one by one
+    taken       which of its operands are the contraction's result
+    kept        whether the contraction's result is stored as well
+    """
+
+    variant: MapVariant
+    taken: tuple[bool, ...]
+    kept: bool
+
+    @property
+    def name(self) -> str:
+        """A part of the text's name."""
+        which = "".join("r" if taken else "x" for taken in self.taken)
+        return f"{self.variant.kernel.digest[:16]}_{how_read(self.variant)}_{which}{'_kept' if self.kept else ''}"
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the map's node numbers."""
+        return [f"node{n}" for n in range(self.variant.kernel.nodes if self.variant.kernel.draws else 0)]
 
 
 @dataclass(frozen=True)
@@ -43,31 +73,54 @@ class Tile:
     """A contraction whose threads compute ``side`` x ``side`` elements each.
 
     single: whether its steps are those of ``kernel.single``, in binary32 where that is possible.
+    ways: how the operands are copied. after: the map that follows, if one does.
     """
 
     kernel: Contract
     side: int
     single: bool = False
+    ways: tuple[Way, Way] = (Way(), Way(tables=True))
+    after: After | None = None
+
+    @property
+    def steps(self) -> Contract:
+        """The contraction whose steps the text does."""
+        return self.kernel.single if self.single and self.kernel.single is not None else self.kernel
 
     @property
     def width(self) -> int:
         """The rows and columns of a tile."""
         return _LINE * self.side
 
+    @property
+    def stage(self) -> Stage:
+        """A stage of an operand in shared memory."""
+        return Stage(self.width, _SIZES[self.steps.accumulator])
 
-# a_rows and b_columns differ by an odd number of words from a power of two, so that a column of shared memory lies in
-# different banks.
+
+_SIZES: Final = {"f32": 4, "f64": 8}
+
+# A thread has {vector} adjacent rows and columns, and as many again a band further, so that it reads 16 bytes at once.
+# A warp has 4 x 8 threads. At the one barrier of a tile of k, this tile is in ``stage``, and no thread reads the other
+# stage any more, so that the next tile may go there: of this tile of the result, or of the block's next one.
 _CONTRACT: Final = """\
-  SHARED({type}, tile_a, {steps} * {pitch});
-  SHARED({type}, tile_b, {steps} * {pitch});
+  SHARED({type}, tile_a, 2 * {elements});
+  SHARED({type}, tile_b, 2 * {elements});
   const i64 tiles_n = (shape.columns + {width} - 1) / {width}, tiles_m = (shape.rows + {width} - 1) / {width};
   const u64 tiles = (u64)(shape.batch * tiles_m * tiles_n);
-  const int row_of = threadIdx.x / {line}, column_of = threadIdx.x % {line};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_of = (warp / 2 * 4 + lane / 8) * {vector}, column_of = (warp % 2 * 8 + lane % 8) * {vector};
+{threads}  int stage = 0;
   for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {{
     const i64 batch = (i64)(tile / (u64)(tiles_m * tiles_n));
     const i64 row_0 = (i64)(tile / (u64)tiles_n) % tiles_m * {width}, column_0 = (i64)(tile % (u64)tiles_n) * {width};
-    const {a}* left = a + (shape.groups ? batch % shape.groups : batch) * shape.a_batch;
-    const {b}* right = b + batch * shape.b_batch;
+    const {a}* base_a = a + (shape.groups ? batch % shape.groups : batch) * shape.a_batch;
+    const {b}* base_b = b + batch * shape.b_batch;
+{held}    const auto fetch = [&](const i64 k_0, const int to) {{
+      const int left = least(shape.length - k_0, {steps});
+{fetch}    }};
+    const auto put = [&](const int to) {{
+{put}    }};
     {type} acc[{side}][{side}];
 {declare}#pragma unroll
     for (int r = 0; r < {side}; ++r)
@@ -75,59 +128,61 @@ _CONTRACT: Final = """\
       for (int c = 0; c < {side}; ++c) {{
         acc[r][c] = 0;
 {start}      }}
+    if (shape.length) {{
+      fetch(0, stage);
+      put(stage);
+    }}
     for (i64 k_0 = 0; k_0 < shape.length; k_0 += {steps}) {{
-      const int steps = shape.length - k_0 < {steps} ? (int)(shape.length - k_0) : {steps};
-      for (int e = threadIdx.x; e < {steps} * {width}; e += {threads}) {{
-        // Neighbouring threads read neighbouring elements: along k if the rows are stored so, else along the rows.
-        const int k = shape.a_length == 1 ? e % {steps} : e / {width};
-        const int m = shape.a_length == 1 ? e / {steps} : e % {width};
-        {type} value = 0;
-        if (k < steps && row_0 + m < shape.rows) {{
-          const i64 at = (row_0 + m) * shape.a_row + (k_0 + k) * shape.a_length;
-          value = {name}_lift_a({x});
-        }}
-        tile_a[k * {pitch} + m] = value;
-      }}
-      for (int e = threadIdx.x; e < {steps} * {width}; e += {threads}) {{
-        const int k = e / {width}, n = e % {width};
-        {type} value = 0;
-        if (k < steps && column_0 + n < shape.columns) {{
-          const i64 at = b_k[k_0 + k] + b_n[column_0 + n];
-          value = {name}_lift_b({y});
-        }}
-        tile_b[k * {pitch} + n] = value;
-      }}
-      __syncthreads();
+{wait}      __syncthreads();
+      const bool more = k_0 + {steps} < shape.length;
+      if (more) fetch(k_0 + {steps}, stage ^ 1);
+      const int steps = least(shape.length - k_0, {steps}), from = stage * {elements};
       for (int k = 0; k < steps; ++k) {{
         {type} x[{side}], y[{side}];
 #pragma unroll
-        for (int r = 0; r < {side}; ++r) x[r] = tile_a[k * {pitch} + r * {line} + row_of];
+        for (int r = 0; r < {side}; r += {vector})
+          take<{vector}>(tile_a, from + k * {pitch} + r * {line} + row_of, x + r);
 #pragma unroll
-        for (int c = 0; c < {side}; ++c) y[c] = tile_b[k * {pitch} + c * {line} + column_of];
+        for (int c = 0; c < {side}; c += {vector})
+          take<{vector}>(tile_b, from + k * {pitch} + c * {line} + column_of, y + c);
 {again}#pragma unroll
         for (int r = 0; r < {side}; ++r)
 #pragma unroll
           for (int c = 0; c < {side}; ++c) {{
 {step}{combine}          }}
       }}
-      __syncthreads();
+      if (more) put(stage ^ 1);
+      stage ^= 1;
     }}
-#pragma unroll
+{results}#pragma unroll
     for (int r = 0; r < {side}; ++r)
 #pragma unroll
       for (int c = 0; c < {side}; ++c) {{
-        const i64 row = row_0 + r * {line} + row_of, column = column_0 + c * {line} + column_of;
-        if (row < shape.rows && column < shape.columns)
-{store}      }}
-  }}
+{at}{store}      }}
+{after}  }}
+"""
+# The map that follows. A loop that is not unrolled: its text may have a thousand instructions.
+_AFTER: Final = """\
+{seeds}#pragma unroll 1
+    for (int e = 0; e < {count}; ++e) {{
+      const int r = e / {side}, c = e % {side};
+{places}      if (row >= shape.rows || column >= shape.columns) continue;
+      const {index} i = ({index})({place});
+      const {memory} result = results[e];
+{body}    }}
 """
 
 # An element beyond the edge draws from a stream whose results are dropped.
 _START: Final = """\
-        const i64 row = row_0 + r * {line} + row_of, column = column_0 + c * {line} + column_of;
-        const i64 place = column < shape.columns ? out_n[column] : 0;
+{places}        const i64 place = column < shape.columns ? out_n[column] : 0;
         const u64 number = (u64)(batch * shape.out_batch + row * shape.out_row + place);
 """
+_PLACES: Final = """\
+        const i64 row = row_0 + r / {vector} * {band} + row_of + r % {vector};
+        const i64 column = column_0 + c / {vector} * {band} + column_of + c % {vector};
+"""
+_PLACE: Final = "batch * shape.out_batch + row * shape.out_row + out_n[column]"
+_INSIDE: Final = "        if (row < shape.rows && column < shape.columns)\n"
 _COMBINE: Final = """\
             if (ends) {{
               total[r][c] = {name}_combine(total[r][c], acc[r][c], {step_bits});
@@ -158,19 +213,22 @@ APART {result} {name}_again(const {a}* left, const {b}* right, const i64* b_k, c
 
 def contract_name(tile: Tile) -> str:
     """The name of the ``__global__`` function."""
-    return f"contract_{tile.kernel.digest[:16]}_{tile.side}{'_single' if tile.single else ''}"
+    how = "_".join(way.name for way in tile.ways)
+    then = f"_then_{tile.after.name}" if tile.after else ""
+    return f"contract_{tile.kernel.digest[:16]}_{tile.side}_{how}{'_single' if tile.single else ''}{then}"
 
 
 def contract_text(tile: Tile) -> str:
     """The text of a contraction and of the device functions that are its own."""
-    whole, name, side = tile.kernel, contract_name(tile), tile.side
-    kernel = whole.single if tile.single and whole.single is not None else whole
+    kernel, name, side, stage = tile.steps, contract_name(tile), tile.side, tile.stage
     type, chunked, element_stream = TYPES[kernel.accumulator], kernel.combine is not None, "state[r][c]"
     start = stream(kernel, f"        {element_stream}", "number")
     declare, again, step_bits = "", "", bits(kernel.draws, element_stream)
+    vector = min(side, 16 // stage.size)
+    places = _PLACES.format(vector=vector, band=vector * _LINE)
     if start:
         declare += f"    u64 state[{side}][{side}];\n"
-        start = _START.format(line=_LINE) + start
+        start = _START.format(places=places) + start
     if chunked:
         declare += f"    {type} total[{side}][{side}];\n"
         start += "        total[r][c] = 0;\n"
@@ -185,49 +243,124 @@ def contract_text(tile: Tile) -> str:
         declare += "    u32 left_range = 0;\n"
     step = f"            acc[r][c] = {name}_step(x[r], y[c], acc[r][c], {step_bits});\n"
     finish = f"{name}_finish({'total' if chunked else 'acc'}[r][c], {bits(kernel.finish_draws, element_stream)})"
+    copied = _copied(tile, name)
+    # Elements beyond the edge are computed as the others, unless that would read beyond the operands.
+    zeros = " = {}" if tile.single else ""
+    results = f"    {MEMORY[kernel.result]} results[{side * side}]{zeros};\n"
     body = _CONTRACT.format(
-        name=name,
         a=MEMORY[kernel.loads[0]],
         b=MEMORY[kernel.loads[1]],
         type=type,
         side=side,
         line=_LINE,
         width=tile.width,
-        pitch=tile.width + 1,
-        steps=_STEPS,
-        threads=THREADS,
+        vector=vector,
+        steps=stage.steps,
+        pitch=stage.pitch,
+        elements=stage.elements,
+        threads="".join(copying.threads() for copying in copied),
+        held="".join(copying.declared() for copying in copied),
+        fetch="".join(copying.fetch() for copying in copied),
+        put="".join(copying.put() for copying in copied),
+        wait="      wait_for_copies();\n" if any(way.piece for way in tile.ways) else "",
         declare=declare,
         start=start,
-        x=element(kernel.loads[0], "left[at]"),
-        y=element(kernel.loads[1], "right[at]"),
         again=again,
         step=_SINGLE_STEP.format(name=name, side=side, step_bits=step_bits) if tile.single else step,
         combine=_COMBINE.format(name=name, step_bits=step_bits) if chunked else "",
         store=_store(tile, name, stored(kernel.result, finish)),
+        at="" if tile.after and not tile.single else places + _INSIDE,
+        results=results if tile.after else "",
+        after=_after(tile.after, tile, name, places) if tile.after else "",
     )
     operands = [pointer(storage, x) for storage, x in zip(kernel.loads, "ab", strict=True)]
     tables = [f"const i64* __restrict__ {table}" for table in ("b_k", "b_n", "out_n")]
-    out = pointer(kernel.result, "out", readonly=False)
-    parameters = ["const Shape shape", out, *operands, *tables, "const Key key"]
-    functions = bodies(kernel, name) + (_again(whole, name) if tile.single else "")
-    return functions + global_(name, parameters, body, THREADS)
+    out = [pointer(kernel.result, "out", readonly=False)] if tile.after is None or tile.after.kept else []
+    parameters = ["const Shape shape", *out, *operands, *tables, KEY, *_parameters(tile.after)]
+    functions = COPIES + bodies(kernel, name) + (_again(tile.kernel, name) if tile.single else "")
+    if tile.after:
+        functions += device_function(tile.after.variant.kernel.body, f"{name}_body")
+    # Two blocks of 128 registers a thread hide each other's barriers. 16 elements with a stream or two sums need more.
+    light = side < 4 or not (kernel.streams or chunked)
+    return functions + global_(name, parameters, body, THREADS, 2 if light else 1)
+
+
+def _copied(tile: Tile, name: str) -> tuple[Copying, Copying]:
+    """How the text copies its operands."""
+    a, b = tile.steps.loads
+    left = Operand(
+        "a",
+        "base_a",
+        "row_0",
+        "shape.rows",
+        MEMORY[a],
+        f"{name}_lift_a({element(a, '{0}')})",
+        ("shape.a_row", "shape.a_length"),
+    )
+    right = Operand(
+        "b",
+        "base_b",
+        "column_0",
+        "shape.columns",
+        MEMORY[b],
+        f"{name}_lift_b({element(b, '{0}')})",
+        ("shape.b_column", "shape.b_length"),
+    )
+    return Copying(tile.stage, tile.ways[0], left), Copying(tile.stage, tile.ways[1], right)
 
 
 def _store(tile: Tile, name: str, value: str) -> str:
     """The statement that stores an element."""
-    place = "batch * shape.out_batch + row * shape.out_row + out_n[column]"
+    place, target = _PLACE, f"results[r * {tile.side} + c]" if tile.after else f"out[{_PLACE}]"
     if not tile.single:
-        return f"          out[{place}] = {value};\n"
-    operands = "left + row * shape.a_row, right + b_n[column]"
+        return f"          {target} = {value};\n"
+    operands = "base_a + row * shape.a_row, base_b + b_n[column]"
     again = f"{name}_again({operands}, b_k, shape.length, shape.a_length, place, key)"
     lines = (
         "{",
         f"  const u64 place = (u64)({place});",
-        f"  if (left_range >> (r * {tile.side} + c) & 1) out[place] = {again};",
-        f"  else out[place] = {value};",
+        f"  if (left_range >> (r * {tile.side} + c) & 1) {target} = {again};",
+        f"  else {target} = {value};",
         "}",
     )
-    return "".join(f"          {line}\n" for line in lines)
+    return indented(lines, 10)
+
+
+def _after(after: After, tile: Tile, name: str, places: str) -> str:
+    """The loop that computes the map for the elements of a thread."""
+    variant = after.variant
+    kernel, index = variant.kernel, "u64" if variant.wide else "u32"
+    places_of = {"contiguous": "i", "scalar": "0"}
+    read = [
+        "result" if taken else f"x{n}[{places_of.get(access, f'o{n}')}]"
+        for n, (access, taken) in enumerate(zip(variant.accesses, after.taken, strict=True))
+    ]
+    lines = ["out[i] = result;"] if after.kept else []
+    lines += stores(kernel, name, read, [f"after{n}[i]" for n in range(len(kernel.results))])
+    return _AFTER.format(
+        seeds=indented(seeds(kernel, after.nodes).splitlines(), 2),
+        count=tile.side**2,
+        side=tile.side,
+        places=indented((line.strip() for line in places.splitlines()), 6),
+        index=index,
+        place=_PLACE,
+        memory=MEMORY[tile.kernel.result],
+        body=indented((line.strip() for line in walk(variant.walked, variant.dims, index, "i").splitlines()), 6)
+        + indented(lines, 6),
+    )
+
+
+def _parameters(after: After | None) -> list[str]:
+    """The parameters of the map that follows: its numbers of nodes, its layout, its results and its operands."""
+    if after is None:
+        return []
+    kernel = after.variant.kernel
+    return [
+        *(f"const u32 {node}" for node in after.nodes),
+        f"const Layout<{len(kernel.loads)}> layout",
+        *(pointer(storage, f"after{n}", readonly=False) for n, storage in enumerate(kernel.results)),
+        *(pointer(s, f"x{n}") for n, (s, t) in enumerate(zip(kernel.loads, after.taken, strict=True)) if not t),
+    ]
 
 
 def _again(kernel: Contract, name: str) -> str:

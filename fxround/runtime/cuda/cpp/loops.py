@@ -1,8 +1,9 @@
 """Reductions, scans, scatters and exact sums as CUDA C++ text.
 
-A thread computes one output element, with the stream and the order of its own; in a reduction in several chains, a
-group of threads computes one, a chain each. Sizes are arguments, so a text serves every shape of operands. No number
-depends on the grid: a grid of any size visits every element once. Indices have 64 bits.
+A thread computes one output element, with the stream and the order of its own. In a reduction in several chains, a
+group of threads computes one, a chain each; a whole block may compute one exact sum, whose order is free. Sizes are
+arguments, so a text serves every shape of operands. No number depends on the grid: a grid of any size visits every
+element once. Indices have 64 bits.
 
     reduce    (results, length, inner, out, x, key)                  x: (outer, length, inner), row-major
     scan      (lines, length, inner, out, x, key)                    the same, out like x
@@ -17,7 +18,7 @@ from typing import Final
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.numerics.scalar import const
 from fxround.numerics.storage import CARRIER_OF
-from fxround.runtime.cuda.cpp.common import MEMORY, bits, bodies, element, global_, pointer, stored, stream
+from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.limbs import SIZES
 from fxround.runtime.cuda.cpp.table import TYPES, constant
 
@@ -25,12 +26,12 @@ from fxround.runtime.cuda.cpp.table import TYPES, constant
 GROUP: Final = 256
 
 
-def loop_name(kernel: Reduce | Scan | Scatter | Exact) -> str:
-    """The name of the ``__global__`` function."""
-    return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}"
+def loop_name(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> str:
+    """The name of the ``__global__`` function. shared: whether the threads of a block share an exact sum."""
+    return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}{'_shared' if shared else ''}"
 
 
-def loop_text(kernel: Reduce | Scan | Scatter | Exact) -> str:
+def loop_text(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> str:
     """The text of a kernel and of the device functions that are its own."""
     match kernel:
         case Reduce():
@@ -40,7 +41,7 @@ def loop_text(kernel: Reduce | Scan | Scatter | Exact) -> str:
         case Scatter():
             return _scatter(kernel)
         case Exact():
-            return _exact(kernel)
+            return _exact(kernel, shared)
 
 
 _CHAIN: Final = """\
@@ -121,7 +122,7 @@ def _chains(kernel: Reduce) -> str:
 def _line_parameters(kernel: Reduce | Scan | Exact, count: str) -> list[str]:
     sizes = [f"const u64 {n}" for n in (count, "length", "inner")]
     out, x = pointer(kernel.result, "out", readonly=False), pointer(kernel.loads[0], "x")
-    return [*sizes, out, x, "const Key key"]
+    return [*sizes, out, x, KEY]
 
 
 _SCAN: Final = """\
@@ -176,7 +177,7 @@ def _scatter(kernel: Scatter) -> str:
     operands = [pointer(storage, "self"), pointer(storage, "x")]
     places = [f"const i64* __restrict__ {n}" for n in ("starts", "order")]
     out = pointer(kernel.result, "out", readonly=False)
-    parameters = ["const u64 elements", "const u64 inner", out, *operands, *places, "const Key key"]
+    parameters = ["const u64 elements", "const u64 inner", out, *operands, *places, KEY]
     return bodies(kernel, name) + global_(name, parameters, body)
 
 
@@ -186,32 +187,65 @@ _EXACT: Final = """\
     i64 limbs[{count}] = {{0}};
     u32 flags = 0;
     for (u64 k = 0; k < length; ++k) {{
+{add}      if ((k + 1) % (1u << 30) == 0) carry_limbs(limbs, {count});
+    }}
+{finish}  }}
+"""
+# After a carry, the sum of all threads' limbs fits into 64 bits. A thread has too few elements for an earlier carry.
+_EXACT_SHARED: Final = """\
+  SHARED(i64, limb, {threads});
+  SHARED(u32, special, {threads});
+  const int t = threadIdx.x;
+  for (u64 i = blockIdx.x; i < results; i += gridDim.x) {{
+    const {memory}* line = x + i / inner * length * inner + i % inner;
+    i64 limbs[{count}] = {{0}};
+    u32 flags = 0;
+    for (u64 k = t; k < length; k += {threads}) {{
+{add}    }}
+    carry_limbs(limbs, {count});
+    special[t] = flags;
+    for (int n = 0; n < {count}; ++n) {{
+      limb[t] = limbs[n];
+      __syncthreads();
+      for (int w = {threads} / 2; w > 0; w /= 2) {{
+        if (t < w) limb[t] = (i64)limb[t] + (i64)limb[t + w];
+        if (t < w && n == 0) special[t] = (u32)special[t] | (u32)special[t + w];
+        __syncthreads();
+      }}
+      if (t == 0) limbs[n] = limb[t];
+    }}
+    if (t == 0) {{
+      flags = special[t];
+{finish}    }}
+  }}
+"""
+_ADD: Final = """\
       const u64 code = {name}_read({element});
       const u32 field = (u32)(code >> {trailing}) & {last}u;
       const u64 fraction = code & ((1ull << {trailing}) - 1);
       const bool negative = code >> {sign} & 1;
       if (field == {last}u) flags |= fraction ? 4u : negative ? 2u : 1u;
       else add_limbs(limbs, field ? field : 1u, fraction | (u64)(field != 0) << {trailing}, -(i64)negative);
-      if ((k + 1) % (1u << 30) == 0) carry_limbs(limbs, {count});
-    }}
+"""
+_FINISH: Final = """\
     const double total = flags ? special_of(flags) : total_of(limbs, {count}, {bias}, {to_odd});
 {start}    const u32 once = {once}, again = {again};
     out[i] = {value};
-  }}
 """
 
 
-def _exact(kernel: Exact) -> str:
-    name, storage = loop_name(kernel), kernel.loads[0]
+def _exact(kernel: Exact, shared: bool) -> str:
+    name, storage = loop_name(kernel, shared), kernel.loads[0]
     count, trailing, last, bias = SIZES[CARRIER_OF[storage]]
-    body = _EXACT.format(
+    add = _ADD.format(
         name=name,
-        memory=MEMORY[storage],
         element=element(storage, "line[k * inner]"),
-        count=count,
         trailing=trailing,
         last=last,
         sign=31 if CARRIER_OF[storage] == "f32" else 63,
+    )
+    finish = _FINISH.format(
+        count=count,
         bias=bias,
         to_odd="true" if kernel.to_odd else "false",
         start=stream(kernel, "    u64 state", "i"),
@@ -219,4 +253,7 @@ def _exact(kernel: Exact) -> str:
         again=bits(kernel.draws[1], "state"),
         value=stored(kernel.result, f"{name}_finish(total, once, again)"),
     )
-    return bodies(kernel, name) + global_(name, _line_parameters(kernel, "results"), body)
+    text = _EXACT_SHARED if shared else _EXACT
+    body = text.format(memory=MEMORY[storage], count=count, add=add, finish=finish, threads=GROUP)
+    parameters = _line_parameters(kernel, "results")
+    return bodies(kernel, name) + global_(name, parameters, body, GROUP if shared else 0)

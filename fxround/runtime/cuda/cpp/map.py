@@ -1,23 +1,25 @@
 """Maps as CUDA C++ text: a thread computes the seeds of the draws, then elements that are as far apart as the grid.
 
-Neighbouring threads therefore read neighbouring elements. How an operand is read is part of the text: at the element's
+Neighbouring threads therefore read neighbouring elements; or neighbouring pieces of up to 16 bytes, where all operands
+allow that. Neighbours in a piece also share random words. How an operand is read is part of the text: at the element's
 own index, always at element 0, or by sizes and steps. Sizes are arguments, so one text serves every shape of operands
 that are read in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from fxround.kernels.shapes import Map
-from fxround.runtime.cuda.cpp.common import MEMORY, element, global_, pointer, stored
+from fxround.runtime.cuda.cpp.common import KEY, MEMORY, element, global_, pointer, stored
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 
 MAX_DIMS: Final = 8
 LAYOUT: Final = f"template <int N> struct Layout {{ u64 count; u64 sizes[{MAX_DIMS}]; i64 steps[N][{MAX_DIMS}]; }};\n"
-Access = Literal["contiguous", "scalar", "strided"]
+Access = Literal["contiguous", "scalar", "strided", "lines", "repeated"]
+"""At its own index; at element 0; by sizes and steps. In pieces: as strided, but adjacent, or the same element."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,19 @@ class MapVariant:
     accesses    how each operand is read
     dims        the dimensions of a strided operand, after neighbours were merged
     wide        whether an index needs 64 bits
+    piece       the elements that a thread reads and writes at once; more than one only without strided operands
     """
 
     kernel: Map
     accesses: tuple[Access, ...]
     dims: int
     wide: bool
+    piece: int = 1
+
+    @property
+    def walked(self) -> list[int]:
+        """The operands that are read by sizes and steps."""
+        return [n for n, access in enumerate(self.accesses) if access not in ("contiguous", "scalar")]
 
 
 _MAP: Final = """\
@@ -41,40 +50,106 @@ _MAP: Final = """\
     const {index} i = ({index})item;
 {walk}{store}  }}
 """
+_PIECES: Final = """\
+{seeds}  const u64 pieces = layout.count / {piece};
+  for (u64 item = first_item(); item < pieces; item += item_step()) {{
+    const {index} i_0 = ({index})item * {piece};
+{walk}{read}#pragma unroll
+    for (int j = 0; j < {piece}; ++j) {{
+      const {index} i = i_0 + j;
+{store}    }}
+{write}  }}
+"""
+# The elements after the last whole piece.
+_REST: Final = """  for (u64 item = pieces * {piece} + first_item(); item < layout.count; item += item_step()) {{
+    const {index} i = ({index})item;
+{store}  }}
+"""
 
 
 def map_name(variant: MapVariant) -> str:
     """The name of the ``__global__`` function."""
+    return f"map_{variant.kernel.digest[:16]}_{how_read(variant)}"
+
+
+def how_read(variant: MapVariant) -> str:
+    """How operands are read, as a part of a text's name."""
     how = "".join(access[0] if access != "strided" else "d" for access in variant.accesses)
-    return f"map_{variant.kernel.digest[:16]}_{how}{variant.dims}{'w' if variant.wide else ''}"
+    return f"{how}{variant.dims}{'w' if variant.wide else ''}{f'p{variant.piece}' if variant.piece > 1 else ''}"
 
 
 def map_text(variant: MapVariant) -> str:
     """The text of a map and of the device functions that are its own."""
     kernel, name = variant.kernel, map_name(variant)
     nodes = ["key.node", *(f"node{n}" for n in range(1, kernel.nodes))]
-    places = {"contiguous": "i", "scalar": "0"}
-    read = [
-        element(s, f"x{n}[{places.get(access, f'o{n}')}]")
-        for n, (s, access) in enumerate(zip(kernel.loads, variant.accesses, strict=True))
-    ]
-    index = "u64" if variant.wide else "u32"
-    strided = [n for n, access in enumerate(variant.accesses) if access == "strided"]
     outs = ["out", *(f"out{n}" for n in range(1, len(kernel.results)))]
-    lines = map_call(kernel, f"{name}_body", read, [f"made{n}" for n in range(len(outs))], "i")
-    lines += [f"{out}[i] = made{n};" for n, out in enumerate(outs)]
-    store = "".join(f"    {line}\n" for line in lines)
-    body = _MAP.format(
-        index=index, seeds=seeds(kernel, nodes), walk=walk(strided, variant.dims, index, "i"), store=store
+    own_seeds = seeds(kernel, nodes)
+    body = (
+        _in_pieces(variant, name, outs, own_seeds) if variant.piece > 1 else _one_by_one(variant, name, outs, own_seeds)
     )
     parameters = [
         f"const Layout<{len(kernel.loads)}> layout",
         *(pointer(s, out, readonly=False) for s, out in zip(kernel.results, outs, strict=True)),
         *(pointer(s, f"x{n}") for n, s in enumerate(kernel.loads)),
-        "const Key key",
+        KEY,
         *(f"const u32 {node}" for node in nodes[1:]),
     ]
     return device_function(kernel.body, f"{name}_body") + global_(name, parameters, body)
+
+
+def _one_by_one(variant: MapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
+    """The body of a map whose threads compute element by element."""
+    index = "u64" if variant.wide else "u32"
+    places = {"contiguous": "i", "scalar": "0"}
+    read = [f"x{n}[{places.get(access, f'o{n}')}]" for n, access in enumerate(variant.accesses)]
+    store = stores(variant.kernel, name, read, [f"{out}[i]" for out in outs])
+    return _MAP.format(
+        index=index, seeds=own_seeds, walk=walk(variant.walked, variant.dims, index, "i"), store=indented(store, 4)
+    )
+
+
+def _in_pieces(variant: MapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
+    """The body of a map whose threads compute piece by piece, and what is left element by element."""
+    kernel, piece, index = variant.kernel, variant.piece, "u64" if variant.wide else "u32"
+    lines, read = [], []
+    for n, (storage, access) in enumerate(zip(kernel.loads, variant.accesses, strict=True)):
+        if access == "repeated":
+            lines.append(f"const {MEMORY[storage]} piece{n} = x{n}[o{n}];")
+        elif access != "scalar":
+            place = f"x{n} + {'i_0' if access == 'contiguous' else f'o{n}'}"
+            lines += [f"{MEMORY[storage]} piece{n}[{piece}];", f"read_piece<{piece}>({place}, piece{n});"]
+        read.append({"scalar": f"x{n}[0]", "repeated": f"piece{n}"}.get(access, f"piece{n}[j]"))
+    made = [f"{out}_piece" for out in outs]
+    lines += [f"{MEMORY[s]} {each}[{piece}];" for s, each in zip(kernel.results, made, strict=True)]
+    write = [f"write_piece<{piece}>({out} + i_0, {each});" for out, each in zip(outs, made, strict=True)]
+    text = _PIECES.format(
+        index=index,
+        piece=piece,
+        seeds=own_seeds,
+        walk=walk(variant.walked, variant.dims, index, "i_0"),
+        read=indented(lines, 4),
+        store=indented(stores(kernel, name, read, [f"{each}[j]" for each in made]), 6),
+        write=indented(write, 4),
+    )
+    if variant.walked:
+        # The last dimension is a multiple of a piece, and so is the number of elements.
+        return text
+    read = [f"x{n}[{'i' if access == 'contiguous' else '0'}]" for n, access in enumerate(variant.accesses)]
+    store = stores(kernel, name, read, [f"{out}[i]" for out in outs])
+    return text + _REST.format(index=index, piece=piece, store=indented(store, 4))
+
+
+def stores(kernel: Map, name: str, read: Sequence[str], places: Sequence[str]) -> list[str]:
+    """The lines that compute element i of each result and store it."""
+    made = [f"made{n}" for n in range(len(places))]
+    operands = [element(s, place) for s, place in zip(kernel.loads, read, strict=True)]
+    lines = map_call(kernel, f"{name}_body", operands, made, "i")
+    return lines + [f"{place} = {value};" for place, value in zip(places, made, strict=True)]
+
+
+def indented(lines: Iterable[str], spaces: int) -> str:
+    """Lines of text after ``spaces`` spaces each."""
+    return "".join(f"{' ' * spaces}{line}\n" for line in lines)
 
 
 def seeds(kernel: Map, nodes: Sequence[str], prefix: str = "") -> str:

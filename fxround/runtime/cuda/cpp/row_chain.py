@@ -22,7 +22,7 @@ from typing import Final
 from fxround.kernels.shapes import Map, Reduce
 from fxround.numerics.scalar import const
 from fxround.numerics.storage import Storage
-from fxround.runtime.cuda.cpp.common import MEMORY, bits, bodies, element, global_, pointer, stored, stream
+from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.map import LAYOUT, Access, map_call, seeds, walk
 from fxround.runtime.cuda.cpp.table import TYPES, constant, device_function
 
@@ -246,7 +246,7 @@ class _Writer:
             f"const Layout<{len(chain.operands)}> layout",
             *(pointer(chain.storages[i], f"out{i}", readonly=False) for i in chain.stored),
             *(pointer(operand.storage, f"x{i}") for i, operand in enumerate(chain.operands)),
-            "const Key key",
+            KEY,
             *(f"const u32 {node}" for nodes in self.nodes for node in nodes if node != "key.node"),
         ]
         functions = "".join(
