@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,21 +18,33 @@ from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum, BlockPercent
 from fxround.graph.dialect.contractions import Matmul
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import parsed
+from fxround.kernels.blocks import MAXIMA
 from fxround.kernels.shapes import Exact
 from fxround.numerics.hadamard import Hadamard
 from fxround.runtime import buffers
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
-from fxround.runtime.run import run_exact, run_kernel, run_matmul
+from fxround.runtime.run import run_blocks, run_exact, run_kernel, run_matmul
+
+# The elements of a part of a tensor that is one block.
+_PART: Final = 1 << 12
 
 
 def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     """The largest finite magnitude of each block; 0 for a block without one."""
     blocks, x = call.blocks(), call.x.detach()
-    result = buffers.empty(blocks, x.dtype, x.device)
     if not x.numel():
-        return result.zero_()
+        return buffers.empty(blocks, x.dtype, x.device).zero_()
+    one = not any(call.sizes) and x.is_contiguous()
+    found = run_blocks(MAXIMA, None, x.view(-1) if one else x, [_PART] if one else call.sizes)
+    if found is not None and not one and found.dtype == x.dtype:
+        return found
+    result = buffers.empty(blocks, x.dtype, x.device)
+    if found is not None:
+        result.copy_(found.amax() if one else found)
+        buffers.release(found)
+        return result
     magnitudes = _magnitudes(x, 0.0)
     for d, (count, n) in enumerate(zip(blocks, call.sizes, strict=True)):
         if n == 0:

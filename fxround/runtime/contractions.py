@@ -25,6 +25,7 @@ from fxround.graph.dialect import Convolution, ConvolutionInputGradient, Convolu
 from fxround.graph.dialect.contractions import require_length
 from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
 from fxround.kernels.shapes import Contract
+from fxround.runtime.cpu.padding import pad
 from fxround.runtime.draw import Draw
 from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
@@ -61,7 +62,8 @@ class Right:
 
     Element (batch, k, n) is at batch * step + k_offsets[k] + n_offsets[n]. ``out`` says where the products are stored
     in the result, if that is not row-major. ``k_step`` is the constant step of k_offsets if the columns are adjacent in
-    the operand and in the result, else None.
+    the operand and in the result, else None. ``steps`` are the constant steps of k_offsets and n_offsets, if they have
+    such. ``along``: elements that follow each other in k are adjacent in memory, those in n are not.
     """
 
     batch: int
@@ -70,6 +72,8 @@ class Right:
     n_offsets: Tensor
     out: Placing | None = None
     k_step: int | None = None
+    steps: tuple[int, int] | None = None
+    along: bool = False
 
     @staticmethod
     def matrices(shape: Sequence[int], strides: Sequence[int], device: torch.device = CPU) -> Right:
@@ -78,7 +82,8 @@ class Right:
         # A single column is adjacent to itself whatever its stride.
         adjacent = n == 1 or shape[2] == 1
         tables = offsets(shape[1], k, device), offsets(shape[2], n, device)
-        return Right(shape[0], step, *tables, None, k if adjacent else None)
+        along = k == 1 and (n != 1 or shape[2] == 1)
+        return Right(shape[0], step, *tables, None, k if adjacent else None, (k, n), along)
 
     def place(self, rows: int) -> Placing:
         """Where the products of this operand with one of ``rows`` rows are stored."""
@@ -158,6 +163,8 @@ class Windows:
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     """x, row-major, with this many zeros on each side; a negative number removes elements."""
+    if x.device == CPU and any((*before, *after)) and min((*before, *after)) >= 0:
+        return pad(x, (0, 0, *before), (0, 0, *after))
     edges = [p for d in reversed(range(x.dim() - 2)) for p in (before[d], after[d])]
     return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
 
@@ -220,7 +227,7 @@ class Plain:
     ) -> Plain:
         """The convolution of x and w that computes a call."""
         loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-        return Plain(call.kernel(loads), x, w, geometry, Draw.of(call.rng, call.node), size)
+        return Plain(call.kernel(loads), x, w, geometry, Draw.unread(call.rng, call.node), size)
 
     @property
     def is_empty(self) -> bool:
@@ -292,7 +299,8 @@ def weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
     found = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry, image.device)
     k = _sums([found.images, found.pixels])
     groups = geometry.groups
-    right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]))
+    along = geometry.stride[-1] == 1
+    right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]), along=along)
     pixels = small.shape[2:].numel()
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return Product(kernel, left, image, right, groups, Draw.of(call.rng, call.node), size)
+    return Product(kernel, left, image, right, groups, Draw.unread(call.rng, call.node), size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
@@ -22,12 +22,14 @@ NO_KEY: Final = _KEY()
 class Draw:
     """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
 
-    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    state: the tensor (seed, sample) of a device, which only a kernel of the device reads; ``seed`` and ``sample`` are
+    then 0. Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
     """
 
     seed: int = 0
     sample: int = 0
     node: int = 0
+    state: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.seed) is type(self.sample) is int and 0 <= self.seed < 2**63 and 0 <= self.sample < 2**32:
@@ -45,11 +47,27 @@ class Draw:
         seed, sample = rng.tolist()
         return Draw(seed, sample, node)
 
+    @staticmethod
+    def unread(rng: Tensor, node: int) -> Draw:
+        """The draw of a node, for a kernel that runs where its operands are: a state on a device is not read here."""
+        if rng.is_cpu:
+            return Draw.of(rng, node)
+        require_state(rng)
+        return Draw(node=node, state=rng)
+
+    def read(self) -> Draw:
+        """The draw with its seed and sample as numbers, for which the host waits if they are on a device."""
+        return self if self.state is None else Draw.of(self.state, self.node)
+
     def key(self) -> Any:
         """Seed, sample and node as a C array of four u32."""
-        return _KEY(self.seed & _WORD, self.seed >> 32, self.sample, self.node & _WORD)
+        return _KEY(*self.read().words((self.node,)))
 
     def keys(self, nodes: Sequence[int]) -> Any:
         """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
-        words = (self.seed & _WORD, self.seed >> 32 & _WORD, self.sample & _WORD, *(n & _WORD for n in nodes or (0,)))
+        words = self.read().words(nodes or (0,))
         return (ctypes.c_uint32 * len(words))(*words)
+
+    def words(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Seed and sample in three u32, as far as the host knows them, then one u32 for each of the nodes."""
+        return (self.seed & _WORD, self.seed >> 32, self.sample, *(n & _WORD for n in nodes))

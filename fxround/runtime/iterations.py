@@ -13,6 +13,7 @@ from fxround.graph.dialect import Iterations
 from fxround.numerics.randomness import iteration_function
 from fxround.numerics.scalar import Function
 from fxround.runtime import buffers
+from fxround.runtime.cuda.iterations import iterations as on_device
 from fxround.runtime.draw import Draw
 
 _MOST: Final = 1 << 48
@@ -34,10 +35,12 @@ def _seeds(draw: Draw, counters: bytes) -> bytes:
 
 def iterations(call: Iterations[Tensor]) -> Tensor:
     """Return (seed, sample) of each iteration. Raises ValueError for a counter outside 0 to 2^48 - 1."""
+    if not call.rng.is_cpu:
+        return on_device(call)
     draw, counters = Draw.of(call.rng, call.node), call.counters.cpu().numpy()
     if counters.size and not 0 <= counters.min() <= counters.max() < _MOST:
         raise ValueError(f"a loop has iterations {counters.min()} to {counters.max()}; expected 0 to 2^48 - 1")
     seeds = np.frombuffer(_seeds(draw, counters.tobytes()), np.int64).reshape(counters.shape)
     found = buffers.empty((*counters.shape, 2), torch.int64)
     found.numpy()[..., 0], found.numpy()[..., 1] = seeds, draw.sample
-    return found.to(call.rng.device)
+    return found

@@ -10,17 +10,21 @@ from torch import Tensor
 
 from fxround.graph.dialect import Matmul
 from fxround.graph.dtypes import result_storage
+from fxround.kernels.blocks import blocks_kernel
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Contract, Exact, Map, Reduce
 from fxround.runtime.contractions import Product, Right
-from fxround.runtime.cpu import contraction, exact_sum, matmul, pointwise, reduction
+from fxround.runtime.cpu import blocks, contraction, exact_sum, matmul, pointwise, reduction
+from fxround.runtime.cpu import several as cpu_several
 from fxround.runtime.cuda import contraction as cuda_contraction
 from fxround.runtime.cuda import pointwise as cuda_pointwise
 from fxround.runtime.cuda import reduction as cuda_reduction
+from fxround.runtime.cuda import several as cuda_several
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
-from fxround.runtime.operands import loads_of
+from fxround.runtime.operands import loads_of, storage_of
+from fxround.runtime.several import Several
 
 
 def run_kernel(
@@ -29,6 +33,16 @@ def run_kernel(
     """Run a map over operands that broadcast. ``outs`` are row-major tensors to write into, None for a new one."""
     run = cuda_pointwise.run_kernel if runs_texts(operands) else pointwise.run_kernel
     return run(kernel, operands, key, outs)
+
+
+def run_several(several: Several) -> None:
+    """Run a map over several lists of tensors that it overwrites; in their order if they share memory."""
+    run = cuda_several.run_several if runs_texts(several.entries[0]) else cpu_several.run_several
+    if several.apart():
+        run(several)
+        return
+    for i in range(len(several.entries)):
+        run(several.of(i, i + 1))
 
 
 def run_map(
@@ -50,6 +64,24 @@ def run_part(
     """Run a program over ``size`` rows of x from ``start`` on along d (``pointwise.run_part``); x is on the CPU."""
     kernel = map_kernel(program, loads_of((x, *parts)), result_storage(out.dtype))
     pointwise.run_part(kernel, x, parts, out, draw.key(), d, start, size)
+
+
+def run_blocks(
+    figure: Program,
+    elements: Program | None,
+    x: Tensor,
+    sizes: Sequence[int],
+    shared: Sequence[Tensor] = (),
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Run a kernel of blocks (``cpu.blocks.run_blocks``); None if there is no such code, or none where x is.
+
+    The programs are those of ``kernels.blocks.blocks_kernel``.
+    """
+    if runs_texts([x]):
+        return None
+    kernel = blocks_kernel(figure, elements, storage_of(x, "an operand in blocks"))
+    return None if kernel is None else blocks.run_blocks(kernel, x, sizes, shared, out)
 
 
 def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:
@@ -75,4 +107,4 @@ def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw)
 
 def run_matmul(call: Matmul[Tensor]) -> Tensor:
     """The product of two matrices, or of two batches of them."""
-    return cuda_contraction.matmul(call) if runs_texts(call.operands) else matmul.begin_matmul(call).finish()
+    return cuda_contraction.run(call) if runs_texts(call.operands) else matmul.begin_matmul(call).finish()

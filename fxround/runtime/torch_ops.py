@@ -29,6 +29,7 @@ from fxround.runtime.cuda import reduction as cuda_reduction
 from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.iterations import iterations
+from fxround.runtime.lengths import packed_lengths
 from fxround.runtime.operands import loads_of
 
 R = TypeVar("R")
@@ -84,12 +85,13 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     dialect.BlockSum: block_sum,
     dialect.HadamardTransform: hadamard,
     dialect.Iterations: iterations,
+    dialect.PackedLengths: packed_lengths,
     **reduction_ops.KERNELS,
 }
 _TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     Pointwise: cuda_pointwise.pointwise,
     Fused: cuda_pointwise.fused,
-    **cuda_contraction.KERNELS,
+    **dict.fromkeys(cuda_contraction.BEGUN, cuda_contraction.run),
     **cuda_reduction.KERNELS,
 }
 

@@ -21,6 +21,7 @@ from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm import engine, environment
 from fxround.runtime.cpu.llvm.environment import Architecture
 from fxround.runtime.cpu.llvm.loops import I32, PTR, at, define
+from fxround.runtime.cpu.llvm.thread_pool import build_thread_pool
 from fxround.runtime.run import run_map
 
 # Cases that need every builder, and random bits, directions of rounding and tables.
@@ -49,7 +50,7 @@ FURTHER = (
 # ``build_direct`` masks its loads, which NEON does not: no product takes it there.
 BUILDERS = {
     *("build_map", "build_contract", "build_planes", "build_along", "build_across", "build_rows", "build_scan"),
-    *("build_exact", "build_scatter", "build_chain", "build_team"),
+    *("build_exact", "build_scatter", "build_chain", "build_team", "build_pad"),
 }
 DRAW = aarch64.DRAW
 # What LLVM may call for copies and zeros: a part of every C library.
@@ -62,7 +63,7 @@ def split_among_threads() -> list[Tensor]:
     """A map whose pieces are taken by the loop of a team."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        patch.setattr(pointwise, "_ENOUGH", 64)
+        patch.setattr(pointwise, "ENOUGH", 64)
         return [
             run_map(Program.parse("t0 = mul(x0, x0) @ binary32/stochastic"), [numbers((999,), 1)], torch.float32, DRAW)
         ]
@@ -179,5 +180,10 @@ def test_what_is_no_object_for_aarch64_is_refused() -> None:
 def test_threads_of_the_emulator_are_one() -> None:
     before = torch.get_num_threads()
     with emulation.compiled():
-        assert torch.get_num_threads() == 1 and threads._parallel() is None
+        assert torch.get_num_threads() == 1 and threads._pool() == emulation.Alone()
     assert torch.get_num_threads() == before
+
+
+def test_the_threads_of_a_pool_compile_for_aarch64() -> None:
+    content = engine.object_for(build_thread_pool("aarch64"), emulation.SET, emulation.TRIPLE)
+    assert emulation.undefined_symbols(content) == []

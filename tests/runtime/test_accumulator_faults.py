@@ -47,6 +47,7 @@ ACCUMULATORS = (
     "binary16/toward_zero/saturate faults=any:0.3",
     "e4m3fn/nearest_even/saturate faults=any:0.2",
     "e5m2/stochastic faults=exponent:0.2",
+    "fixed(10,4)/toward_negative/wrap faults=significand:0.2,sign:0.1",
     "bfloat16 chunk=3 combine=binary32 faults=significand:0.2",
 )
 OF_SUMS = [a for a in ACCUMULATORS if "chunk" not in a]
@@ -92,7 +93,8 @@ def test_products_flip_as_the_specification_says(text: str) -> None:
     kernel = contract_kernel(how, BINARY32, ("f32", "f32"), "f32")
     want = specified(lambda i: contraction(a[0, i // 37], b[0, :, i % 37], how, Stream(i)), (1, 7, 37))
     same(torch.from_numpy(reference.contract(kernel, a.numpy(), b.numpy(), KEY)), want)
-    for name in instruction_sets():
+    # The loops differ between instruction sets, the roundings and flips do not.
+    for name in instruction_sets() if text in (ACCUMULATORS[0], ACCUMULATORS[-1]) else ("host",):
         with instruction_set(name), threads(2):
             same(run_product(kernel, a, b, 0, DRAW), want)
 

@@ -39,11 +39,16 @@ def emitted() -> Iterator[list[str]]:
         found.append(build(subject))
         return nothing
 
-    pointwise._map_call.cache_clear()
-    with mock.patch.object(code, "_address", address), mock.patch.object(code, "_CODE", {}):
+    pointwise.map_call.cache_clear()
+    # On one thread, so that no code of threads is among the texts.
+    with (
+        mock.patch.object(code, "_address", address),
+        mock.patch.object(code, "_CODE", {}),
+        mock.patch.object(torch, "get_num_threads", return_value=1),
+    ):
         yield found
     for known in (
-        pointwise._map_call,
+        pointwise.map_call,
         long_programs._call,
         depthwise._planned,
         contraction._packed,

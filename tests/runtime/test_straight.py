@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.schedule.segments import Program, Run, Segment
+from fxround.runtime.schedule.programs import _BINDINGS, Program, Run
+from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
 
 
@@ -28,6 +30,12 @@ class Views(nn.Module):
         y = x * 3
         first, second = (y + 1).split(2)
         return y.t(), first[:, ::2], second.reshape(-1), y, torch.cat([y, x], 1), x.t()
+
+
+def _copies(x: Tensor) -> Any:
+    """Results that are copies, because no view has their shapes, returned and read by Python."""
+    y = (x * 2).t().reshape(3, 8)
+    return (x + 1).t().reshape(3, 8), y.sort(1)[0], y.reshape(2, 12), y.reshape(24), (x * 3).reshape(6, 4)
 
 
 class Attention(nn.Module):
@@ -62,10 +70,12 @@ _MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "transposed": (lambda: _layers(nn.ConvTranspose2d(3, 5, 3, stride=2), nn.ReLU()), (2, 3, 4, 4)),
     "attention": (Attention, (2, 5, 12)),
     "views": (Views, (4, 6)),
+    "copies": (lambda: _copies, (4, 6)),
     "reductions": (lambda: _reductions, (5, 40)),
     "empty": (lambda: lambda x: (x[:0] * 2, x[:0].sum(0) + x[0]), (4, 6)),
 }
 _POLICIES = {
+    "identity": "identity",
     "reproducible": "reproducible",
     "stochastic": "stochastic",
     "up_down": "up_down",
@@ -102,8 +112,8 @@ def _equal(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize(
     "name, policy",
     [
-        *((name, "stochastic") for name in _MODELS),
-        *(("linear", policy) for policy in _POLICIES if policy != "stochastic"),
+        *((name, policy) for name in _MODELS for policy in ("stochastic", "identity")),
+        *(("linear", policy) for policy in ("reproducible", "up_down", "bfloat16", "toward_zero")),
         *(("attention", policy) for policy in ("reproducible", "bfloat16")),
         *(("convolution", policy) for policy in ("up_down", "toward_zero")),
     ],
@@ -131,6 +141,20 @@ def _inputs(compiled: Any, x: Tensor) -> list[Any]:
 
 
 @torch.no_grad()
+def test_arguments_that_were_one_tensor_may_be_two() -> None:
+    """A plan made for equal arguments reads both of them."""
+    x, y = torch.rand(4, 4), torch.rand(4, 4)
+
+    def model(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b) * 2
+
+    compiled = fxround.compile(model, "reproducible")
+    for _ in range(3):
+        compiled(x, x)
+    assert torch.equal(compiled(x, y), fxround.compile(model, "reproducible")(x, y))
+
+
+@torch.no_grad()
 def test_consecutive_kernels_are_one_call() -> None:
     for name, steps in (("linear", 1), ("convolution", 1), ("attention", 1)):
         model, x = _made(name)
@@ -139,6 +163,81 @@ def test_consecutive_kernels_are_one_call() -> None:
             compiled(x)
         (program,) = _programs(_straight(compiled))
         assert [type(step) for step in program.steps] == [Run] * steps, name
+
+
+class _Calls(TorchDispatchMode):
+    """Keeps the operators that are called, and their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+def test_a_function_of_torch_makes_the_call_of_the_operator_that_it_stands_for() -> None:
+    x, y = torch.rand(2, 4, 4), torch.rand(2, 4, 4)
+    given = {
+        "amax": [(x, [-1], True), (x,)],
+        "amin": [(x, [-1], True), (x,)],
+        "bmm": [(x, y)],
+        "mm": [(x[0], y[0])],
+        "clone": [(x,)],
+        "convolution": [(x, y[..., :2], None, [1], [0], [1], False, [0], 1)],
+        "embedding": [(x[0], torch.tensor([1, 0])), (x[0], torch.tensor([1]), 0, False, True)],
+        "sum": [(x, [-1], True), (x, [0, 1])],
+        "where": [(x > y, x, y)],
+    }
+    for operator, function in _BINDINGS.items():
+        name = operator._schema.name.partition("::")[2]
+        pairs = [(x, y), (x, 2), (x, 0.1), (x, y[0, 0])] if operator._overloadname == "Tensor" else [(x,)]
+        for args in given.get(name, pairs):
+            found = []
+            for call in (operator, function):
+                with _Calls() as seen:
+                    call(*args)
+                found.append(seen.calls)
+            assert len(found[0]) == 1 and repr(found[0]) == repr(found[1]), operator
+
+
+class _Other(Tensor):
+    """A class of tensors of its own."""
+
+
+@torch.no_grad()
+def test_a_graph_that_rounds_nothing_is_planned_for_plain_tensors() -> None:
+    def model(x: Tensor) -> Any:
+        same = x.expand(4, 6)
+        y = (same * 2).reshape(4, 6)
+        kept = y.masked_select(y > 0)
+        return same, y, y.sum(), kept * 2, x.t() + 1
+
+    x = torch.randn(4, 6)
+    compiled = fxround.compile(model, "identity")
+    for value in (x, x, x, -x, x.abs(), -x.abs()):
+        found = compiled(value)
+        assert _equal(found, compiled._latest._result(compiled._latest.running(*_inputs(compiled, value))))
+        assert found[0] is not value
+    (program,) = _programs(_straight(compiled))
+    assert not any(isinstance(step, Run) for step in program.steps)
+    other = torch.randn(4, 6).as_subclass(_Other)
+    for _ in range(3):
+        assert _equal(_straight(compiled)(other, compiled.rng), compiled._latest.running(other, compiled.rng))
+
+
+@torch.no_grad()
+def test_a_transform_does_not_use_a_plan() -> None:
+    compiled = fxround.compile(lambda x: x.t() * 2, "identity")
+    x = torch.randn(4, 6)
+    for _ in range(2):
+        compiled(x)
+    assert _programs(_straight(compiled))
+    several = torch.randn(3, 4, 6).transpose(0, 1).contiguous().transpose(0, 1)
+    with mock.patch.object(Program, "run", side_effect=AssertionError):
+        (found,) = torch.func.vmap(lambda x: _straight(compiled)(x, compiled.rng))(several)
+    assert torch.equal(found, torch.stack([x.t() * 2 for x in several]))
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -46,16 +45,6 @@ def visits(items: range, pieces: int, rounds: int = 1) -> tuple[Tensor, Tensor, 
     return out, members, by_piece
 
 
-@pytest.fixture(params=["OpenMP", "pool"])
-def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "pool":
-        monkeypatch.setattr(threads, "_parallel", lambda: None)
-    elif threads._parallel() is None:
-        assert sys.platform != "linux", "PyTorch's OpenMP was not found: all kernels would run on the slower pool"
-        pytest.skip("this PyTorch has no OpenMP")
-    return request.param
-
-
 @pytest.fixture(params=[1, 2, 3])
 def number(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
@@ -65,7 +54,7 @@ def number(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 24])
-def test_every_item_is_visited_once(team: str, number: int, pieces: int) -> None:
+def test_every_item_is_visited_once(number: int, pieces: int) -> None:
     items = range(7, 107)
     out, members, by_piece = visits(items, pieces)
     assert out.tolist() == [0] * 7 + [1] * 100
@@ -73,7 +62,7 @@ def test_every_item_is_visited_once(team: str, number: int, pieces: int) -> None
     assert by_piece.tolist() == [len(piece_of(items, pieces, i)) for i in range(pieces)]
 
 
-def test_callers_do_not_meet(team: str, number: int) -> None:
+def test_callers_do_not_meet(number: int) -> None:
     found: list[bool] = []
 
     def call() -> None:
@@ -89,6 +78,73 @@ def test_callers_do_not_meet(team: str, number: int) -> None:
     assert found == [True] * 200
 
 
+def test_threads_enter_only_while_there_is_room_for_them() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        visits(range(600), 600, 1000)
+        torch.set_num_threads(2)
+        for _ in range(300):
+            # Six threads are awake or asleep; ``members`` has room for the counts of two.
+            out, members, _ = visits(range(600), 600)
+            assert out.eq(1).all() and members.sum() == 600
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_task_ends_without_threads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = threads._Pool()
+    monkeypatch.setattr(threads, "_POOL", [pool])
+    # The pool believes to have threads, none of which will ever come.
+    pool._threads.extend([threading.Thread()] * 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    out, members, _ = visits(range(100), 8)
+    assert out.eq(1).all() and members.tolist() == [100, 0, 0, 0]
+
+
+def test_threads_sleep_and_wake() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for pause in (0.0, 1e-5, 1e-4, 1e-3):
+            for _ in range(100):
+                time.sleep(pause)
+                assert visits(range(24), 24, 10)[0].eq(10).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_closed_pool_lets_its_callers_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = threads._Pool()
+    monkeypatch.setattr(threads, "_POOL", [pool])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert visits(range(100), 8)[0].eq(1).all()
+    assert len(pool._threads) == 2
+    pool.close()
+    assert not any(thread.is_alive() for thread in pool._threads)
+    out, members, _ = visits(range(100), 8)
+    assert out.eq(1).all() and members.tolist() == [100, 0, 0]
+
+
+def test_a_system_without_semaphores_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_semaphores", lambda: None)
+    monkeypatch.setattr(threads, "_POOL", [])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    out, members, _ = visits(range(100), 8)
+    assert out.eq(1).all() and members.tolist() == [100, 0, 0]
+    threads._close()
+
+
+def test_a_process_at_its_limit_of_threads_works_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_POOL", [])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert visits(range(100), 8)[0].eq(1).all()
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Ctrl-C as in a terminal: a shell starts background processes with the signal ignored."""
@@ -101,7 +157,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_comes_when_every_piece_has_ended(team: str) -> None:
+def test_ctrl_c_comes_when_every_piece_has_ended() -> None:
     done: list[Tensor] = []
     rounds = 100_000
     interrupt = threading.Timer(0.02, _thread.interrupt_main)
@@ -130,6 +186,7 @@ def test_a_piece_is_worth_its_thread(number: int) -> None:
 
 FORKING = """
 import os, torch, fxround
+from fxround.runtime.cpu import threads
 torch.set_num_threads(2)
 
 x, rng = torch.randn(200, 300), torch.tensor([3, 4])
@@ -137,7 +194,7 @@ def product():
     return torch.ops.fxround.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
 want = product().tolist()
 child = os.fork()
-same = product().tolist() == want
+same = product().tolist() == want and len(threads._pool()._threads) == 1
 if child == 0:
     os._exit(0 if same else 1)
 assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

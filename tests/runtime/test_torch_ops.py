@@ -55,6 +55,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "block_sum": (turned, [0, 2]),
         "hadamard": (normal(4, 3, 9), 2, 4, 1),
         "iterations": (torch.arange(5), rng(), 3),
+        "packed_lengths": (torch.tensor([4, 2, 1]), turned),
         "block_expand": (normal(2, 1).t(), turned, [0, 3]),
     }
 

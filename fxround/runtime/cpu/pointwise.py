@@ -29,7 +29,7 @@ from fxround.runtime.operands import writable
 
 _MAP: Final = signature(4, 5)
 # The elements that make another thread worth its start.
-_ENOUGH: Final = 1 << 15
+ENOUGH: Final = 1 << 15
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def run_part(
         wide = part.shape[d] == size > 1  # one row is read by all
         layout.append(((*part.shape[:d], x.shape[d], *part.shape[d + 1 :]) if wide else part.shape, part.stride()))
         shifts.append(start * part.stride(d) * part.itemsize if wide else 0)
-    call = _map_call(kernel, tuple(layout), current_set())
+    call = map_call(kernel, tuple(layout), current_set())
     assert call is not None and call.shape == out.shape
     row = x.numel() // x.shape[d]
     blocks = range(start * row // BLOCK, -(-(start + size) * row // BLOCK))
@@ -107,11 +107,11 @@ def run_kernel(
 
 def call_for(kernel: Map, operands: Sequence[Tensor]) -> MapCall | None:
     """The call of a kernel for operands of these layouts; None if they have too many dimensions."""
-    return _map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
+    return map_call(kernel, tuple((x.shape, x.stride()) for x in operands), current_set())
 
 
 @lru_cache(maxsize=4096)
-def _map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
+def map_call(kernel: Map, layout: tuple[tuple[Sequence[int], Sequence[int]], ...], isa: str) -> MapCall | None:
     """``MapCall.of``, once for each layout and instruction set."""
     return MapCall.of(kernel, layout)
 
@@ -174,4 +174,4 @@ class MapCall:
 
     def over(self, blocks: range, sources: Any, targets: Any, key: Any) -> None:
         """Run some blocks, split over threads; ``sources`` and ``targets`` are arrays of addresses of elements 0."""
-        spread(self.function, blocks, pieces_of(len(blocks), _ENOUGH // BLOCK), self.arguments(sources, targets, key))
+        spread(self.function, blocks, pieces_of(len(blocks), ENOUGH // BLOCK), self.arguments(sources, targets, key))

@@ -1,40 +1,38 @@
-"""Threads: outputs are split between PyTorch's own threads, reductions never are.
+"""Threads: outputs are split between threads of fxround's own, reductions never are.
 
 ``spread`` cuts a range of independent items into pieces, which at most ``torch.get_num_threads()`` threads take one
-after the other, in machine code and without the GIL: a thread that the system delays leaves its pieces to the others.
-An item writes only its own outputs and reads those of no other, so neither the cut nor the thread that takes a piece
-changes a bit. The call returns only when every piece has ended, Ctrl-C included.
-
-The threads are those of the OpenMP runtime that PyTorch has loaded. They keep spinning for a while after each of
-PyTorch's operators, and threads of another pool would compete with them for the processor. OpenMP's threads do not
-survive a fork: a forked child, and a PyTorch without OpenMP, use the threads of a Python pool.
+after the other, in machine code and without the GIL: a thread that the system delays leaves its pieces to the others,
+and the caller waits for no thread that has not begun. An item writes only its own outputs and reads those of no other,
+so neither the cut nor the thread that takes a piece changes a bit. The call returns only when every piece has ended,
+Ctrl-C included.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.runtime.cpu.code import address_of, native
+from fxround.locks import waited_for
+from fxround.runtime.cpu.code import address_of, native, signature
+from fxround.runtime.cpu.llvm.engine import host_architecture
 from fxround.runtime.cpu.llvm.team import HEADER, build_team
+from fxround.runtime.cpu.llvm.thread_pool import LINE, MOST, PLACE, SIZE, build_thread_pool
 
 # Pieces for each thread: several, so that all threads end at about the same time even if one was delayed.
 _PIECES: Final = 4
-_TEAM: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_PARALLEL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-_PROCESS: Final = os.getpid()
+_TEAM: Final = signature(1, 0)
 _NONE: Final[Mapping[int, int]] = {}
 _KEPT: Final = threading.local()
 _PAGE: Final = 4096
+_LOCK: Final = waited_for()
 
 
 def pieces_of(items: int, enough: int) -> int:
@@ -73,12 +71,7 @@ def spread(
         0, 0, pieces, items.start, len(items), address_of(function), *arguments, *steps
     )
     team = native(f"team:{count}", build_team, count, "team", _TEAM)
-    parallel = _parallel() if os.getpid() == _PROCESS else None
-    if parallel is not None:
-        parallel(address_of(team), task, threads, 0)
-        return
-    at = ctypes.addressof(task)
-    split(lambda begin, end: team(at), min(threads, pieces), 1)
+    _pool().share(team, ctypes.addressof(task), min(threads, pieces, MOST))
 
 
 def scratch(size: int, shared: bool) -> tuple[int, int]:
@@ -96,45 +89,84 @@ def scratch(size: int, shared: bool) -> tuple[int, int]:
     return kept[1], step
 
 
-@cache
-def _parallel() -> Any:
-    """GOMP_parallel of PyTorch's OpenMP runtime, which runs a function on a team of threads; None if there is none."""
-    # The lookup also searches the libraries that this one is linked with.
-    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
-    return None if found is None else _PARALLEL(ctypes.cast(found, ctypes.c_void_p).value or 0)
+class _Pool:
+    """The threads of this process that share the work of a caller; none, once the interpreter ends."""
+
+    def __init__(self) -> None:
+        memory = (ctypes.c_int64 * (SIZE + LINE))()
+        # Never freed: a daemon thread may be in a call while the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        # Aligned: each word that threads read again and again has a cache line of its own.
+        start = ctypes.addressof(memory)
+        self._address = start + -start % (8 * LINE)
+        self._threads: list[threading.Thread] = []
+        self._libc = _semaphores()
+        # Without semaphores no thread can sleep: callers work alone.
+        self._closed = self._libc is None
+        if self._libc is not None:
+            for name in ("post", "wait"):
+                self._word(name).value = ctypes.cast(self._libc[f"sem_{name}"], ctypes.c_void_p).value or 0
+            for name in ("work", "done"):
+                self._closed |= self._libc.sem_init(ctypes.byref(self._word(name)), 0, 0) != 0
+
+    def share(self, function: Any, task: int, members: int) -> None:
+        """Call function(task), which comes from ``native``, in this thread and in at most ``members`` - 1 others."""
+        if len(self._threads) < members - 1:
+            self._grow(members - 1)
+        _native("share", 4)(self._address, address_of(function), task, members)
+
+    def close(self) -> None:
+        """End all threads; later callers work alone."""
+        with _LOCK:
+            self._closed = True
+            self._word("stopping").value = 1
+            for _ in self._threads:
+                self._libc.sem_post(ctypes.byref(self._word("work")))
+        for thread in self._threads:
+            thread.join()
+
+    def _grow(self, number: int) -> None:
+        with _LOCK:
+            while len(self._threads) < number and not self._closed:
+                serve = _native("serve", 1)
+                thread = threading.Thread(target=serve, args=(self._address,), name="fxround", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # The process is at its limit of threads: those that it has do the work.
+                    return
+                self._threads.append(thread)
+
+    def _word(self, name: str) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(self._address + 8 * PLACE[name])
 
 
-@cache
-def _pool(process: int, workers: int) -> ThreadPoolExecutor:
-    """The thread pool of this process (a forked child inherits none of its parent's threads)."""
-    return ThreadPoolExecutor(workers, thread_name_prefix="fxround")
+def _semaphores() -> Any:
+    """The C library that has POSIX semaphores in memory; None on a system that lacks them (macOS, Windows)."""
+    return ctypes.CDLL(None) if sys.platform not in ("darwin", "win32") else None
 
 
-def split(run: Callable[[int, int], object], items: int, enough: int) -> None:
-    """Call run(begin, end) over 0 ... items in pieces of at least ``enough``, one for each thread of a Python pool."""
-    pieces = min(torch.get_num_threads(), max(1, items // max(1, enough)))
-    if pieces <= 1:
-        run(0, items)
-        return
-    cuts = [items * i // pieces for i in range(pieces + 1)]
-    pool = _pool(os.getpid(), pieces - 1)
-    others = [pool.submit(run, lo, hi) for lo, hi in pairwise(cuts[1:])]
-    try:
-        run(cuts[0], cuts[1])
-    finally:
-        _join(others)
-    for other in others:
-        other.result()
+_POOL: Final[list[_Pool]] = []
 
 
-def _join(others: Sequence[Future[object]]) -> None:
-    """Wait for all, Ctrl-C or not: a piece writes to memory that the caller frees when it returns."""
-    interrupted: KeyboardInterrupt | None = None
-    while True:
-        try:
-            wait(others)
-            break
-        except KeyboardInterrupt as error:
-            interrupted = error
-    if interrupted:
-        raise interrupted
+def _pool() -> _Pool:
+    """The pool of this process (a forked child has none of its parent's threads, and makes its own)."""
+    if not _POOL:
+        with _LOCK:
+            if not _POOL:
+                _POOL.append(_Pool())
+    return _POOL[0]
+
+
+def _native(name: str, arguments: int) -> Any:
+    return native(f"thread pool:{name}", build_thread_pool, host_architecture(), name, signature(arguments, 0))
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _POOL:
+        pool.close()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_POOL.clear)

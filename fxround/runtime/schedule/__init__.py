@@ -1,10 +1,10 @@
 """Schedule: the graph that runs. It calls kernels directly and releases memory as soon as nothing can reach it.
 
 A kernel of ours is called as a Python function, without PyTorch's dispatcher. A chain over rows runs a few rows at a
-time (``row_chains``), and a contraction runs together with the map that follows it (``epilogues``). After the last use
-of a value that a kernel of ours made, and of everything that may share its memory (``aliasing``), its buffer is
-released for the next result of that size. ``verify_schedule`` then checks that no released memory is read, released
-again or returned.
+time (``row_chains``), a contraction runs together with the map that follows it (``epilogues``), and a rounding to a
+scaled format is one kernel (``scaled``). After the last use of a value that a kernel of ours made, and of everything
+that may share its memory (``aliasing``), its buffer is released for the next result of that size. ``verify_schedule``
+then checks that no released memory is read, released again or returned.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, m
 from fxround.runtime.schedule.epilogues import join_epilogues
 from fxround.runtime.schedule.loops import Body, Repeated, own_loops, owned
 from fxround.runtime.schedule.row_chains import gather_rows
+from fxround.runtime.schedule.scaled import join_scaled
 from fxround.runtime.schedule.straight import SOURCE
 from fxround.runtime.schedule.verify import verify_schedule
 from fxround.runtime.torch_ops import KERNELS
@@ -42,7 +43,8 @@ def _body(graph: fx.GraphModule, fuse: bool) -> Body:
 
 def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule:
     looped = own_loops(graph, lambda body: _body(body, fuse))
-    gathered = join_epilogues(gather_rows(looped)) if fuse else gather_rows(looped)
+    gathered = gather_rows(join_scaled(looped))
+    gathered = join_epilogues(gathered) if fuse else gathered
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))

@@ -10,6 +10,9 @@ of the contraction has ended, and every item whose quick results did not count i
 ``Work.complete`` says how many leading elements are then final, and blocks that are not final wait for the next step.
 No item reads a result. The map reads an element of the contraction's result only for the same element of its own
 result, and reads a block before it writes it.
+
+On a CUDA device both are one kernel, whose threads compute the map for the elements of the contraction that they have
+(``cuda.cpp.contract``).
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Matmul, Pointwise, read, read_map
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, Pointwise, read, read_map
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
+from fxround.kernels.shapes import Map
 from fxround.numerics.randomness import BLOCK
 from fxround.runtime import buffers
+from fxround.runtime.contractions import Product
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Pending, Work
 from fxround.runtime.cpu.matmul import Bound, bound_matmul
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array
-from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.contraction import BEGUN, Following, run_followed
+from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
 from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
 from fxround.runtime.torch_ops import CONTRACTIONS
 
@@ -49,6 +55,8 @@ _MANY: Final = 32
 _UNKNOWN: Final = "not planned yet"
 # The bytes that a step completes for each thread: half of a second-level cache, which also holds the map's operands.
 _STEP: Final = 1 << 19
+# The operators of a map that a CUDA kernel computes after a contraction; a longer one has registers of its own.
+_LONGEST: Final = 1 << 12
 # The least items of a step for each thread: with fewer, threads would wait for the last one.
 _ITEMS: Final = 4
 
@@ -145,23 +153,26 @@ class Epilogue(nn.Module):
         views = [node for node in nodes if node.target in _VIEWS]
         self.begin = _function(graph, inputs, contraction)
         self.views = _operands(graph, inputs, contraction, views, self.map.xs)
-        place = {node: i for i, node in enumerate(inputs)}
+        self.place = place = {node: i for i, node in enumerate(inputs)}
         # Indices of the map's operands among the inputs; None for the contraction's result.
         self.operands = tuple(place.get(node) for node in self.map.xs)
         self.rng = place[self.map.rng]
-        product = read(contraction)
+        product: Any = read(contraction)
+        self.contraction: Call[fx.Node] = product
+        self.one_rng = product.rng is self.map.rng
         self.product = product if isinstance(product, Matmul) else None
         # Indices of a product's factors among the inputs.
         self.factors = (place[product.a], place[product.b]) if isinstance(product, Matmul) else (0, 0)
         self.outside = tuple(_number(node) for node in nodes if any(user not in own for user in node.users))
         self.plans: dict[Any, Stepping | None] = {}
+        self.texts: dict[Any, Following | None] = {}
         # Indices of inputs that nothing reaches after a call; the schedule sets them.
         self.spent: tuple[int, ...] = ()
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         """Run as the graph says, or step by step: the same bits."""
         if runs_texts(inputs):
-            return list(self.whole(*inputs))
+            return self._as_text(inputs)
         layout = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
         key = (current_set(), torch.get_num_threads(), *layout)
         plan = self.plans.get(key, _UNKNOWN)
@@ -177,29 +188,73 @@ class Epilogue(nn.Module):
         buffers.release(*(inputs[i] for i in self.spent))
         return results
 
+    def _as_text(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Run as one CUDA kernel, or as the graph says where there is none: the same bits."""
+        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
+        following = self.texts.get(key, _UNKNOWN)
+        if following is None:
+            return list(self.whole(*inputs))
+        arguments = fx.map_arg(self.contraction.arguments(), lambda node: inputs[self.place[node]])
+        call = type(self.contraction).of(arguments)
+        operands = [inputs[i] for i in self.operands if i is not None]
+        try:
+            product = BEGUN[type(call)](call)
+            if isinstance(following, str):
+                following = None if isinstance(product, Tensor) else self._following(inputs, product)
+                if len(self.texts) > _MANY:
+                    self.texts.clear()
+                self.texts[key] = following
+            if following is None or isinstance(product, Tensor):
+                return list(self.whole(*inputs))
+            kept, made = run_followed(product, following, operands)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, f"{call.name} and the map after it", [*call.operands, *operands]) from error
+        buffers.release(*(inputs[i] for i in self.spent))
+        found = dict(enumerate(made)) | ({} if kept is None else {_CONTRACTION: kept})
+        return [found[number] for number in self.outside]
+
+    def _following(self, inputs: Sequence[Any], product: Product) -> Following | None:
+        """The map as it follows a contraction in its text; None if the graph is to run as it says."""
+        found = self._map_over(inputs, product.size, dtype_of(product.kernel.result))
+        if found is None or product.is_empty or not self.one_rng:
+            return None
+        kernel, operands = found
+        if len(kernel.body.schedule) > _LONGEST:
+            return None
+        nodes = self.map.nodes if isinstance(self.map, Fused) else (self.map.node,)
+        taken = [i is None for i in self.operands]
+        layouts = [(tuple(x.shape), x.stride()) for x in operands]
+        return Following.of(kernel, layouts, taken, _CONTRACTION in self.outside, nodes)
+
+    def _map_over(
+        self, inputs: Sequence[Any], size: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Map, list[Tensor]] | None:
+        """The map's kernel and the layouts of its operands, for a contraction's result of this size and dtype.
+
+        None unless the map reads element i of the contraction's result for its own element i alone.
+        """
+        operands = self.views(torch.empty(size, dtype=dtype, device="meta"), *(_meta(x) for x in inputs))
+        read = [x for x, i in zip(operands, self.operands, strict=True) if i is None]
+        total = math.prod(torch.broadcast_shapes(*(x.shape for x in operands)))
+        # Such an operand is row-major and has all elements, so it is neither permuted nor broadcast.
+        if total != math.prod(size) or any(x.numel() != total or not x.is_contiguous() for x in read):
+            return None
+        if not all(_readable(inputs[i]) for i in self.operands if i is not None):
+            return None
+        kernel = map_of(self.map, operands)
+        return None if kernel is None else (kernel, operands)
+
     def _plan(self, inputs: Sequence[Any]) -> Stepping | None:
         """The plan for inputs of these layouts; None if the graph is to run as it says."""
         pending: Pending = self.begin(*inputs)
-        result = torch.empty(pending.shape, dtype=pending.dtype, device="meta")
-        operands = self.views(result, *(_meta(x) for x in inputs))
-        read = [x for x, i in zip(operands, self.operands, strict=True) if i is None]
-        shape = torch.broadcast_shapes(*(x.shape for x in operands))
-        total = math.prod(shape)
-        if pending.plan is None or total != result.numel() or not all(x.is_contiguous() for x in read):
+        found = self._map_over(inputs, pending.shape, pending.dtype)
+        if pending.plan is None or found is None or any(isinstance(x, Tensor) and not x.is_cpu for x in inputs):
             return None
-        # The map must read element i of the contraction's result for its own element i alone: the operand is row-major
-        # and has all elements, so it is neither permuted nor broadcast.
-        if any(x.numel() != total for x in read) or not all(
-            _readable(inputs[i]) for i in self.operands if i is not None
-        ):
-            return None
-        kernel = map_of(self.map, operands)
-        if kernel is None:
-            return None
+        kernel, operands = found
         call = MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
         dtypes = tuple(dtype_of(storage) for storage in kernel.results)
-        steps = tuple(_steps(pending.plan, total, result.itemsize))
-        place = dtypes.index(result.dtype) if result.dtype in dtypes and _CONTRACTION not in self.outside else None
+        steps = tuple(_steps(pending.plan, math.prod(pending.shape), pending.dtype.itemsize))
+        place = dtypes.index(pending.dtype) if pending.dtype in dtypes and _CONTRACTION not in self.outside else None
         return (
             None
             if call is None or (place is None and len(steps) == 1)
@@ -297,4 +352,4 @@ def _meta(x: Any) -> Any:
 
 def _readable(x: Tensor) -> bool:
     """Whether a kernel can read the tensor; if not, the map alone raises the error."""
-    return x.is_cpu and x.layout == torch.strided and x.dtype in LOADS
+    return x.layout == torch.strided and x.dtype in LOADS

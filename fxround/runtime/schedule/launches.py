@@ -24,8 +24,10 @@ from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import largest_kernel
 from fxround.kernels.shapes import Exact, Map, Reduce
+from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work
-from fxround.runtime.cpu.pointwise import call_for
+from fxround.runtime.cpu.llvm.rows import build_rows
+from fxround.runtime.cpu.pointwise import array, call_for
 from fxround.runtime.cpu.reduction import reduction_for
 from fxround.runtime.cpu.threads import pieces_of
 from fxround.runtime.draw import NO_KEY, Draw
@@ -42,6 +44,7 @@ VIEWS: Final = frozenset(
         *(aten.split_with_sizes.default, aten.split.Tensor, aten.alias.default, aten.detach.default),
     }
 )
+_ROWS: Final = signature(2, 4)
 # The elements that make another thread worth its start.
 _ENOUGH: Final = 1 << 15
 
@@ -202,19 +205,30 @@ class Planner(ABC):
 
     def _cat(self, node: fx.Node) -> None:
         parts: Any = node.args[0]
-        dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         values = [self.value(part) for part in parts]
+        dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         whole = torch.cat([value.tensor for value in values], dim)
+        dim %= whole.dim()
         if any(value.tensor.dtype != whole.dtype or value.tensor.dtype not in STORAGES for value in values):
             raise NoPlan
         made = self.made(whole.shape, whole.dtype)
         sizes = [value.tensor.shape[dim] if value.tensor.dim() == whole.dim() else 0 for value in values]
         places = [made.view(place) for place in made.tensor.split_with_sizes(sizes, dim)]
-        if not all(place.tensor.is_contiguous() for place in places):
-            raise NoPlan
         for value, place in zip(values, places, strict=True):
-            self.move(value, place)
+            if place.tensor.is_contiguous():
+                self.move(value, place)
+            else:
+                self._rows(value, place, made.tensor, dim)
         self.env[node] = made
+
+    def _rows(self, value: Value, place: Value, whole: Tensor, dim: int) -> None:
+        """Copy a value to a part of ``whole`` along a dimension: a piece of each of its rows."""
+        if value.tensor.is_neg() or not value.tensor.is_contiguous():
+            value = self._copied(value)
+        rows, size = math.prod(whole.shape[:dim]), value.tensor.nbytes
+        layout = array((size // rows, size // rows, whole.nbytes // rows))
+        function = native("rows", build_rows, None, "rows", _ROWS)
+        self.launch(Launch(function, rows, (ctypes.addressof(layout), value, place, 0), (layout,)))
 
     def _map(self, node: fx.Node, call: Pointwise[fx.Node] | Fused[fx.Node]) -> None:
         values = tuple(self.value(x) for x in call.xs)
@@ -257,21 +271,25 @@ class Planner(ABC):
         code, result = self.code(work), self.made(pending.shape, pending.dtype)
         arguments = (ctypes.addressof(code.layout), *factors, result, Space(code.scratch), key, Flag())
         again = work if code is work.quick else None
-        self.launch(Launch(code.function, work.items, arguments, (pending, code), again))
+        # A plan outlives the call, so that it holds the tables and not the operands.
+        held = work, pending.held[len(operands) :], code
+        self.launch(Launch(code.function, work.items, arguments, held, again))
         self.env[node] = result
 
     def _factors(self, pending: Pending, operands: Sequence[Value]) -> list[int | Value]:
         """Return the addresses of a contraction's operands, which may have changed places, and of its tables."""
         found: list[int | Value] = []
         for i, (address, tensor) in enumerate(zip(pending.pointers, pending.held, strict=True)):
-            value = next((x for x in operands if x.tensor.data_ptr() == address), None)
             if i >= len(operands):
                 found.append(address)
-            elif value is None:
-                raise NoPlan  # a copy of an operand
-            else:
-                assert tensor.untyped_storage().data_ptr() == value.tensor.untyped_storage().data_ptr()
-                found.append(value)
+                continue
+            values = [x for x in operands if x.tensor.data_ptr() == address]
+            # None is at the address of a copy. Values of several homes are at it if arguments are one tensor, which
+            # they need not be in another call.
+            if len({x.home for x in values}) != 1:
+                raise NoPlan
+            assert tensor.untyped_storage().data_ptr() == values[0].tensor.untyped_storage().data_ptr()
+            found.append(values[0])
         return found
 
     def _argument(self, arg: Any) -> Any:

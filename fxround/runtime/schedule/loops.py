@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxround.errors import FxroundError
-from fxround.graph.dialect import COND, SCAN, is_loop, loops_of, read_loop
+from fxround.graph.dialect import COND, SCAN, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
-from fxround.runtime.schedule.machine_loops import scanned
+from fxround.runtime.schedule.machine_loops import ScanPlans, scanned
 
 
 def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body]) -> fx.GraphModule:
@@ -32,8 +32,8 @@ def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body])
     made: dict[fx.Node, fx.Node] = {}
     found = fx.Graph()
     for node in graph.graph.nodes:
-        if node.op == "get_attr" and node.users and all(map(is_loop, node.users)):
-            continue
+        if node.op == "get_attr" and isinstance(parts[str(node.target)], fx.GraphModule):
+            continue  # the body of a loop
         if node not in bodies:
             made[node] = found.node_copy(node, made.__getitem__)
             continue
@@ -82,6 +82,7 @@ class Scan(Repeated):
         super().__init__()
         self.body, self.carries, self.xs = body, carries, xs
         self.stacked = tuple(i for i in range(carries, len(body.own)) if i in used)
+        self.plans = ScanPlans(body.source, carries, xs, self.stacked)
 
     def forward(self, *operands: Any) -> list[Any]:
         """Return the last carries and the stacked results; None for a result that nothing reads."""
@@ -90,7 +91,7 @@ class Scan(Repeated):
         length = int(xs[0].shape[0])
         if length == 0:
             raise FxroundError("a loop over tensors of length 0 has no result: expected at least one step")
-        whole = scanned(self.body.source, operands, self.carries, self.xs, self.stacked, buffers.empty)
+        whole = scanned(self.plans, operands, buffers.empty)
         if whole is not None:
             return whole
         run, own = self.body.run, self.body.own

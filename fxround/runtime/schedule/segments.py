@@ -1,21 +1,18 @@
-"""Segments: consecutive kernels in one call of machine code, and the programs of a call that are made of them.
+"""Segments: consecutive kernels in one call of machine code.
 
-A ``Program`` has the steps of a call in order. A ``Segment`` is passed the addresses of what it reads and of new
-results; values between its kernels are in memory of the call's own. A ``Step`` is a call of Python, whose result must
-be what the program was made for.
+A ``Segment`` is passed the addresses of what it reads and of new results; values between its kernels are in memory of
+the call's own.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, native, signature
 from fxround.runtime.cpu.llvm.repeat import MOST
 from fxround.runtime.cpu.llvm.straight import build_straight
@@ -30,94 +27,6 @@ _STATE: Final = 12
 # The bases of a frame: seed, sample, the frame itself, the memory after it, then what is outside.
 _SEED, _SAMPLE, _FRAME, _MEMORY, _OUTSIDE = range(5)
 _NO_DRAW: Final = Draw()
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of a value in a call: an argument of a step, or a part of one."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of Python.
-
-    results     the slots of its result, or of the parts of a result that is a list
-    expected    the layouts, or the numbers, that the program assumes
-    """
-
-    function: Any
-    args: Any
-    kwargs: Any
-    results: tuple[int, ...]
-    expected: Any
-
-    def run(self, slots: list[Any]) -> bool:
-        """Call the function; whether the result is what the plan assumes."""
-        args = [_filled(arg, slots) for arg in self.args]
-        found = self.function(*args, **{name: _filled(arg, slots) for name, arg in self.kwargs.items()})
-        if self.expected != assumed(found):
-            return False
-        for slot, part in zip(self.results, found if isinstance(found, list | tuple) else [found], strict=True):
-            slots[slot] = part
-        return True
-
-
-def _filled(arg: Any, slots: Sequence[Any]) -> Any:
-    """Return an argument with values in place of slots."""
-    if isinstance(arg, Slot):
-        return slots[arg.index]
-    if isinstance(arg, list | tuple):
-        return type(arg)(_filled(part, slots) for part in arg)
-    return arg
-
-
-def assumed(found: Any) -> Any:
-    """Return what a plan assumes of a result of Python: its layout, or the number itself."""
-    if isinstance(found, Tensor):
-        return found.shape, found.stride(), found.dtype, found.is_cpu, found.is_neg()
-    if isinstance(found, list | tuple):
-        return tuple(map(assumed, found))
-    return type(found), found
-
-
-@dataclass(frozen=True)
-class Run:
-    """A segment with the slots of what it reads and of what it makes, of these shapes and dtypes."""
-
-    segment: Segment
-    reads: tuple[int, ...]
-    makes: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
-    rng: int | None
-
-    def run(self, slots: list[Any]) -> bool:
-        """Make the results."""
-        for slot, shape, dtype in self.makes:
-            slots[slot] = buffers.empty(shape, dtype)
-        outside = [slots[i] for i in self.reads]
-        outside += [slots[slot] for slot, _, _ in self.makes]
-        self.segment.run(outside, None if self.rng is None else slots[self.rng])
-        return True
-
-
-@dataclass(frozen=True)
-class Program:
-    """The steps of a call. slots: the inputs, what the graph holds, and room for the values of a call."""
-
-    steps: tuple[Run | Step, ...]
-    held: tuple[Any, ...]
-    room: int
-    returned: Any
-
-    def run(self, inputs: Sequence[Any]) -> Any:
-        """Return what the graph returns; None if a result of Python is not what the plan assumes."""
-        buffers.begin()
-        slots = [*inputs, *self.held, *(None,) * self.room]
-        for step in self.steps:
-            if not step.run(slots):
-                return None
-        return _filled(self.returned, slots)
 
 
 class Segment:

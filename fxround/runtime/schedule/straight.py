@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxround.graph.values import outputs_of
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
+from fxround.runtime.schedule.aliasing import is_kernel
 from fxround.runtime.schedule.launches import Key, Launch, NoPlan, Planner, Value
-from fxround.runtime.schedule.segments import Program, Run, Segment, Slot, Step, assumed
+from fxround.runtime.schedule.programs import Program, Run, Slot, Step, assumed, binding, expectation, view_of
+from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.torch_ops import KERNELS
 
 # The key of a scheduled graph's ``meta`` for the graph that it was made of, with loops as modules.
@@ -53,11 +55,14 @@ class Straight:
         return self.graph(*inputs) if found is None else found
 
     def _plan(self, inputs: Sequence[Any]) -> Program | bool | None:
-        if self._source is None or runs_texts(()):
+        # Inside a transform of torch.func a tensor stands for several, whose layouts are others.
+        if self._source is None or runs_texts(()) or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         try:
             # Everything that the plan depends on; addresses and numbers of Python are given with each call.
-            layouts = [(x.shape, x.stride(), x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in inputs]
+            layouts = [
+                (x.shape, x.stride(), x.dtype, x.is_cpu, type(x)) if isinstance(x, Tensor) else x for x in inputs
+            ]
             key = (current_set(), torch.get_num_threads(), *layouts)
             latest, plan = self._latest
             # To compare with the latest key takes less than to look one up.
@@ -84,7 +89,10 @@ class Straight:
 
 
 def _is_small(x: Any) -> bool:
-    return not isinstance(x, Tensor) or (x.is_cpu and x.numel() <= _ELEMENTS)
+    if not isinstance(x, Tensor):
+        return True
+    # Another class of tensors may define what an operator does.
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.numel() <= _ELEMENTS
 
 
 class _TooLarge(Exception):
@@ -113,6 +121,10 @@ class _StraightPlanner(Planner):
         self.slots: dict[int, int] = {}
         self.events: list[Launch | fx.Node] = []
         self.bytes = 0
+        # The homes that kernels make.
+        self.makes = set[int]()
+        # Nothing is rounded: PyTorch's operators compute everything, copies included.
+        self.unrounded = not any(map(is_kernel, graph.graph.nodes))
         self.rng: Any = None
         self.places: dict[fx.Node, int] = {}
         self.held: list[Any] = []
@@ -146,8 +158,7 @@ class _StraightPlanner(Planner):
 
     def _call(self, node: fx.Node) -> None:
         """Call a node by Python."""
-        function = self._function(node)
-        found = function(*self._argument(node.args), **self._argument(node.kwargs))
+        found = self._function(node)(*self._argument(node.args), **self._argument(node.kwargs))
         if isinstance(found, int) and (node.target in _SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
             # A size, or what is computed from sizes and numbers, is the same in every call of the plan.
             self.env[node] = found
@@ -175,12 +186,15 @@ class _StraightPlanner(Planner):
 
     def made(self, shape: Sequence[int], dtype: torch.dtype) -> Value:
         """Return a result of a kernel."""
+        if self.unrounded:
+            raise NoPlan
         made = torch.empty(tuple(shape), dtype=dtype)
         if not made.numel():
             raise NoPlan  # no kernel writes it
         self.bytes += made.nbytes
         if self.bytes > _BYTES:
             raise _TooLarge
+        self.makes.add(len(self.homes))
         return self._at_home(made)
 
     def state(self, rng: Any) -> tuple[int, int]:
@@ -196,11 +210,12 @@ class _StraightPlanner(Planner):
         return work.quick or work.general()
 
     def program(self) -> Program | None:
-        """Return the program; None if there is no launch."""
-        if not any(isinstance(event, Launch) for event in self.events):
+        """Return the program; None if there is no launch in a graph that rounds."""
+        if not (self.unrounded or any(isinstance(event, Launch) for event in self.events)):
             return None
         self.steps: list[Run | Step] = []
         self.next = self.inputs + len(self.held)
+        self._make_as_returned()
         runs = self._runs()
         outside = self._outside(runs)
         for run in runs:
@@ -210,7 +225,18 @@ class _StraightPlanner(Planner):
                 self._segment(run, outside)
         found = self.graph.graph.output_node().args[0]
         returned = fx.map_arg(found, self._emitted)
-        return Program(tuple(self.steps), tuple(self.held), self.next - self.inputs - len(self.held), _plain(returned))
+        return Program(tuple(self.steps), self.inputs, tuple(self.held), _plain(returned))
+
+    def _make_as_returned(self) -> None:
+        """Let kernels make results in the shapes in which they are returned, so that these are no views."""
+        for node in outputs_of(self.graph):
+            value = self.env[node] if isinstance(node, fx.Node) else None
+            if not isinstance(value, Value) or value.home not in self.makes:
+                continue
+            home = self.homes[value.home]
+            if value.tensor.is_contiguous() and value.tensor.nbytes == home.nbytes and value.tensor.dtype == home.dtype:
+                self.homes[value.home] = value.tensor
+                self.makes.discard(value.home)
 
     def _runs(self) -> list[fx.Node | list[Launch]]:
         """The events, with consecutive launches together."""
@@ -242,8 +268,6 @@ class _StraightPlanner(Planner):
 
     def _needed(self, node: fx.Node) -> set[int]:
         """The homes that have to be tensors for Python to read a node."""
-        if self._is_view(node):
-            return {home for source in node.all_input_nodes for home in self._needed(source)}
         return {x.home for x in _parts(self.env[node]) if isinstance(x, Value)}
 
     def _is_view(self, node: fx.Node) -> bool:
@@ -270,22 +294,42 @@ class _StraightPlanner(Planner):
         for slot, part in zip(results, parts, strict=True):
             if isinstance(part, Value):
                 self.slots[part.home] = slot
-        expected = assumed(_tensors(value))
-        self.steps.append(Step(self._function(node), _plain(args), dict(kwargs), results, expected))
+        expected = expectation(node.target, _tensors(value))
+        function = binding(self._function(node), self._argument(node.args))
+        self.steps.append(Step(function, _plain(args), dict(kwargs), results, isinstance(value, list), expected))
         if not isinstance(value, list):
             self.places[node] = results[0]
 
     def _emitted(self, node: fx.Node) -> Any:
         """The slot that has a node's value; a view of a kernel's result is computed when Python first needs it."""
         if node not in self.places and self._is_view(node):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
-            expected = assumed(_tensors(self.env[node]))
-            self.places[node] = slot = self._room()
-            self.steps.append(Step(_whole(node.target), _plain(args), dict(kwargs), (slot,), (expected,)))
+            self.places[node] = self._viewed(node)
         if node in self.places:
             return Slot(self.places[node])
         found = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in _parts(self.env[node])]
         return found if isinstance(self.env[node], list) else found[0]
+
+    def _viewed(self, node: fx.Node) -> int:
+        """The slot of a view, which Python computes."""
+        value = self.env[node]
+        if isinstance(value, Value):
+            home = self.homes[value.home]
+            unchanged = assumed(value.tensor) == assumed(home) and value.shift == 0
+            # What the caller gets is a tensor of its own.
+            if unchanged and not self._is_returned(node):
+                return self.slots[value.home]
+            found = view_of(home, value.tensor, Slot(self.slots[value.home]))
+            if found is not None:
+                slot = self._room()
+                self.steps.append(Step(*found, {}, (slot,)))
+                return slot
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
+        slot = self._room()
+        self.steps.append(Step(node.target, _plain(args), dict(kwargs), (slot,), False, assumed(_tensors(value))))
+        return slot
+
+    def _is_returned(self, node: fx.Node) -> bool:
+        return any(user.op == "output" for user in node.users)
 
     def _room(self) -> int:
         self.next += 1
@@ -312,11 +356,6 @@ def _tensors(value: Any) -> Any:
     if isinstance(value, list):
         return [_tensors(part) for part in value]
     return value.tensor if isinstance(value, Value) else value
-
-
-def _whole(function: Any) -> Any:
-    """Return the function that gives its result, or its list of results, as the only one."""
-    return lambda *args, **kwargs: [function(*args, **kwargs)]
 
 
 def _plain(arg: Any) -> Any:

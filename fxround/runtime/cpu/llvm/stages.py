@@ -17,6 +17,8 @@ from fxround.numerics.scalar import Expr
 
 # The operators of a stage at most, unless one statement has more: two additions that draw have 48 and are two stages.
 _LONGEST: Final = 30
+# The lanes of a vector of 32 bits each; vectors with values of 64 bits have half as many.
+LANES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def stages_of(kernel: Map) -> tuple[Stage, ...]:
     known: dict[Expr, None] = dict.fromkeys(kernel.body.params)
     stages = []
     for own in results:
-        stages.append(Stage(own, _reads(own, known), _lanes_of(own, known)))
+        stages.append(Stage(own, _reads(own, known), lanes_of(own, known)))
         known |= dict.fromkeys(own)
     return tuple(stages)
 
@@ -69,9 +71,9 @@ def _results_of_stages(kernel: Map) -> list[tuple[Expr, ...]]:
     return found[::-1]
 
 
-def _lanes_of(results: tuple[Expr, ...], known: dict[Expr, None]) -> int:
+def lanes_of(results: tuple[Expr, ...], known: dict[Expr, None]) -> int:
     """The lanes of a vector that fills one AVX-512 register: 16 if all that is always needed has 32 bits, else 8."""
-    return 8 if any(n.type in ("u64", "f64") for n in (*needed(results, known), *results)) else 16
+    return LANES // 2 if any(n.type in ("u64", "f64") for n in (*needed(results, known), *results)) else LANES
 
 
 def _reads(results: Iterable[Expr], known: dict[Expr, None]) -> tuple[Expr, ...]:

@@ -1,0 +1,200 @@
+"""Programs: the steps of a call of a planned graph, as one Python function that torch.fx writes.
+
+A ``Run`` calls a segment. A ``Step`` is a call of Python, whose result must be what the plan assumes where the layouts
+of its arguments do not decide it. The function has no loop over the steps, and releases every value after its last use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fxround.numerics.lazy import cached_property
+from fxround.runtime import buffers
+from fxround.runtime.schedule.segments import Segment
+
+_ATEN: Final = torch.ops.aten
+# The functions of ``torch`` that make the same call as an operator of that name, in less time.
+_BINDINGS: Final[Mapping[Any, Callable[..., Any]]] = {
+    getattr(getattr(_ATEN, name), overload): getattr(torch, name)
+    for overload, names in {
+        "default": "abs amax amin bmm clone convolution cos embedding erf exp log mm neg reciprocal relu rsqrt sigmoid "
+        "sin sqrt tanh",
+        "Tensor": "add div mul sub",
+        "dim_IntList": "sum",
+        "self": "where",
+    }.items()
+    for name in names.split()
+}
+# Operators whose results' layouts do not follow from those of the arguments alone.
+_VARYING: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a value in a call: an argument of a step, or a part of one."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of Python.
+
+    results     the slots of its result, or of the parts of a result that is a list
+    parts       whether the result is a list
+    expected    the layouts, or the numbers, that the program assumes; None if they follow from those of the arguments
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+    parts: bool = False
+    expected: Any = None
+
+    def write(self, graph: fx.Graph, slots: dict[int, fx.Node]) -> None:
+        """Append the call to a graph, with a check of the result if one is needed."""
+        args, kwargs = _filled(tuple(self.args), slots), {k: _filled(arg, slots) for k, arg in self.kwargs.items()}
+        found = graph.call_function(_named(self.function), args, kwargs)
+        if self.expected is not None:
+            graph.call_function(_requirement(self.expected), (found,))
+        for i, slot in enumerate(self.results):
+            slots[slot] = graph.call_function(operator.getitem, (found, i)) if self.parts else found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A segment with the slots of what it reads and of what it makes, of these shapes and dtypes."""
+
+    segment: Segment
+    reads: tuple[int, ...]
+    makes: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    rng: int | None
+
+    def write(self, graph: fx.Graph, slots: dict[int, fx.Node]) -> None:
+        """Append the call to a graph."""
+        rng = None if self.rng is None else slots[self.rng]
+        found = graph.call_function(self._call(), ([slots[i] for i in self.reads], rng))
+        for i, (slot, _, _) in enumerate(self.makes):
+            slots[slot] = graph.call_function(operator.getitem, (found, i))
+
+    def _call(self) -> Callable[[list[Tensor], Tensor | None], list[Tensor]]:
+        layouts, run = [(shape, dtype) for _, shape, dtype in self.makes], self.segment.run
+
+        def segment(reads: list[Tensor], rng: Tensor | None) -> list[Tensor]:
+            made = [buffers.empty(shape, dtype) for shape, dtype in layouts]
+            run([*reads, *made], rng)
+            return made
+
+        return segment
+
+
+class _Unexpected(Exception):
+    """A result of Python is not what the plan assumes."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a call. The first slots are the inputs, the next ones what the graph holds."""
+
+    steps: tuple[Run | Step, ...]
+    inputs: int
+    held: tuple[Any, ...]
+    returned: Any
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Return what the graph returns; None if a result of Python is not what the plan assumes."""
+        try:
+            return self._function(*inputs, *self.held)
+        except _Unexpected:
+            return None
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        graph = fx.Graph()
+        slots = {i: graph.placeholder(f"x{i}") for i in range(self.inputs + len(self.held))}
+        graph.call_function(buffers.begin)
+        for step in self.steps:
+            step.write(graph, slots)
+        graph.output(_filled(self.returned, slots))
+        written: Callable[..., Any] = fx.GraphModule({}, graph).forward
+        return written
+
+
+def _filled(arg: Any, slots: Mapping[int, fx.Node]) -> Any:
+    """Return an argument with nodes in place of slots."""
+    if isinstance(arg, Slot):
+        return slots[arg.index]
+    if isinstance(arg, list | tuple):
+        return (list if isinstance(arg, list) else tuple)(_filled(part, slots) for part in arg)
+    return arg
+
+
+def _named(function: Any) -> Callable[..., Any]:
+    """Return a function whose name torch.fx can write."""
+    if hasattr(function, "__name__"):
+        named: Callable[..., Any] = function
+        return named
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _requirement(expected: Any) -> Callable[[Any], None]:
+    def require(found: Any) -> None:
+        if assumed(found) != expected:
+            raise _Unexpected
+
+    return require
+
+
+def assumed(found: Any) -> Any:
+    """Return what a plan assumes of a result of Python: its layout, or the number itself."""
+    if isinstance(found, Tensor):
+        return found.shape, found.stride(), found.dtype, found.is_cpu, found.is_neg()
+    if isinstance(found, list | tuple):
+        return tuple(map(assumed, found))
+    return type(found), found
+
+
+# The numbers of rows and steps that come from lengths have no tag.
+_UNSETTLED: Final = (_ATEN.convolution.default, _ATEN._pack_padded_sequence.default)
+
+
+def expectation(target: Any, found: Any) -> Any:
+    """Return what has to be checked of an operator's result; None if the arguments' layouts decide everything."""
+    settled = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not _VARYING & {*target.tags}
+    # A switch of PyTorch decides the strides of a convolution; a complex result may be a view with a sign.
+    tensors = found if isinstance(found, list | tuple) else [found]
+    plain = all(isinstance(x, Tensor) and not (x.is_complex() or x.is_neg()) for x in tensors)
+    return None if settled and plain and target not in _UNSETTLED else assumed(found)
+
+
+def binding(target: Any, args: Sequence[Any]) -> Any:
+    """Return a function that makes the call of an operator in less time, the operator itself if there is none."""
+    return _BINDINGS.get(target, target) if args and isinstance(args[0], Tensor) else target
+
+
+def view_of(home: Tensor, view: Tensor, source: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the function and arguments that make a view of a home's memory at once; None if there are none.
+
+    source: what stands for the home among the arguments.
+    """
+    if view.dtype != home.dtype or home.is_complex() or view.is_neg() or home.layout != torch.strided:
+        return None
+    beyond, size, stride = view.storage_offset() - home.storage_offset(), tuple(view.shape), view.stride()
+    if not beyond:
+        return torch.as_strided, (source, size, stride)
+
+    def part(x: Tensor) -> Tensor:
+        return torch.as_strided(x, size, stride, x.storage_offset() + beyond)
+
+    return part, (source,)
