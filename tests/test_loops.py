@@ -132,6 +132,30 @@ def test_loops_have_the_bits_of_their_unrolled_code(case: str, policy: str) -> N
         assert _same(_gradients(one_by_one, given), found) and not list(loops_of(one_by_one.lowered))
 
 
+class Parts(nn.Module):
+    """Steps whose gradient reads one part of what an operation returns: of a norm, a maximum, views of a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, state: Tensor, xs: Tensor) -> Any:
+        def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = self.norm(s).split(2, 1)
+            third, fourth = (s * x).unbind(0)
+            return torch.cat([first * second, first + second], 1), third * fourth * (s + x).max(0).values
+
+        return scan(step, state, xs)
+
+
+def test_a_gradient_reads_parts_of_results() -> None:
+    given = torch.rand(2, 4), torch.rand(3, 2, 4)
+    model = Parts()
+    found = _gradients(fxround.compile(model, "reproducible"), given)
+    model.zero_grad()
+    assert _same(_gradients(fxround.compile(model, "reproducible", unroll_loops=True), given), found)
+
+
 def test_a_scan_is_numpys_arithmetic() -> None:
     def model(x: Tensor, us: Tensor) -> Any:
         return scan(lambda c, u: (c * u + u, c - u), x, us)

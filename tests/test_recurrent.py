@@ -143,3 +143,12 @@ def test_localize_names_a_gate_of_a_step() -> None:
     # The first result depends on the first step alone, and its cell is zero, which the gate of the state multiplies.
     report = fxround.localize(layer, x, lambda out: bool(torch.equal(out[0][0], wanted[0])), narrow)
     assert [[site.node for site in culprits.sites] for culprits in report.sets] == [["sigmoid"], ["sigmoid_2"]]
+
+
+def test_a_function_may_read_a_layer_from_outside() -> None:
+    layer, x = nn.GRU(3, 4), torch.rand(5, 2, 3)
+    read, module = fxround.compile(lambda x: layer(x), "reproducible"), fxround.compile(layer, "reproducible")
+    with torch.no_grad():
+        for _ in range(3):
+            layer.weight_hh_l0.add_(0.25)
+            assert all(torch.equal(a, b) for a, b in zip(read(x), module(x), strict=True))

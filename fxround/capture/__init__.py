@@ -29,6 +29,7 @@ from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
+from fxround.capture.packed import as_tuples, packed_sequences
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -173,12 +174,24 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 
     The module's ``forward`` must name its parameters: torch 2.13 loses the shapes of ``**kwargs``.
     """
+    args, kwargs = as_tuples((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with asked_sizes():
+    with asked_sizes(), packed_sequences((args, kwargs)):
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def export_graph(module: torch.nn.Module, graph: fx.GraphModule, given: list[Any]) -> Any:
+    """Return ``torch.export.export`` of ``module(given)``, where dimensions that are symbolic in a graph stay so.
+
+    given: what enters the graph, in the order of its placeholders.
+    """
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    shapes = [_dynamic(leaf, getattr(value, "shape", None)) for leaf, value in zip(given, values, strict=True)]
+    with asked_sizes():
+        return torch.export.export(module, (given,), dynamic_shapes=(shapes,), strict=False)
 
 
 def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:
@@ -203,6 +216,7 @@ def _trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
+        stack.enter_context(packed_sequences((args, kwargs)))
         try:
             graph, reads = dynamo_graph(model, args, kwargs)
             refuse_reads(graph, {read.source for read in reads if isinstance(read, Read)})

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.log_messages import logging_while_traced
-from fxround.capture.refusals import LeftToPython, explained
+from fxround.capture.refusals import LeftToPython, called_with, explained
 from fxround.capture.torch_private import find_builtins, separate_sizes
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH
@@ -131,10 +131,12 @@ def aside() -> contextlib.AbstractContextManager[object]:
 
 # A model may need a graph for each value of an attribute that it reads as a number.
 _GRAPHS: Final = 64
+# PyTorch also limits the graphs of all models of the same code, since the process began: there is no such limit here.
+_GRAPHS_OF_CODE: Final = 1 << 40
 
 
 @contextlib.contextmanager
-def replaying(model: nn.Module, symbolic: bool) -> Iterator[None]:
+def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Iterator[None]:
     """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError.
 
     symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own. Otherwise
@@ -148,14 +150,19 @@ def replaying(model: nn.Module, symbolic: bool) -> Iterator[None]:
         automatic_dynamic_shapes=symbolic,
         specialize_float=True,
         recompile_limit=_GRAPHS,
-        accumulated_recompile_limit=8 * _GRAPHS,
+        accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,
     )
     with settings, separate_sizes(), logging_while_traced():
         try:
             yield
+        except exc.FailOnRecompileLimitHit as error:
+            raise CaptureError(
+                f"{type(model).__name__} has {_GRAPHS} graphs already, and would need another one: captures() has the "
+                "reason of each. A number that the model reads may change with every call: pass it as a tensor."
+            ) from error
         except exc.TorchDynamoException as error:
-            raise explained(model, error) from error
+            raise explained(model, error, called_with(args, kwargs)) from error
 
 
 def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...]]:

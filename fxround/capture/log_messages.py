@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fxround.capture.torch_private import traced_logger
+from fxround.capture.torch_private import refusing_logger, traced_logger
 
 
 class _Thread(threading.local):
@@ -59,3 +59,5 @@ def _install() -> None:
         return constant(None)
 
     logger.call_method = call_method
+    # What PyTorch logs of an operation that refuses its operands is raised too.
+    refusing_logger().addFilter(lambda record: _THREAD.logged is None)

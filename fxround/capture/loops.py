@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     CaptureError if a carry changes its shape or dtype.
     """
     if _UNROLLED.get():
-        return _one_by_one(step, carries, xs, others)
+        return one_by_one(step, carries, xs, others)
+    # A layer that a function reads from outside: its parameters are constants of the trace.
+    others = [x.detach() if type(x) is torch.nn.Parameter else x for x in others]
     own = _apart([*(_row_major(x) for x in carries), *others])
     carries, others = own[: len(carries)], own[len(carries) :]
     operands = (*carries, *xs, *others)
@@ -84,7 +87,8 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     return tuple(SCAN(guarded, list(carries), list(xs), tuple(others)))
 
 
-def _one_by_one(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+def one_by_one(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return what ``scan`` returns, with the operations of each iteration one by one."""
     run, state, rows = _interpreted(step), list(carries), []
     for x in zip(*(torch.unbind(x) for x in xs), strict=True):
         results = list(run(*state, *x, *others))
@@ -165,13 +169,15 @@ def _apart(operands: Sequence[Any]) -> list[Any]:
 
 def _row_major(x: Any) -> Any:
     """Return a tensor with the strides of a row-major one, also in dimensions of size 1."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
     if not isinstance(x, Tensor):
         return x
     step: Any = 1
     for size, stride in reversed(list(zip(x.shape, x.stride(), strict=True))):
-        if stride != step:
+        if guard_or_true(stride != step):
             return x.clone(memory_format=torch.contiguous_format)
-        step = step * size
+        step = step * torch.sym_max(size, 1)  # as PyTorch's own strides, for sizes that come from data
     return x
 
 
@@ -280,7 +286,10 @@ def _split(
     operands, tangents = entries[:primals], entries[primals:]
     outputs = _results(joint)
     forward = _needed(joint, outputs[:results])
-    backward = _needed(joint, outputs[results:]) - forward
+    backward = _needed(joint, outputs[results:])
+    # The parts of a forward operation's result are saved, not the tuple of them.
+    forward |= {n for n in backward if n.target is operator.getitem and n.args[0] in forward and not _is_cheap(n)}
+    backward -= forward
     crossing: dict[fx.Node, None] = {}
     stack = [used for node in backward for used in node.all_input_nodes]
     stack += [x for x in outputs[results:] if isinstance(x, fx.Node)]
@@ -312,10 +321,12 @@ def _needed(graph: fx.GraphModule, ends: Sequence[Any]) -> set[fx.Node]:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether the backward part computes the value itself: a view, or a number."""
-    if not isinstance(node.meta.get("val"), Tensor):
-        return not isinstance(node.meta.get("val"), list | tuple)
-    schema = getattr(node.target, "_schema", None)
+    """Whether the backward part computes the value itself: a view, a part of views, or a number."""
+    value: Any = node.meta.get("val")
+    if not isinstance(value, Tensor | list | tuple):
+        return True
+    source = node.args[0] if node.target is operator.getitem else node
+    schema = getattr(getattr(source, "target", None), "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 

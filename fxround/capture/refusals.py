@@ -18,18 +18,12 @@ from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
-from torch.nn.utils.rnn import PackedSequence
 
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
 
 EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(str(d)[6:] for d in FORMAT_OF)
-
-_PACKED: Final = (
-    "run the layer on the padded tensor: the results within each sequence are the same, and the last one of sequence i "
-    "is output[lengths[i] - 1, i]; for two directions, reverse each sequence for a second layer"
-)
 
 
 def refused_kind(tensor: torch.Tensor) -> str:
@@ -40,12 +34,7 @@ def refused_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels.
-
-    Also for packed sequences.
-    """
-    if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
-        raise CaptureError(f"{type(model).__name__} cannot be captured with a PackedSequence: {_PACKED}.")
+    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels."""
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
@@ -93,8 +82,10 @@ class LeftToPython(CaptureError):
 
 
 _ADVICE: Final = (
-    ("pack_padded_sequence", _PACKED),
-    ("pack_sequence", _PACKED),
+    (
+        "pack_padded_sequence",
+        "let the model change no Python object, and take and return tensors, tuples, lists and dicts: then it may pack",
+    ),
     (
         "_ctc_loss",
         "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
@@ -110,8 +101,35 @@ _ADVICE: Final = (
 )
 
 
-def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
-    """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change."""
+def called_with(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the sizes of the arguments of a call; of an object that holds tensors (a cache), those of the first."""
+    named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+    found = [(name, value, _first_tensor(value)) for name, value in named]
+    return ", ".join(
+        f"{name} {tuple(t.shape)}" if t is value else f"{name} ({type(value).__name__}, which holds {tuple(t.shape)})"
+        for name, value, t in found
+        if t is not None
+    )
+
+
+def _first_tensor(value: Any, depth: int = 4) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if not depth or isinstance(value, torch.nn.Module):
+        return None
+    inner = value if isinstance(value, list | tuple) else [*getattr(value, "__dict__", {}).values()]
+    return next((t for t in (_first_tensor(part, depth - 1) for part in inner) if t is not None), None)
+
+
+# What PyTorch says where an operation refuses the sizes of its operands in a trace.
+_REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
+
+
+def explained(model: torch.nn.Module, error: Exception, called: str = "") -> CaptureError:
+    """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change.
+
+    called: the sizes of the arguments, if they are known.
+    """
     text = str(error)
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
@@ -125,6 +143,10 @@ def explained(model: torch.nn.Module, error: Exception) -> CaptureError:
     advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
     explanation = re.search(r"Explanation: ([^\n]+)", text)
     said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    refused = _REFUSED_SIZES.search(text)
+    if refused and called:
+        said = f"{refused[2]}\n  called  with {called}"
+        advice = "pass arguments whose sizes fit together; a cache holds the batch that filled it: make a new one"
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph.\n"
         f"  at      {where}\n  reason  {said}\n  change  {advice}"

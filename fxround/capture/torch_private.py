@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,11 @@ def traced_logger() -> tuple[Any, Any]:
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     return LoggingLoggerVariable, ConstantVariable.create
+
+
+def refusing_logger() -> Any:
+    """Return the logger of fake tensors, which logs the stack of every error that it raises."""
+    return fake_tensor.log
 
 
 def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
@@ -191,20 +197,16 @@ def _kept_checks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_layers(lstm: Callable[..., Any], rnn: Callable[..., Any]) -> Iterator[None]:
-    """Let PyTorch's decompositions of recurrent layers call these functions for one layer in one direction."""
+def replaced_layers(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let PyTorch's decompositions of recurrent layers call these functions by these names."""
     decompositions: Any = importlib.import_module("torch._decomp.decompositions")
-    with (
-        mock.patch.object(decompositions, "one_layer_lstm", lstm),
-        mock.patch.object(decompositions, "one_layer_rnn", rnn),
-    ):
+    with mock.patch.dict(vars(decompositions), functions):
         yield
 
 
-def lstm_cell() -> Callable[..., Any]:
-    """Return PyTorch's formulas of an LSTM's step."""
-    cell: Callable[..., Any] = importlib.import_module("torch._decomp.decompositions").lstm_cell
-    return cell
+def recurrent_formulas() -> Any:
+    """Return the module of PyTorch's formulas of recurrent layers."""
+    return importlib.import_module("torch._decomp.decompositions")
 
 
 def find_builtins(codegen: Any) -> None:
@@ -318,6 +320,16 @@ def traced_frame() -> tuple[str, torch.nn.Module | None]:
     tracer = InstructionTranslator.current_tx()
     modules = (value for value in tracer.f_locals.values() if isinstance(value, torch.nn.Module))
     return tracer.f_code.co_name, next(modules, None)
+
+
+def own_graphs() -> dict[str, Any]:
+    """Return the option of ``torch.compile`` by which each of its results has graphs of its own.
+
+    Otherwise all functions of the same code share their graphs and the limit of their number, as all models of
+    transformers do. PyTorch 2.13 has this option.
+    """
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
 def failed_guard() -> str | None:

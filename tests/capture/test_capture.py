@@ -10,7 +10,6 @@ import torch
 from models import build
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import rnn
 
 import fxround
 from fxround.capture import Captured, capture
@@ -266,15 +265,3 @@ def test_a_module_of_two_names_keeps_its_parameters() -> None:
     compiled = fxround.compile(model, "identity")
     torch.testing.assert_close(compiled(x), model(x))  # another order of the same sums
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-
-
-def test_packed_sequences_are_refused_with_the_remedy() -> None:
-    layer, x, lengths = nn.GRU(3, 4), torch.rand(5, 2, 3), torch.tensor([5, 2])
-
-    def model(x: Tensor) -> Tensor:
-        result: Tensor = layer(rnn.pack_padded_sequence(x, lengths))[1]
-        return result
-
-    for called, argument in ((model, x), (layer, rnn.pack_padded_sequence(x, lengths))):
-        with pytest.raises(CaptureError, match=r"run the layer on the padded tensor"):
-            fxround.compile(called, "reproducible")(argument)
