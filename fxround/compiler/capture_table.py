@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.capture import Captured
+from fxround.compiler.signature import PackedKind
 from fxround.views.table import Table
 
 _COLUMNS: Final = ("capture", "module", "mode", "arguments", "conditions", "reason", "seconds")
@@ -134,7 +135,10 @@ def _differences(call: Call, near: Any) -> Iterator[str]:
     if spec != spec_before:
         yield f"other arguments: {', '.join(call.names)}"
     for name, kind, before in zip_longest(call.names, kinds, kinds_before):
-        if kind != before:
+        if isinstance(kind, PackedKind) and isinstance(before, PackedKind) and kind != before:
+            count = "1 sequence" if kind.sequences == 1 else f"{kind.sequences} sequences"
+            yield f"a packed sequence of {count}; before, it had {before.sequences}"
+        elif kind != before:
             yield f"{name} is {_kind(kind)}; before, it was {_kind(before)}"
     if gradients != gradients_before:
         yield "gradients are wanted" if gradients else "no gradients are wanted"

@@ -7,10 +7,9 @@ gradient passes straight through, is zeroed where the rounding clamped, or is ro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,31 +19,22 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
 from fxround.capture.torch_private import is_transformed
+from fxround.compiler.eager_blocks import draws, in_blocks, operands_of_elements, pieces, reads_all
 from fxround.errors import shown, type_of
-from fxround.graph.dialect import BlockMaximum, Call, block_sizes
 from fxround.graph.dtypes import FORMAT_OF
-from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.scaled import clamped_program
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import Rounding
-from fxround.numerics.randomness import BLOCK
 from fxround.numerics.scaled import ScaledRounding, any_rounding
 from fxround.runtime import buffers
-from fxround.runtime.cpu.llvm.map import MAX_DIMS
-from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
 from fxround.runtime.run import run_map, run_part
 
 FloatArray = npt.NDArray[np.floating[Any]]
 RoundingLike = str | Rounding | ScaledRounding | Format | torch.dtype
-
-
-# The elements of a piece of a large tensor: temporary tensors that are larger are fresh memory, which costs more than
-# the arithmetic.
-_PIECE: Final = 1 << 20
 
 
 def rounding_program(rounding: Rounding) -> Program:
@@ -188,7 +178,7 @@ def _clamped(
     if isinstance(rounding, Rounding):
         wide = _round_tensor(x, unclamped(rounding), seed, sample, stream=stream)
         return wide.abs() > rounding.format.maximum
-    _, operands = _scaled(x.resolve_neg(), rounding, dims)
+    _, operands = operands_of_elements(x.resolve_neg(), rounding, dims)
     program = clamped_program(rounding, Format.parse(FORMAT_OF[x.dtype]))
     return run_map(program, operands, x.dtype, Draw(seed, sample, stream)) > 0
 
@@ -252,104 +242,25 @@ def _computed(
     """Return x rounded, in ``out`` if it is passed, which is row-major."""
     if isinstance(rounding, Rounding):
         return run_map(rounding_program(rounding), (x,), x.dtype, draw, out)
-    d, size = _pieces(x, rounding, dims)
+    found = in_blocks(x, rounding, dims, out)
+    if found is not None:
+        return found
+    d, size = pieces(x, rounding, dims)
     if size >= (x.shape[d] if x.dim() else 1):
-        program, operands = _scaled(x, rounding, dims)
+        program, operands = operands_of_elements(x, rounding, dims)
         return run_map(program, operands, x.dtype, draw, out)
     result = buffers.empty(x.shape, x.dtype, x.device) if out is None else out
     parts, most = x.split(size, d), None
-    if _reads_all(rounding):
+    if reads_all(rounding):
         maxima = [torch.ops.fxround.block_maximum(part, [0] * x.dim()) for part in parts]
         most = torch.stack(maxima).amax(0)
     for i, (part, into) in enumerate(zip(parts, result.split(size, d), strict=True)):
-        program, operands = _scaled(part, rounding, dims, most)
-        if _draws(rounding):
+        program, operands = operands_of_elements(part, rounding, dims, most)
+        if draws(rounding):
             run_part(program, x, operands[1:], result, draw, d, i * size, part.shape[d])
         else:
             run_map(program, operands, x.dtype, draw, into)
     return result
-
-
-def _draws(rounding: ScaledRounding) -> bool:
-    return rounding.mode.random_bits > 0 or rounding.mode.jitter
-
-
-def _reads_all(rounding: ScaledRounding) -> bool:
-    """Whether scales are made of the largest magnitude of the tensor."""
-    scaling = rounding.format.scaling
-    return scaling is not None and (scaling.whole is not None or scaling.block == "tensor")
-
-
-def _pieces(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[int, int]:
-    """Return a dimension along which x can be rounded piece by piece, and the size of a piece, or of all of it.
-
-    Scales are as large as x; those of a piece stay in the cache. No block may cross pieces, and a piece of the result
-    has to be row-major. The modes that draw number the elements of all of x, in blocks (``BLOCK``) that no piece may
-    part.
-    """
-    scaling = rounding.format.scaling
-    d = next((i for i, n in enumerate(x.shape) if n > 1), 0)
-    size = x.shape[d] if x.dim() else 1
-    if scaling is None or x.numel() <= _PIECE or (_draws(rounding) and (x.dim() > MAX_DIMS or runs_texts([x]))):
-        return d, size
-    block = 1 if scaling.block == "tensor" else block_sizes(scaling.block, dims, x.dim())[d]
-    # Only a largest magnitude of the tensor is that of the pieces' largest magnitudes.
-    other = scaling.block == "tensor" and (scaling.how == "affine" or scaling.percentile is not None or scaling.fit)
-    if block == 0 or other:
-        return d, size
-    if _draws(rounding):
-        block = math.lcm(block, BLOCK // math.gcd(x.numel() // size, BLOCK))
-    return d, max(1, _PIECE * size // x.numel() // block) * block
-
-
-def _scaled(
-    x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...], most: Tensor | None = None
-) -> tuple[Program, tuple[Tensor, ...]]:
-    """Return the program of the elements of a scaled rounding, and its operands.
-
-    most: the largest finite magnitude of the tensor of which x is a piece; None: x is no piece.
-    """
-    last = _Last(most)
-    scaled(x.reshape(1) if x.dim() == 0 else x, max(1, x.dim()), x.dtype, rounding, dims, last)
-    return last.found[0], tuple(operand.reshape(()) if x.dim() == 0 else operand for operand in last.found[1])
-
-
-class _Last:
-    """A Writer (``graph.scaling``) that computes all but the elements, which it remembers."""
-
-    found: tuple[Program, tuple[Tensor, ...]]
-
-    def __init__(self, most: Tensor | None) -> None:
-        self.most = most
-
-    def call(self, call: Call[Tensor]) -> Tensor:
-        """Return the result of an operator on blocks."""
-        if self.most is not None and isinstance(call, BlockMaximum) and not any(call.sizes):
-            return self.most
-        result: Tensor = call.overload(*call.arguments())
-        return result
-
-    def program(self, program: Program, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the result of a program."""
-        return run_map(program, operands, dtype, Draw())
-
-    def multiplier(self, rounding: ScaledRounding) -> Tensor:
-        """There is no earlier step of a tensor."""
-        raise ValueError(
-            f"{rounding.format}: a delayed scale is state of a compiled model; expected it in a rule's operands, or a "
-            "scale of the tensor itself, as in scaled(e4m3fn;tensor,binary32,inverse)"
-        )
-
-    flips_scales = False
-
-    def flipped(self, scale: Tensor, fmt: Format) -> Tensor:
-        """Return the scales: a call has no faults."""
-        return scale
-
-    def elements(self, program: Program, operands: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
-        """Remember the program of the elements, and return the first operand."""
-        self.found = (program, tuple(operands))
-        return operands[0]
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:

@@ -15,7 +15,7 @@ import os
 import secrets
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,18 +23,27 @@ from typing import Any, Final
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.dynamo import aside
+from fxround.capture.packed import as_tuples
+from fxround.compiler.call_context import check_context
 from fxround.compiler.executable import Entry
-from fxround.compiler.signature import signature_of
+from fxround.compiler.exported_gradients import Gradients, LoadedGradients
+from fxround.compiler.random_state import advance, state_of, write
+from fxround.compiler.signature import packed_kinds, signature_of
 from fxround.errors import FxroundError, shown
 from fxround.float_state import require_ieee_arithmetic
-from fxround.graph.dialect import require_state
-from fxround.runtime.draw import Draw
 
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"
+# Not under extra/, whose files PyTorch reads as text.
+_GRADIENTS: Final = "/fxround/gradients.pt2"
 RNG_BUFFER: Final = "fxround_rng"
+
+# A program may return packed sequences; PyTorch writes no type of a result that has no name in files.
+if PackedSequence not in pytree.SUPPORTED_SERIALIZED_TYPES:
+    pytree._register_namedtuple(PackedSequence, serialized_type_name="torch.nn.utils.rnn.PackedSequence")
 
 
 class Exportable(nn.Module):
@@ -56,10 +65,18 @@ class Exportable(nn.Module):
         self.__dict__["forward"] = forward
 
 
-def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
+def save(
+    program: Any,
+    path: str | Path,
+    example: Any,
+    keep_inputs: bool,
+    training: bool,
+    gradients: tuple[Any, Gradients] | None = None,
+) -> Path:
     """Write an exported program with its record; if writing fails, an existing file is kept.
 
-    keep_inputs: whether the example inputs are stored too. Raises OSError if the file cannot be written.
+    example: the example (args, kwargs). keep_inputs: whether they are stored too. training: the model's mode.
+    gradients: the program of its gradients, and what that takes. Raises OSError if the file cannot be written.
     """
     if not keep_inputs:
         program._example_inputs = None
@@ -67,7 +84,17 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
     torch.export.save(program, memory)
     with zipfile.ZipFile(memory, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
-        record = {"version": VERSION, "digest": _digest(archive), "imports": sorted(_imports(program.call_spec))}
+        if gradients is not None:
+            archive.writestr(f"{root}{_GRADIENTS}", _saved(gradients[0]))
+        record: dict[str, Any] = {
+            "version": VERSION,
+            "digest": _digest(archive),
+            "imports": sorted(_imports(program.call_spec)),
+            "sequences": [kind.sequences for kind in packed_kinds(example)],
+            "training": training,
+        }
+        if gradients is not None:
+            record["gradients"] = gradients[1].record()
         archive.writestr(f"{root}{_RECORD}", json.dumps(record))
     # For a symbolic link, its target is replaced and the link stays.
     target = Path(path).resolve()
@@ -82,6 +109,14 @@ def save(program: Any, path: str | Path, keep_inputs: bool) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return Path(path)
+
+
+def _saved(program: Any) -> bytes:
+    """Return a program without example inputs, which would be the parameters."""
+    program._example_inputs = None
+    memory = io.BytesIO()
+    torch.export.save(program, memory)
+    return memory.getvalue()
 
 
 def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
@@ -107,9 +142,17 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
         compiled.export("model.pt2", x)
         y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
-    for name in _check(Path(path), any_version):
+    record = _check(Path(path), any_version)
+    for name in record.get("imports", ()):
         _import(name, path)
-    return LoadedModule(torch.export.load(path).module())
+    program = torch.export.load(path).module()
+    sequences, training = tuple(record.get("sequences", ())), bool(record.get("training", False))
+    if "gradients" not in record:
+        return LoadedModule(program, training, sequences)
+    with zipfile.ZipFile(path) as archive:
+        found = next(member for member in archive.namelist() if member.endswith(_GRADIENTS))
+        gradients = torch.export.load(io.BytesIO(archive.read(found))).module()
+    return LoadedModule(program, training, sequences, (gradients, Gradients.from_record(record["gradients"])))
 
 
 def _imports(spec: Any) -> set[str]:
@@ -136,8 +179,8 @@ def _import(name: str, path: str | Path) -> None:
         ) from error
 
 
-def _check(path: Path, any_version: bool) -> list[str]:
-    """Return the modules that the program needs. Raises unless the file is one that ``save`` wrote."""
+def _check(path: Path, any_version: bool) -> Mapping[str, Any]:
+    """Return the record of a file. Raises unless the file is one that ``save`` wrote."""
     name, record = shown(str(path)), None
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
@@ -158,7 +201,7 @@ def _check(path: Path, any_version: bool) -> list[str]:
             f"{name} was exported by fxround {shown(record.get('version'))}, and this is {VERSION}, which may give "
             "other bits: export the module again, or pass any_version=True"
         )
-    return list(record.get("imports", ()))
+    return record
 
 
 def _digest(archive: zipfile.ZipFile) -> str:
@@ -174,57 +217,93 @@ def _digest(archive: zipfile.ZipFile) -> str:
     return whole.hexdigest()
 
 
-def state_of(saved: Any, what: str) -> tuple[int, int]:
-    """Return (seed, sample) of a saved random state, a tensor or a list. Raises ValueError for anything else."""
-    if isinstance(saved, Tensor):
-        try:
-            require_state(saved)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
-    values = saved.tolist() if isinstance(saved, Tensor) else saved
-    if not isinstance(values, list | tuple) or len(values) != 2 or not all(type(v) is int for v in values):
-        raise ValueError(f"{what} is {shown(saved)}; expected (seed, sample), two numbers")
-    try:
-        drawn = Draw(*values)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
-    return drawn.seed, drawn.sample
-
-
-def random_state(seed: int, sample: int) -> Tensor:
-    """Return the run-time tensor (seed, sample) that every lowered graph takes, int64 of shape [2]."""
-    drawn = Draw(seed, sample)
-    return torch.tensor([drawn.seed, drawn.sample], dtype=torch.int64)
-
-
-def following(seed: int, sample: int, world_size: int = 1) -> tuple[int, int]:
-    """Return (seed, sample) after a training call of every process; a seed has 2^32 samples."""
-    return (seed, sample + world_size) if sample + 2 * world_size <= 1 << 32 else (seed + 1, 0)
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "no"
 
 
 class LoadedModule(nn.Module):
     """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
 
-    It takes the arguments of the exported module, of any batch size, and computes without gradients. Raises ValueError
-    for a program that has no (seed, sample). Example::
+    It takes the arguments of the exported module, of any batch size, and packed sequences of as many sequences as the
+    example (ValueError for others). A program that was exported with
+    ``gradients=True`` can be trained; any other one computes without gradients. Parameters and buffers are those of
+    ``program``, under the model's own names. After ``.to("cuda")`` kernels read seed and sample on the device, so that
+    a CUDA graph replays with those of the latest ``reseed``. Raises ValueError for a program without (seed, sample).
+    Example::
 
         y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
 
-    def __init__(self, program: nn.Module) -> None:
+    def __init__(
+        self,
+        program: nn.Module,
+        training: bool,
+        sequences: Sequence[int] = (),
+        gradients: tuple[nn.Module, Gradients] | None = None,
+    ) -> None:
         super().__init__()
         if RNG_BUFFER not in dict(program.named_buffers()):
             raise ValueError(f"the file holds no program of fxround: it has no buffer {RNG_BUFFER!r}")
         state_of(program.get_buffer(RNG_BUFFER), RNG_BUFFER)
-        self.program = program
+        self.program, self.training = program, training
+        self._sequences = tuple(sequences)
+        self._gradients = LoadedGradients(*gradients, program) if gradients else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the exported module computes, bit for bit, for the same (seed, sample)."""
+        """Compute what the exported module computes, bit for bit, for the same (seed, sample).
+
+        A call of a program exported in training mode that records gradients advances the sample.
+        """
         require_ieee_arithmetic()
+        check_context(recorded=False)
+        found = tuple(kind.sequences for kind in packed_kinds((args, kwargs)))
+        if found != self._sequences:
+            raise ValueError(
+                f"the packed arguments have {_listed(found)} sequences, and the program was exported for "
+                f"{_listed(self._sequences)}: export one for each number, or one that packs a padded tensor"
+            )
+        args, kwargs = as_tuples((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        if self._gradients is None or not self._gradients.wanted(leaves):
+            return self._results(args, kwargs)
+        spec: list[Any] = []
+
+        def compute() -> list[Any]:
+            results, found = pytree.tree_flatten(self._results(args, kwargs))
+            spec.append(found)
+            return results
+
+        rng = self.program.get_buffer(RNG_BUFFER)
+        outputs = self._gradients.differentiable(compute, leaves, rng)
+        if self._gradients.trains:
+            advance(rng)
+        return pytree.tree_unflatten(outputs, spec[0])
+
+    def train(self, mode: bool = True) -> LoadedModule:
+        """Return the module itself. Raises FxroundError if the model was exported in the other mode."""
+        if mode != self.training:
+            exported, asked = (f"model.{'train' if m else 'eval'}()" for m in (self.training, mode))
+            raise FxroundError(
+                f"this program was exported after {exported}, and a program has one mode: call {asked} on the model, "
+                "export it to another file, and load both"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoadedModule:
+        for tensor in (*self.parameters(), *self.buffers()):
+            if fn(tensor.new_empty(0)).dtype != tensor.dtype:
+                raise FxroundError(
+                    f"a loaded program has the dtypes with which it was exported, here {tensor.dtype}: convert the "
+                    "model, and export it again"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _results(self, args: Any, kwargs: Any) -> Any:
         with aside(), torch.no_grad():
             return self.program(*args, **kwargs)
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
         """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1); returns the module itself."""
-        self.program.get_buffer(RNG_BUFFER).copy_(random_state(seed, sample))
+        write(self.program.get_buffer(RNG_BUFFER), seed, sample)
         return self

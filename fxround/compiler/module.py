@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,21 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround.capture import Captured, Dimension, export_program, inside_backward, trace_example
+from fxround.capture import Captured, Dimension, export_program, trace_example
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.compiler.call_context import check_context
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry, Function, owner_of, resolved
-from fxround.compiler.exported import RNG_BUFFER, Exportable, following, random_state, save, state_of
+from fxround.compiler.exported import RNG_BUFFER, Exportable, save
+from fxround.compiler.exported_gradients import gradients_of
 from fxround.compiler.method_dispatch import unwatched
 from fxround.compiler.method_operations import Operations
 from fxround.compiler.module_delayed import Delayed
 from fxround.compiler.pipeline import Pipeline
+from fxround.compiler.random_state import advanced, changed, of_rank, random_state, state_of, state_on
 from fxround.compiler.repeated_bits_warning import Repeats
 from fxround.compiler.replay import Replay
 from fxround.compiler.signature import (
@@ -41,6 +45,7 @@ from fxround.compiler.signature import (
     flattened,
     is_opaque,
     kind,
+    packed_kinds,
     require_arguments,
     require_dtypes,
 )
@@ -143,21 +148,17 @@ class RoundedModule(Delayed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
 
-        Raises FxroundError for a call in training mode inside a backward pass, as ``torch.utils.checkpoint`` around the
-        compiled module makes it.
+        Raises FxroundError in a transform of ``torch.func``, and for a call in training mode inside a backward pass, as
+        ``torch.utils.checkpoint`` around the compiled module makes it.
         """
         flat = flattened(args, kwargs)
         leaves, wanted = flat[0], self._wants_gradients(flat[0])
-        if wanted and self.training and inside_backward():
-            raise FxroundError(
-                "a compiled module runs again in a backward pass (torch.utils.checkpoint around it), after its sample "
-                "has advanced: use checkpointing inside the model, or none."
-            )
+        check_context(wanted and self.training)
         before = self.rng
         with aside(), unwatched():
             result = self._called_with(args, kwargs, flat, wanted)
         if self.advance and self.rng is before:
-            self.reseed(*following(*before.tolist()))
+            self.rng = advanced(before)
         elif self.rng is before and self.policy.draws:
             self._repeats.warn(self.source, leaves, result, before)
         return result
@@ -177,9 +178,8 @@ class RoundedModule(Delayed):
         """Return the results of a captured graph for flat arguments; a training call advances the sample."""
         if not entry.step or not self.training:
             return entry.run(leaves, self.rng)
-        seed, sample = self.rng.tolist()
-        result = entry.run(leaves, random_state(seed, sample + self._rank), trains=True)
-        self.reseed(*following(seed, sample, self._world_size))
+        result = entry.run(leaves, of_rank(self.rng, self._rank), trains=True)
+        self.rng = advanced(self.rng, self._world_size)
         return result
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
@@ -310,12 +310,13 @@ class RoundedModule(Delayed):
                 other._latest = other._entries[key][entries.index(self._latest)]
         return other
 
-    def reseed(self, seed: int, sample: int = 0) -> RoundedModule:
+    def reseed(self, seed: int, sample: int = 0, device: torch.device | str | None = None) -> RoundedModule:
         """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1) without capturing again; returns the module itself.
 
-        Raises TypeError and ValueError for other values.
+        device: where both are from now on, the CPU at first. Kernels read them on a CUDA device when they run, so that
+        replays of a CUDA graph draw those of the latest ``reseed``. Raises TypeError and ValueError for other values.
         """
-        self.rng = random_state(seed, sample)
+        self.rng = changed(self.rng, seed, sample) if device is None else state_on(device, seed, sample)
         return self
 
     def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
@@ -363,27 +364,35 @@ class RoundedModule(Delayed):
         replayed = len(self._replay.entries) if self._replay else 0
         return sum(map(len, self._entries.values())) + replayed
 
-    def export(self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True) -> Path:
+    def export(
+        self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True, gradients: bool = False
+    ) -> Path:
         """Write the rounded graph and the model's state to a .pt2 file; returns the path.
 
-        The program in the file gives the same bits as this module, without gradients. ``fxround.load`` reads it, and so
-        does ``torch.export.load`` after ``import fxround``. Seed and sample are a buffer of the program.
+        The program in the file gives the same bits as this module. ``fxround.load`` reads it, and so does
+        ``torch.export.load`` after ``import fxround``. Seed and sample are a buffer of the program.
 
         Args:
             path: the file, which is replaced when the new one is complete.
             example_inputs: as for ``compile``. The program takes any size of the first dimension of an argument, and
                 any size of the dimensions of integer arguments.
             keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
+            gradients: whether the loaded program can be differentiated with respect to what requires gradients now.
 
         Raises:
             OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
+            FxroundError: with ``gradients``, if nothing requires a gradient, or for delayed scales.
         """
         args, kwargs = arguments(example_inputs)
         with torch.no_grad():
             entry = self._entry(args, kwargs)
-            args, kwargs = trace_example(args, kwargs)
+        with torch.set_grad_enabled(gradients):
+            joint = self._entry(args, kwargs) if gradients else entry
+        args, kwargs = trace_example(args, kwargs)
+        with torch.no_grad():
             program = export_program(Exportable(self.source, self.rng, entry), args, kwargs, entry.captured.sizes)
-        return save(program, path, keep_inputs)
+        second = gradients_of(joint, entry, (args, kwargs), self.rng, self.training) if gradients else None
+        return save(program, path, (args, kwargs), keep_inputs, self.training, second)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = global_name(self)
@@ -395,7 +404,8 @@ class RoundedModule(Delayed):
 
     def _key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
         leaves, spec = flat or pytree.tree_flatten((args, kwargs))
-        return spec, tuple(kind(leaf) for leaf in leaves), self._state_keys.of(self.source)
+        packed = packed_kinds(args) + packed_kinds(kwargs.values())
+        return spec, (*(kind(leaf) for leaf in leaves), *packed), self._state_keys.of(self.source)
 
     def _entry(self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None) -> Entry:
         """Return the graph for these arguments, with gradients if they are enabled.
@@ -481,7 +491,7 @@ class RoundedModule(Delayed):
 
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in chain(tensors, self.source.parameters()))
 
 
 assert torch_ops.KERNELS  # importing it attached them

@@ -9,7 +9,7 @@ change no bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.loops import unrolled_loops
-from fxround.capture.recurrent import recurrent_loops
+from fxround.capture.recurrent import recurrent_layers
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, Owner
@@ -77,12 +77,12 @@ class Pipeline:
             captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
         return self.program(captured, owners, state), model
 
-    def _loops(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _loops(self) -> Iterator[None]:
         """Let recurrent layers run as loops, unless the policy has what loops cannot have; then they are unrolled."""
-        if self.unroll:
-            return unrolled_loops()
-        unrolled = self.policy.treats_gradients or self.policy.delays_scales
-        return contextlib.nullcontext() if unrolled else recurrent_loops()
+        unrolled = self.unroll or self.policy.treats_gradients or self.policy.delays_scales
+        with unrolled_loops() if self.unroll else contextlib.nullcontext(), recurrent_layers(not unrolled):
+            yield
 
     def _formulas(self) -> Decompositions:
         """Return the formulas for a capture.

@@ -28,7 +28,7 @@ class Repeats:
         """Warn once if a call received a result of the previous call, made with the same ``rng`` (seed, sample)."""
         if self._told:
             return
-        earlier = [found for ref in self._returned if (found := ref()) is not None] if self._drawn is rng else []
+        earlier = [x for ref in self._returned if (x := ref()) is not None] if self._drawn is rng else []
         if earlier and any(leaf is tensor for leaf in leaves for tensor in earlier):
             self._told = True
             seed, sample = rng.tolist()
@@ -40,8 +40,13 @@ class Repeats:
                 stacklevel=callers(),
             )
         self._drawn = rng
-        leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-        self._returned = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        found = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+        # Integers, and an argument that is returned, have no rounding errors.
+        self._returned = [
+            weakref.ref(x)
+            for x in found
+            if isinstance(x, Tensor) and x.is_floating_point() and not any(x is leaf for leaf in leaves)
+        ]
 
 
 def callers() -> int:

@@ -17,7 +17,8 @@ import torch
 from torch import fx, nn
 
 from fxround.capture.dynamo import replaying
-from fxround.capture.torch_private import failed_guard
+from fxround.capture.refusals import called_with
+from fxround.capture.torch_private import failed_guard, own_graphs
 from fxround.compiler.capture_table import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
@@ -59,7 +60,7 @@ class Replay:
         self.entries: list[Entry] = []
         self._thread = _Thread()
         self._symbolic = True
-        self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True)
+        self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True, **own_graphs())
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
@@ -84,8 +85,13 @@ class Replay:
         return result
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        with replaying(self.living.source, self._symbolic):
-            return self._call(*args, **kwargs)
+        model = self.living.source
+        with replaying(model, self._symbolic, args, kwargs):
+            try:
+                return self._call(*args, **kwargs)
+            except IndexError as error:  # a cache or a table of positions that is too short
+                error.add_note(f"{type(model).__name__} was called with {called_with(args, kwargs)}")
+                raise
 
     def prepare(self, args: Any, kwargs: Any) -> None:
         """Capture and lower for these arguments, without running or changing anything."""

@@ -10,7 +10,8 @@ import copy
 import inspect
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
@@ -19,6 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxround.capture.packed import packed_among
 from fxround.compiler.executable import Function, Method
 from fxround.errors import CaptureError, type_of
 
@@ -181,6 +183,18 @@ def kind(leaf: Any) -> Any:
     if isinstance(leaf, slice):  # has no hash before Python 3.12
         return type(leaf), leaf.start, leaf.stop, leaf.step
     return type(leaf), leaf
+
+
+def packed_kinds(values: Iterable[Any]) -> tuple[PackedKind, ...]:
+    """Return what a graph depends on of each packed sequence among arguments: the number of its sequences."""
+    return tuple(PackedKind(int(packed.batch_sizes[0])) for packed in packed_among(tuple(values)))
+
+
+@dataclass(frozen=True)
+class PackedKind:
+    """The number of sequences of a packed sequence, which is data."""
+
+    sequences: int
 
 
 def class_of(model: nn.Module, base: type[nn.Module]) -> Any:

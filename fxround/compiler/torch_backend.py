@@ -19,8 +19,8 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.compiler.exported import following, random_state
 from fxround.compiler.pipeline import Pipeline
+from fxround.compiler.random_state import following, random_state
 from fxround.errors import FxroundError, PolicyError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy

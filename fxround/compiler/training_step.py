@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,25 @@ from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.passes.partition import Parts
 from fxround.runtime.schedule.straight import Straight
+
+
+class Differentiated(Protocol):
+    """What a backward pass needs of a training step; ``Step`` has the meanings."""
+
+    @property
+    def results(self) -> int: ...
+    @property
+    def gradients(self) -> tuple[int, ...]: ...
+    @property
+    def reached(self) -> tuple[frozenset[int], ...]: ...
+    @property
+    def tangents(self) -> tuple[int, ...]: ...
+    @property
+    def late(self) -> tuple[DelayedScale, ...]: ...
+    @property
+    def forwards(self) -> Callable[..., Any]: ...
+    @property
+    def backwards(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor, record: Recor
 
 def differentiable_later(
     results: Sequence[Any],
-    step: Callable[[], tuple[Step, Sequence[int], Sequence[Tensor]]],
+    step: Callable[[], tuple[Differentiated, Sequence[int], Sequence[Tensor]]],
     inputs: Sequence[Any],
     rng: Tensor,
 ) -> tuple[Any, ...]:
@@ -91,14 +110,25 @@ def differentiable_later(
     return later
 
 
+def _save(ctx: Any, values: Sequence[Any]) -> None:
+    """Save tensors and other values, ``None`` among them, for the backward pass."""
+    ctx.others = [Tensor if isinstance(value, Tensor) else value for value in values]
+    ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Return what ``_save`` saved."""
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if value is Tensor else value for value in ctx.others]
+
+
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
         outputs = step.forwards(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
         ctx.step, ctx.rng, ctx.record = step, rng, record
-        ctx.others = [None if isinstance(value, Tensor) else value for value in saved]
-        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        _save(ctx, saved)
         ctx.set_materialize_grads(False)
         ctx.like = [(results[i].shape, results[i].dtype, results[i].device) for i in step.tangents]
         passive = [r for i, r in enumerate(results) if isinstance(r, Tensor) and i not in step.tangents]
@@ -107,8 +137,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if value is None else value for value in ctx.others]
+        saved = _saved(ctx)
         with unwatched():
             found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng, ctx.record)
         return None, None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 3))
@@ -118,15 +147,13 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: tuple[Any, ...], step: Any, rng: Tensor, *inputs: Any) -> tuple[Any, ...]:
         ctx.step, ctx.rng = step, rng
-        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        _save(ctx, inputs)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        tensors = iter(ctx.saved_tensors)
-        inputs = [next(tensors) if value is None else value for value in ctx.others]
+        inputs = _saved(ctx)
         with unwatched():
             step, positions, multipliers = ctx.step()
             with torch.no_grad():
@@ -134,11 +161,16 @@ class _Later(torch.autograd.Function):
             like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
             found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
         by_input = {positions[i]: gradient for i, gradient in found.items()}
-        return None, None, None, *(_final(by_input.get(i)) for i in range(len(ctx.others)))
+        return None, None, None, *(_final(by_input.get(i)) for i in range(len(inputs)))
 
 
 def _gradients(
-    step: Step, saved: Sequence[Any], given: Sequence[Any], like: Any, rng: Tensor, record: Record | None = None
+    step: Differentiated,
+    saved: Sequence[Any],
+    given: Sequence[Any],
+    like: Any,
+    rng: Tensor,
+    record: Record | None = None,
 ) -> dict[int, Tensor]:
     """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
     found = [given[i] for i in step.tangents]
@@ -170,6 +202,10 @@ def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Ten
     taken = {value.untyped_storage().data_ptr() for value in others if isinstance(value, Tensor)}
     owned = {}
     for position, gradient in gradients.items():
+        if gradient.layout != torch.strided:
+            # The indices and values of nn.Embedding(sparse=True) have no storage that this tensor could name.
+            owned[position] = gradient.clone()
+            continue
         address = gradient.untyped_storage().data_ptr()
         owned[position] = gradient.clone() if address in taken else gradient
         taken.add(address)

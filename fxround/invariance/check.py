@@ -100,7 +100,7 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
         if policy != REPRODUCIBLE:
             raise ValueError("the model is compiled, and keeps its own policy: leave out policy=, or pass the original")
         if gradients and isinstance(model, LoadedModule):
-            raise ValueError("an exported program has no gradients: pass the compiled module")
+            raise ValueError("gradients of an exported program are not compared: pass the compiled module")
         return Compiled(model, gradients)
     if policy is not None:
         return Compiled(compile(model, policy), gradients)

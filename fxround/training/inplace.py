@@ -1,9 +1,9 @@
-"""Steps in place: an optimizer's step that is one kernel writes a parameter and its states in their own memory.
+"""Steps in place: an optimizer's step that is one kernel writes parameters and their states in their own memory.
 
-``in_place`` finds the one kernel that a step's graph consists of. ``InPlace.run`` calls it with the old tensors as
-results; kernel, operands and random key are those of the graph, so the bits are the same. This is safe because a
-kernel reads an element of every operand before it writes that element of its results, and never reads it again.
-Operands that are not row-major, and graphs of several operators, take the general way.
+``in_place`` finds the one kernel that a step's graph consists of. ``InPlace.several`` is its call for many parameters,
+with the old tensors as results; kernel, operands and random key are those of the graph, so the bits are the same. This
+is safe because a kernel reads an element of every operand before it writes that element of its results, and never reads
+it again. Operands that are not row-major, and graphs of several operators, take the general way.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fxround.graph.dialect import POINTWISE, Fused, Pointwise, read_map
 from fxround.graph.dtypes import dtype_of
-from fxround.runtime.run import run_kernel
-from fxround.runtime.schedule.groups import key_of, map_of
+from fxround.runtime.schedule.groups import map_of
+from fxround.runtime.several import Several
 
 
 @dataclass(frozen=True)
@@ -30,27 +29,34 @@ class InPlace:
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
-    def run(self, inputs: Sequence[Tensor], old: Sequence[Tensor], rng: Tensor) -> bool:
-        """Overwrite ``old`` with the outputs for ``inputs``, which include ``old``.
+    def several(
+        self, entries: Sequence[Sequence[Tensor]], numbers: Sequence[Tensor], seeds: Sequence[int], sample: int
+    ) -> Several | None:
+        """The call that overwrites parameters and states with their step.
 
-        Returns False, and changes nothing, if the kernel cannot do it: an input is not row-major, or a result has
-        another dtype or shape.
+        entries: parameter, gradient and states of each step, all of one dtype. numbers: the graph's further inputs, on
+        the CPU. Returns None if the kernel cannot do it: it runs in parts, or a result has another dtype.
         """
-        operands = [inputs[i] for i in self.operands]
-        shape = old[0].shape
-        if not all(x.is_cpu and x.is_contiguous() and not x.is_neg() for x in (*operands, *old)):
-            return False
-        if any(x.shape not in (shape, ()) for x in operands) or any(x.shape != shape for x in old):
-            return False
+        width, whole = len(entries[0]), entries[0]
+        operands = [whole[i] if i < width else numbers[i - width] for i in self.operands]
         kernel = map_of(self.call, operands)
-        if kernel is None or len(kernel.results) != len(old):
-            return False
-        outs = [old[self.results.index(number)] for number in range(len(kernel.results))]
-        if any(out.dtype != dtype_of(stored) for out, stored in zip(outs, kernel.results, strict=True)):
-            return False
-        run_kernel(kernel, operands, key_of(self.call, rng, bool(kernel.draws)), outs)
-        torch.autograd.graph.increment_version(list(old))
-        return True
+        # The outputs are the parameter and the states, which the gradient is between.
+        places = [0, *range(2, width)]
+        if kernel is None or len(kernel.results) != len(places):
+            return None
+        targets = tuple(places[self.results.index(number)] for number in range(len(places)))
+        if any(whole[t].dtype != dtype_of(stored) for t, stored in zip(targets, kernel.results, strict=True)):
+            return None
+        columns = tuple(i if i < width else -1 for i in self.operands)
+        given = tuple(None if i < width else numbers[i - width] for i in self.operands)
+        nodes = tuple(self.call.nodes) or (0,) if isinstance(self.call, Fused) else (self.call.node,)
+        return Several(kernel, columns, targets, given, entries, seeds, sample, nodes)
+
+
+def is_row_major(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel can overwrite these tensors, which have one shape, where they are: all are on one device."""
+    device = tensors[0].device
+    return all(x.is_contiguous() and not x.is_neg() and x.device == device for x in tensors)
 
 
 def in_place(graph: fx.GraphModule) -> InPlace | None:

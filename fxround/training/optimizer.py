@@ -1,4 +1,4 @@
-"""compile_optimizer: the step of an optimizer, captured once, rounded operation by operation, and run per parameter.
+"""compile_optimizer: the step of an optimizer, captured once, rounded operation by operation, and run for a group.
 
 The step of a parameter is a graph whose operations have Sites (direction "update"): its results are the new weight and
 the new states. One graph serves every shape, since a step works element by element; learning rates are run-time
@@ -9,8 +9,8 @@ taken is the sample: the bits of a step are a function of (seed, step), which ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -18,13 +18,15 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
 from fxround.compiler.executable import Function
-from fxround.compiler.exported import random_state, state_of
 from fxround.compiler.pipeline import Pipeline
+from fxround.compiler.random_state import random_state, state_of
 from fxround.errors import type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
-from fxround.training.inplace import InPlace, in_place
+from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_several
+from fxround.training.inplace import InPlace, in_place, is_row_major
 from fxround.training.updates import UPDATES, Update, update_of
 from fxround.views import graph_views
 from fxround.views.summaries import Coverage, Summary
@@ -89,6 +91,23 @@ class _Compiled:
     numbers: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Steps with one formula and its numbers: the parameter, the gradient and the states of each, and its seed."""
+
+    update: Update
+    compiled: _Compiled
+    numbers: dict[str, float]
+    entries: list[list[Tensor]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+
+    def given(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
+        """Return numbers as tensors of no dimensions."""
+        # torch.tensor would wait for a device.
+        dtype = self.entries[0][0].dtype
+        return [torch.full((), self.numbers[name], dtype=dtype, device=device) for name in names]
+
+
 class RoundedOptimizer(torch.optim.Optimizer):
     """An optimizer with explicit roundings, which ``fxround.compile_optimizer`` makes.
 
@@ -134,15 +153,14 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        number = -1
+        number = 0
         for group in self.param_groups:
             _refuse_options(group)
             seed, done = group.setdefault(RNG_KEY, self.param_groups[0][RNG_KEY])
-            shared: dict[Any, tuple[Update, dict[str, Tensor]]] = {}
-            for p in group["params"]:
-                number += 1
-                if p.grad is not None:
-                    self._update(p, group, (seed + (number + 1) * _APART) % (1 << 63), done, shared)
+            numbered = list(enumerate(group["params"], number + 1))
+            number += len(numbered)
+            for batch in self._batches([(p, (seed + k * _APART) % (1 << 63)) for k, p in numbered], group, done):
+                self._update(batch, done)
             group[RNG_KEY] = [seed, done + 1]
         self._require_matched()
         return loss
@@ -206,45 +224,75 @@ class RoundedOptimizer(torch.optim.Optimizer):
             raise ValueError("no step has been taken yet: call step() when the parameters have gradients")
         return list(self._compiled.values())
 
-    def _update(self, p: Tensor, group: dict[str, Any], seed: int, done: int, shared: dict[Any, Any]) -> None:
-        """Take the step of one parameter; ``shared`` keeps formulas and numbers of the group's parameters so far."""
-        _refuse_tensors(p)
-        state = self.state[p]
-        first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
-        if self.kind is not torch.optim.SGD:
-            state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        count = int(state["step"].item()) if "step" in state else done + 1
-        key = (first, count, p.dtype, p.device)
-        if key not in shared:
-            formula = self._update_of(group, first)
-            values = formula.numbers(group, count)
-            # torch.tensor would wait for a device.
-            numbers = {name: torch.full((), x, dtype=p.dtype, device=p.device) for name, x in values.items()}
-            shared[key] = formula, numbers
-        update, numbers = shared[key]
-        for name in update.states:
-            if state.get(name) is None:
-                state[name] = update.initial(name, p, group)
-        compiled = self._compile(update, tuple(numbers), p.dtype, self._paths.get(id(p), ""))
-        grad = p.grad
-        assert grad is not None
-        states = [state[name] for name in update.states]
-        for name, kept in zip(update.states, states, strict=True):
-            if kept.shape != p.shape or kept.dtype != p.dtype:
-                raise ValueError(
-                    f"the optimizer's state {name!r} is {kept.dtype} {tuple(kept.shape)}; expected {p.dtype} "
-                    f"{tuple(p.shape)}, as its parameter"
+    def _batches(self, members: Sequence[tuple[Tensor, int]], group: dict[str, Any], done: int) -> list[_Batch]:
+        """Return the steps of a group's parameters that have gradients, those with one graph and its numbers together.
+
+        members: each parameter and its seed. Raises ValueError before any state changes.
+        """
+        by_path = any(rule.match != "*" for rule in self.policy.rules)
+        batches: dict[Any, _Batch] = {}
+        counted: list[tuple[dict[str, Any], Tensor]] = []
+        for p, seed in members:
+            if p.grad is None:
+                continue
+            _refuse_tensors(p)
+            state, count = self.state[p], done + 1
+            first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
+            if self.kind is not torch.optim.SGD:
+                before = state.get("step")
+                before = torch.zeros((), dtype=torch.float32) if before is None else before
+                count = int(before.item()) + 1
+                counted.append((state, before))
+            path = self._paths.get(id(p), "") if by_path else ""
+            key = (first, count, p.dtype, p.device, path)
+            batch = batches.get(key)
+            if batch is None:
+                update = self._update_of(group, first)
+                numbers = update.numbers(group, count)
+                batch = batches[key] = _Batch(update, self._compile(update, tuple(numbers), p.dtype, path), numbers)
+            for name in batch.update.states:
+                if state.get(name) is None:
+                    state[name] = batch.update.initial(name, p, group)
+                _require_state(state[name], name, p)
+            batch.seeds.append(seed)
+            batch.entries.append([p, p.grad, *(state[name] for name in batch.update.states)])
+        for state, before in counted:
+            state["step"] = before
+        if counted:
+            torch._foreach_add_([before for _, before in counted], 1)
+        return list(batches.values())
+
+    def _update(self, batch: _Batch, done: int) -> None:
+        """Take the steps of a batch: one call for the tensors that a kernel can overwrite."""
+        compiled, rest = batch.compiled, list(range(len(batch.seeds)))
+        if compiled.kernel is not None:
+            short = [i for i in rest if is_row_major(batch.entries[i])]
+            call = (
+                compiled.kernel.several(
+                    [batch.entries[i] for i in short],
+                    batch.given(compiled.numbers, torch.device("cpu")),
+                    [batch.seeds[i] for i in short],
+                    Draw(0, done).sample,
                 )
-        old, rng, given = [p, *states], random_state(seed, done), [numbers[name] for name in compiled.numbers]
-        if compiled.kernel is not None and compiled.kernel.run([p, grad, *states, *given], old, rng):
+                if short
+                else None
+            )
+            if call is not None:
+                run_several(call)
+                torch.autograd.graph.increment_version([x for i in short for x in _old(batch.entries[i])])
+                taken = set(short)
+                rest = [i for i in rest if i not in taken]
+        if not rest:
             return
-        flat = [t.detach().resolve_neg().reshape(-1) for t in (p, grad, *states)]
-        for before, value in zip(old, compiled.running(*flat, *given, rng), strict=True):
-            before.copy_(value.reshape(before.shape))
+        given = batch.given(compiled.numbers, batch.entries[0][0].device)
+        for i in rest:
+            flat = [t.detach().resolve_neg().reshape(-1) for t in batch.entries[i]]
+            made = compiled.running(*flat, *given, random_state(batch.seeds[i], done))
+            for before, value in zip(_old(batch.entries[i]), made, strict=True):
+                before.copy_(value.reshape(before.shape))
 
     def _compile(self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str) -> _Compiled:
         """Return the graph of an update, captured once per formula and lowered once per path if rules name paths."""
-        path = path if any(rule.match != "*" for rule in self.policy.rules) else ""
         key = (update, dtype, path)
         if key not in self._compiled:
             if (update, dtype) not in self._captured:
@@ -288,6 +336,19 @@ def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], pat
         if node.op == "call_function":
             node.meta[ROLE] = role
     return placed
+
+
+def _old(entry: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameter and the states of an entry, which a step overwrites."""
+    return [entry[0], *entry[2:]]
+
+
+def _require_state(kept: Tensor, name: str, p: Tensor) -> None:
+    if kept.shape != p.shape or kept.dtype != p.dtype:
+        raise ValueError(
+            f"the optimizer's state {name!r} is {kept.dtype} {tuple(kept.shape)}; expected {p.dtype} "
+            f"{tuple(p.shape)}, as its parameter"
+        )
 
 
 def _refuse_options(group: Mapping[str, Any]) -> None:

@@ -70,3 +70,14 @@ def test_iterating_with_the_same_bits_warns_once_and_only_where_bits_are_drawn()
         other, u = fxround.compile(Step(), "stochastic"), torch.rand(64)
         for sample in range(3):
             u = other.reseed(0, sample=sample)(u)
+
+
+def test_arguments_that_are_returned_and_integers_do_not_warn() -> None:
+    step = fxround.compile(lambda x, y, n: (x * y, y, n + 1), "stochastic")
+    y, n = torch.rand(64), torch.arange(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in torch.rand(4, 64):
+            _, y, n = step(x, y, n)
+    with pytest.warns(UserWarning, match="is applied to its own result"):
+        step(step(torch.rand(64), y, n)[0], y, n)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.capture import dynamo
 from fxround.errors import CaptureError
 
 ROUNDED = "bfloat16"  # far from what stock kernels give: a value of another graph would be seen
@@ -261,3 +262,28 @@ def test_an_object_that_the_model_makes_is_returned_with_the_rounded_values() ->
         assert torch.equal(box.kept[0], fxround.round(x.double() / 3, "bfloat16").float())
     with pytest.raises(CaptureError, match=r"(?s)returns .*Box.* \(result\).*use_cache=False"):
         next(iter(compiled.observe(x)))
+
+
+def test_models_of_the_same_code_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More graphs in a process than one model may have; a model that has too many is refused."""
+
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind = "a"
+            self.calls: list[str] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(self.kind)
+            return x * 3
+
+    monkeypatch.setattr(dynamo, "_GRAPHS", 2)
+    compiled = [fxround.compile(Numbered(), ROUNDED) for _ in range(3)]
+    for kind in "ab":
+        for module in compiled:
+            module.source.kind = kind
+            assert torch.equal(module(torch.ones(2)), torch.full((2,), 3.0))
+    assert [len(module.captures()) for module in compiled] == [2, 2, 2]
+    compiled[0].source.kind = "c"
+    with pytest.raises(CaptureError, match="Numbered has 2 graphs already"):
+        compiled[0](torch.ones(2))

@@ -279,6 +279,17 @@ def test_dropout_is_drawn_from_seed_and_sample_and_its_gradient_has_its_mask() -
         assert torch.equal(compiled.reseed(9)(x), y)
 
 
+def test_transforms_of_a_compiled_module_are_refused_with_the_remedy() -> None:
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    transforms = (torch.func.vmap, torch.func.jacrev, lambda f: torch.func.grad(lambda x: f(x).sum()))
+    for transform in transforms:
+        with pytest.raises(FxroundError, match=r"fxround\.compile\(torch\.func\.vmap\(model\), policy\)"):
+            transform(fxround.compile(model, "reproducible"))(x)
+    compiled = fxround.compile(torch.func.vmap(model), "reproducible")
+    assert torch.equal(compiled(x), fxround.compile(model, "reproducible")(x))
+
+
 def test_checkpoints_inside_a_model_are_captured_and_around_a_compiled_one_refused() -> None:
     class Inside(nn.Module):
         def __init__(self) -> None:
@@ -373,3 +384,16 @@ def test_a_size_that_only_a_result_has_is_computed_from_the_arguments(frames: in
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
         model.zero_grad()
     assert len(compiled._entries) == 1
+
+
+def test_identity_gives_the_sparse_gradients_of_an_embedding() -> None:
+    embedding, indices = nn.Embedding(6, 4, sparse=True), torch.tensor([1, 5, 1])
+    compiled = fxround.compile(embedding, "identity")
+    found = []
+    for module in (embedding, compiled):
+        embedding.zero_grad()
+        for _ in range(2):
+            module(indices).square().sum().backward()
+        assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse
+        found.append(embedding.weight.grad.to_dense())
+    assert found[0].any() and torch.equal(*found)

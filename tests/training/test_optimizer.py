@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -272,6 +273,58 @@ def test_a_step_in_place_has_the_bits_of_the_long_way(kind: Any, options: dict[s
         state = {name: x for name, x in optimizer.state[p].items() if isinstance(x, Tensor)}
         ways[way] = {"p": p.detach(), **state}
     assert all(torch.equal(ways["short"][n], x) for way in ("turned", "long") for n, x in ways[way].items())
+
+
+def taken(long: bool, make: Any) -> list[Tensor]:
+    """Parameters and states after three steps; long: by the graph, a parameter at a time."""
+    parameters = make()
+    optimizer = compile_optimizer(optim.SGD(parameters, lr=0.1, momentum=0.9), "stochastic", seed=1)
+    if long:
+        optimizer._compile = lambda *given: replace(RoundedOptimizer._compile(optimizer, *given), kernel=None)  # type: ignore[method-assign]
+    for step in range(3):
+        for p in parameters:
+            p.grad = torch.sin(p.detach() + step)
+        optimizer.step()
+    return [*(p.detach() for p in parameters), *(optimizer.state[p]["momentum_buffer"] for p in parameters)]
+
+
+def of_every_sort() -> list[nn.Parameter]:
+    """Parameters without elements, with one, with many; of two dtypes; row-major or not."""
+    shapes: list[Any] = [(), (1,), (0, 3), (5, 4), (70000,), *[(3,)] * 9]
+    plain = [torch.linspace(-1, 1, math.prod(shape)).reshape(shape) for shape in shapes]
+    return [
+        nn.Parameter(x) for x in (*plain, torch.ones(4, 5).t(), torch.ones(7, dtype=torch.bfloat16), torch.ones(65))
+    ]
+
+
+def of_one_memory() -> list[nn.Parameter]:
+    """Two parameters that share elements: the second step starts from the results of the first."""
+    memory = torch.linspace(-1, 1, 70)
+    return [nn.Parameter(memory[:50]), nn.Parameter(memory[20:])]
+
+
+@pytest.mark.parametrize("make", [of_every_sort, of_one_memory])
+def test_the_step_of_a_group_has_the_bits_of_single_steps(make: Any) -> None:
+    expected, threads = taken(True, make), torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for a, b in zip(taken(False, make), expected, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_refused_parameter_changes_no_other() -> None:
+    good, bad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = compile_optimizer(optim.Adam([good, bad]), "reproducible")
+    good.grad, bad.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    before, step = good.detach().clone(), optimizer.state[good]["step"].clone()
+    optimizer.state[bad]["exp_avg"] = torch.ones(5)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' is torch.float32 \(5,\); expected"):
+        optimizer.step()
+    assert torch.equal(good, before) and torch.equal(optimizer.state[good]["step"], step)
 
 
 def test_a_generator_seeds_by_name_and_takes_up_everything_that_draws() -> None:

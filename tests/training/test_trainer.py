@@ -30,8 +30,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ROW, "labels": ROW}
 
 
-def build() -> tuple[Any, Any]:
-    """A model whose first and last weights are one tensor, compiled, and its optimizer."""
+def build() -> Any:
+    """A model whose first and last weights are one tensor, compiled."""
     transformers = hugging_face()
     special = {
         "bos_token_id": 0,
@@ -46,19 +46,29 @@ def build() -> tuple[Any, Any]:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        compiled = fxround.compile(transformers.GPT2LMHeadModel(config), POLICY, seed=SEED)
-    return compiled, fxround.compile_optimizer(torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9), POLICY)
+        return fxround.compile(transformers.GPT2LMHeadModel(config), POLICY, seed=SEED)
 
 
-def trained_plainly(**more: Any) -> list[Tensor]:
-    compiled, optimizer = build()
+def begun(compiled: Any, state: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The module with the weights, the seed and the sample that it began with, and a new optimizer."""
+    compiled.load_state_dict(state)
+    compiled.zero_grad()
+    sgd = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
+    return compiled, fxround.compile_optimizer(sgd, POLICY)
+
+
+def state_of(compiled: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in compiled.state_dict().items()}
+
+
+def trained_plainly(compiled: Any, optimizer: Any, **more: Any) -> list[Tensor]:
     ids, labels = ROW.repeat(4, 1), ROW.repeat(4, 1)
     compiled.train()
     for _ in range(STEPS):
         optimizer.zero_grad()
         compiled(input_ids=ids, labels=labels, **more).loss.backward()
         optimizer.step()
-    return [p.detach() for p in compiled.parameters()]
+    return [p.detach().clone() for p in compiled.parameters()]
 
 
 def equal(compiled: Any, parameters: list[Tensor]) -> bool:
@@ -80,9 +90,11 @@ def test_a_trainer_has_the_bits_of_a_plain_loop_and_resumes_with_them(tmp_path: 
         disable_tqdm=True,
     )
     # The Trainer passes the number of labels, by which the sum of losses is divided.
-    wanted = trained_plainly(num_items_in_batch=torch.tensor(4.0 * len(ROW)))
+    plain, compiled = build(), build()
+    state = state_of(compiled)
+    wanted = trained_plainly(*begun(plain, state), num_items_in_batch=torch.tensor(4.0 * len(ROW)))
     for start in (None, str(tmp_path / "checkpoint-2")):
-        compiled, optimizer = build()
+        _, optimizer = begun(compiled, state)
         if start:
             compiled.reseed(9)
         trainer = transformers.Trainer(
@@ -96,10 +108,12 @@ def test_a_trainer_has_the_bits_of_a_plain_loop_and_resumes_with_them(tmp_path: 
 
 
 def test_accelerate_has_the_bits_of_a_plain_loop_and_resumes_with_them(tmp_path: Path) -> None:
-    wanted = trained_plainly()
+    compiled = build()
+    state = state_of(compiled)
+    wanted = trained_plainly(*begun(compiled, state))
     accelerator = accelerate.Accelerator(cpu=True)
     for begin in (0, 2):
-        compiled, optimizer = build()
+        _, optimizer = begun(compiled, state)
         model, optimizer, rows = accelerator.prepare(compiled, optimizer, DataLoader(Rows(), batch_size=4))
         assert model is compiled and accelerator.unwrap_model(model) is compiled
         if begin:

@@ -1,0 +1,24 @@
+"""Contexts in which a compiled module or a loaded program cannot compute."""
+
+from __future__ import annotations
+
+from fxround.capture import inside_backward
+from fxround.capture.torch_private import is_transformed
+from fxround.errors import FxroundError
+
+
+def check_context(recorded: bool) -> None:
+    """Raise FxroundError inside of a transform of ``torch.func``, and in a backward pass that would record gradients.
+
+    recorded: whether the call records gradients in training mode.
+    """
+    if is_transformed():
+        raise FxroundError(
+            "torch.func (vmap, grad, jacrev, jvp) transforms a compiled module, whose kernels have no rules for that: "
+            "compile what it makes of the model, as in fxround.compile(torch.func.vmap(model), policy)"
+        )
+    if recorded and inside_backward():
+        raise FxroundError(
+            "a compiled module runs again in a backward pass (torch.utils.checkpoint around it), after its sample "
+            "has advanced: use checkpointing inside the model, or none."
+        )

@@ -1,0 +1,208 @@
+"""Gradients of exported programs: a second program, which computes the forward pass again and then the backward pass.
+
+The joint graph of a training step has the bits of the graph without gradients, so a loaded module computes results by
+the first program. When autograd asks for gradients, the second one gets the state, arguments and (seed, sample) of that
+call, and the gradients of its results. The second program holds no state of its own: the parameters are inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.capture import export_graph
+from fxround.capture.dynamo import aside
+from fxround.compiler.executable import Entry, resolved
+from fxround.compiler.training_step import differentiable_later
+from fxround.errors import FxroundError
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a program of gradients takes and returns: ``program(*inputs, *tangents, rng) -> gradients``.
+
+    inputs      kind ("parameter", "buffer", "argument"), name and position of each input
+    gradients   the position among the inputs to which each gradient belongs
+    reached     the tangents on which each gradient depends, by their positions
+    tangents    the position among the leaves of the result to which each tangent belongs
+    changed     the positions of the inputs that the forward pass changes in place
+    trains      whether a call advances the sample: the model was exported in training mode
+    """
+
+    inputs: tuple[tuple[str, str, int], ...]
+    gradients: tuple[int, ...]
+    reached: tuple[tuple[int, ...], ...]
+    tangents: tuple[int, ...]
+    changed: tuple[int, ...]
+    trains: bool
+
+    @staticmethod
+    def of(entry: Entry, trains: bool) -> Gradients:
+        """Describe the joint graph of an entry."""
+        assert entry.step is not None
+        captured, step = entry.captured, entry.step
+        results = [port for port in captured.results if not port.mutation]
+        tangents = [port.index for port in captured.inputs if port.kind == "tangent"]
+        return Gradients(
+            tuple((port.kind, port.name, port.index) for port in captured.entering),
+            step.gradients,
+            tuple(tuple(sorted(reached)) for reached in step.reached),
+            tuple(next(i for i, port in enumerate(results) if port.index == index) for index in tangents),
+            tuple(sorted(step.mutated)),
+            trains,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return what a file holds of it, for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Gradients:
+        """Return what ``record`` described."""
+        return Gradients(
+            tuple((str(kind), str(name), int(index)) for kind, name, index in record["inputs"]),
+            tuple(record["gradients"]),
+            tuple(tuple(reached) for reached in record["reached"]),
+            tuple(record["tangents"]),
+            tuple(record["changed"]),
+            bool(record["trains"]),
+        )
+
+
+class _Joint(nn.Module):
+    """A joint graph that returns its gradients alone."""
+
+    def __init__(self, graph: fx.GraphModule, kept: Sequence[int]) -> None:
+        super().__init__()
+        # Not ``graph``: constants under that name would collide with ``GraphModule.graph`` in the exported program.
+        self.joint, self.kept = graph, kept
+
+    def forward(self, given: Sequence[Any]) -> list[Any]:
+        """Return the gradients for everything that enters the graph."""
+        outputs = self.joint(*given)
+        return [outputs[i] for i in self.kept]
+
+
+def gradients_of(joint: Entry, entry: Entry, arguments: Any, rng: Tensor, trains: bool) -> tuple[Any, Gradients]:
+    """Return ``torch.export.export`` of a joint graph, and what that takes.
+
+    entry: the same model captured without gradients. arguments: (args, kwargs) like those of a call.
+
+    Raises FxroundError if nothing requires a gradient, or for delayed scales, which are state of a compiled module.
+    """
+    if joint.step is None:
+        raise FxroundError("no result of this model depends on anything that requires a gradient")
+    if joint.delayed:
+        raise FxroundError(
+            f"{joint.delayed[0].rounding.format} is a delayed scale, whose history a program with gradients does not "
+            "hold: export without gradients=True, or use a scale that needs no state, as in current_scaling"
+        )
+    captured, leaves = joint.captured, pytree.tree_leaves(arguments)
+    with torch.no_grad():
+        results = pytree.tree_leaves(entry.evaluate(leaves, rng))
+    tangents = {p.index: torch.ones_like(results[p.index]) for p in captured.inputs if p.kind == "tangent"}
+    kept = [i for i, port in enumerate(captured.outputs) if port.kind == "gradient"]
+    with torch.no_grad():
+        given = [*joint.entering(leaves, tangents), rng.clone()]
+        return export_graph(_Joint(joint.lowered, kept), joint.lowered, given), Gradients.of(joint, trains)
+
+
+class LoadedGradients:
+    """The gradients of a loaded program.
+
+    program     the loaded program of gradients
+    given       what that takes and returns
+    results     the loaded program of results, which owns parameters and buffers
+    """
+
+    def __init__(self, program: nn.Module, given: Gradients, results: nn.Module) -> None:
+        self._program, self._given, self._results = program, given, results
+        for position, (kind, name, _) in enumerate(given.inputs):
+            if kind == "parameter":
+                results.get_parameter(name).requires_grad_(position in given.gradients)
+
+    def wanted(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these flat arguments records gradients.
+
+        Raises FxroundError if it needs a gradient that the program does not compute.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        wanted = False
+        for position, (kind, name, index) in enumerate(self._given.inputs):
+            value = self._value(kind, name, index, leaves)
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                continue
+            if position not in self._given.gradients:
+                what = f"{kind} {name}" if name else f"argument {index}"
+                raise FxroundError(
+                    f"{what} requires a gradient, which the program does not compute: it did not require one when the "
+                    "program was exported. Export it again with such an argument, or pass it without (.detach())."
+                )
+            wanted = True
+        return wanted
+
+    def differentiable(self, compute: Callable[[], Any], leaves: Sequence[Any], rng: Tensor) -> Any:
+        """Return the leaves of compute() as results that autograd can differentiate."""
+        values = [self._value(*row, leaves) for row in self._given.inputs]
+        # The call writes to them, and the gradients are those of the values before.
+        values = [v.clone() if i in self._given.changed else v for i, v in enumerate(values)]
+        results = compute()
+        step = _LoadedStep(self._program, self._given, [_like(result) for result in results])
+        return differentiable_later(results, lambda: (step, range(len(values)), ()), resolved(values), rng)
+
+    def _value(self, kind: str, name: str, index: int, leaves: Sequence[Any]) -> Any:
+        if kind == "argument":
+            return leaves[index]
+        return self._results.get_parameter(name) if kind == "parameter" else self._results.get_buffer(name)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call that records gradients advances the sample."""
+        return self._given.trains
+
+
+@dataclass(frozen=True)
+class _LoadedStep:
+    """A loaded program of gradients as a ``training_step.Differentiated``, whose forward graph saves its inputs.
+
+    like: tensors of the shapes, dtypes and devices of the results.
+    """
+
+    program: nn.Module
+    given: Gradients
+    like: Sequence[Any]
+    late: tuple[()] = ()
+
+    @property
+    def results(self) -> int:
+        return len(self.like)
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return self.given.gradients
+
+    @property
+    def tangents(self) -> tuple[int, ...]:
+        return self.given.tangents
+
+    @property
+    def reached(self) -> tuple[frozenset[int], ...]:
+        return tuple(map(frozenset, self.given.reached))
+
+    def forwards(self, *values: Any) -> tuple[Any, ...]:
+        return (*self.like, *values[:-1])
+
+    def backwards(self, *values: Any) -> Any:
+        with aside():
+            return self.program(list(values))
+
+
+def _like(result: Any) -> Any:
+    """Return a tensor of the same shape, dtype and device that takes no memory."""
+    return result.new_zeros(()).expand(result.shape) if isinstance(result, Tensor) else result
