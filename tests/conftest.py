@@ -7,6 +7,7 @@ and the summary says how much was run: a quick run is no substitute for the suit
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,17 @@ def _core_first(name: str, tests: dict[str, pytest.Item]) -> Sequence[pytest.Ite
     return sorted(tests.values(), key=lambda item: getattr(item, "originalname", item.name) != core)
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    # PyTorch and the tests live as long as the process: the search for garbage cycles need not walk them again.
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.stash.get(_PLACE, 0) and time.time() - float(os.environ[_STARTED]) > _SECONDS:
@@ -84,3 +96,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
         terminalreporter.write_line(
             f"--quick: {done} tests in their first cases; {left} more would follow in their turn"
         )
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """The C++ compiler that compiles the texts of a GPU for the host. ``.ci/run`` fails where there is none."""
+    # tests/support is not on the path where this file is copied alone (test_quick.py).
+    import host_gpu
+
+    if not host_gpu.COMPILER:
+        pytest.skip("no C++ compiler: install g++ to run the CUDA texts on the host")
+    return host_gpu.COMPILER

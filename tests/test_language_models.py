@@ -25,11 +25,12 @@ def build(kind: str) -> Any:
         return enlarged(ENCODING[kind](transformers))
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **special)
+    elif kind == "bloom":
+        config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, **special)
     else:
         experts = {"num_local_experts": 3} if kind == "mixtral" else {}
         config = {
             "llama": transformers.LlamaConfig,
-            "qwen2": transformers.Qwen2Config,
             "mixtral": transformers.MixtralConfig,
         }[kind](
             hidden_size=16,
@@ -99,7 +100,7 @@ def generated(compiled: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tens
     return found.sequences, torch.stack(found.logits, 1)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "bloom"])
 def test_a_cache_changes_no_bit_and_lengths_and_batches_need_no_capture(kind: str) -> None:
     model = build(kind)
     compiled = fxround.compile(model, "reproducible")
@@ -128,6 +129,26 @@ def test_prompts_alone_padded_and_with_a_static_cache_have_the_same_bits() -> No
     mask = torch.cat([(short != 0).long(), torch.ones(1, 19, dtype=torch.int64)])
     _, padded = generated(compiled, torch.cat([short, ids[1:]]), attention_mask=mask)
     assert torch.equal(padded[:1], generated(compiled, ids[:1, 6:])[1]) and torch.equal(padded[1:], logits[1:])
+
+
+def test_a_cache_of_another_batch_or_without_room_is_refused_with_its_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = fxround.compile(build("llama"), "reproducible")
+    with torch.no_grad():
+        cache = compiled(prompts(2, 5), use_cache=True).past_key_values
+        with pytest.raises(fxround.CaptureError) as error:
+            compiled(prompts(3, 1), past_key_values=cache)
+    assert "called  with argument 0 (3, 1), past_key_values (DynamicCache, which holds (2, 1, 5, 8))" in str(
+        error.value
+    )
+    assert "Sizes of tensors must match" in str(error.value) and "make a new one" in str(error.value)
+    assert "FakeTensor" not in str(error.value) and "ERROR" not in {record.levelname for record in caplog.records}
+    transformers = hugging_face()
+    short = transformers.StaticCache(config=compiled.config, max_cache_len=6)
+    with pytest.raises(IndexError, match="index 6 is out of bounds") as late:
+        compiled.generate(prompts(2, 5), past_key_values=short, max_new_tokens=4, do_sample=False)
+    assert "past_key_values (StaticCache, which holds (2, 1, 6, 8))" in late.value.__notes__[0]
+    with torch.no_grad(), pytest.raises(fxround.CaptureError, match=r"StaticCache, which holds \(2, 1, 6, 8\)"):
+        compiled(prompts(3, 1), past_key_values=short)
 
 
 def test_samples_and_beams_are_rounded_between_the_calls() -> None:

@@ -81,6 +81,9 @@ def test_no_kernel_uses_memory_that_is_not_its_own(case: Case) -> None:
         assert torch.equal(case.run(case.stochastic), want)
 
 
+# A convolution and a transformer of PyTorch's, loops, and a model that asks whether it is exported: the rest of
+# compile and export knows no other model, and tests/compiler tries it on modules of a few operations.
+@pytest.mark.parametrize("case", ["unet", "recurrent", "encoder", "vit"], indirect=True)
 def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.name == "vit":  # transformers makes it an attention mask of ones where it is told that it is exported
         monkeypatch.setattr("transformers.masking_utils.is_torchdynamo_exporting", lambda: True)
@@ -97,6 +100,7 @@ def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.Monke
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+@pytest.mark.parametrize("case", ["unet", "recurrent", "bert"], indirect=True)
 def test_an_exported_file_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
     path = case.stochastic.export(tmp_path / "model.pt2", case.inputs)
     assert torch.equal(case.run(fxround.load(path)), case.run(case.stochastic))

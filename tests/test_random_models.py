@@ -55,7 +55,8 @@ FOUND = {
 }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=QUIET, print_blob=True)
+# .ci/run draws 2,000 more, from a seed of the commit.
+@settings(max_examples=80, deadline=None, suppress_health_check=QUIET, print_blob=True)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])
 @example(recipe=replace(FOUND["clamp"], dtype=3))

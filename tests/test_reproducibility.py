@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_host import HostLauncher
+from host_hashes import PAGE, differing, stated
 
 from benchmarks import determinism
 from benchmarks.experiments import DIGITS_HASH, EARLY, EXPERIMENTS, TEXT_HASH
 from benchmarks.reproducibility import HASHES, POLICIES, SHOWN, elsewhere, run
 from fxround.invariance import AxisResult
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cuda.launcher import launching
 from fxround.training.updates import power
 
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "reproducibility.md").read_text(encoding="utf-8")
-CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.splitlines() if line[:1] == "|"]
-STATED = {
-    (cells[0], cells[1], what): cell.strip("`")
-    for cells in CELLS
-    if cells[0] in EXPERIMENTS
-    for what, cell in zip(HASHES, cells[2:], strict=False)
-}
+DOCUMENT = PAGE.read_text(encoding="utf-8")
+STATED = stated()
 
 
 def test_every_experiment_is_stated() -> None:
@@ -33,7 +30,7 @@ def test_every_experiment_is_stated() -> None:
 
 
 def require_stated(found: dict[str, str], name: str, policy: str, what: str) -> None:
-    assert found[what].removeprefix("sha256:")[:SHOWN] == STATED[name, policy, what], (name, policy, what)
+    assert differing(name, policy, found, (what,)) == []
 
 
 def test_a_transformer_trains_to_the_stated_bits() -> None:
@@ -49,6 +46,13 @@ def test_stochastic_training_resumes_in_another_process_from_other_machine_code(
     require_stated(begun, "cnn", "stochastic", "initial")
     found = elsewhere("cnn", "stochastic", EARLY, begin=2, checkpoint=checkpoint)
     require_stated(found, "cnn", "stochastic", "early")
+
+
+def test_texts_of_a_gpu_train_to_the_stated_bits(compiler: str, tmp_path: Path) -> None:
+    """The other runs are those of ``python tests/support/host_hashes.py``."""
+    with launching(HostLauncher(tmp_path, compiler)):
+        found = run("cnn", "stochastic", EARLY)
+    assert differing("cnn", "stochastic", found, ("initial", "early")) == []
 
 
 def test_the_matrix_has_operators_of_every_kind_and_as_many_as_the_document_says() -> None:

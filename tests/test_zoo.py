@@ -1,6 +1,6 @@
 """Real architectures are captured as one graph, completely rounded and near binary64, with the same bits in every run.
 
-Forty of those that ``python -m benchmarks.zoo`` walks, chosen for operators of their own and for small graphs. All run
+Some of those that ``python -m benchmarks.zoo`` walks, chosen for operators of their own and for small graphs. All run
 under "reproducible", fused; every fifth runs node by node too, and under another policy, which take turns.
 """
 
@@ -26,7 +26,6 @@ CHOSEN = [
     "torchvision/mobilenet_v3_small",
     "torchvision/squeezenet1_1",
     "torchvision/swin3d_t",
-    "transformers/albert",
     "transformers/beit",
     "transformers/bloom",
     "transformers/clip",
@@ -35,33 +34,18 @@ CHOSEN = [
     "transformers/convnext",
     "transformers/deberta-v2",
     "transformers/dpt",
-    "transformers/electra",
-    "transformers/falcon",
     "transformers/gemma2",
-    "transformers/gpt_bigcode",
     "transformers/gpt_neo",
-    "transformers/gpt_neox",
-    "transformers/gptj",
-    "transformers/hubert",
     "transformers/llama",
     "transformers/mamba",
     "transformers/mobilebert",
-    "transformers/mpnet",
-    "transformers/mpt",
     "transformers/nystromformer",
-    "transformers/olmo",
-    "transformers/opt",
     "transformers/perceiver",
-    "transformers/phi",
     "transformers/poolformer",
     "transformers/regnet",
     "transformers/squeezebert",
-    "transformers/starcoder2",
     "transformers/t5",
-    "transformers/vit_msn",
-    "transformers/vivit",
     "transformers/wav2vec2",
-    "transformers/yolos",
     "transformers/yoso",
 ]
 # Every fifth under another policy too, in turn, and node by node: each is one more lowering and its kernels.
@@ -74,8 +58,8 @@ def known() -> dict[str, Subject]:
     return {subject.title: subject for subject in subjects(["torchvision", "transformers"])}
 
 
-def test_forty_are_chosen() -> None:
-    assert len(set(CHOSEN)) == 40
+def test_the_page_says_how_many_are_chosen() -> None:
+    assert f"The tests run {len(set(CHOSEN))} of them" in (DOCS / "zoo.md").read_text()
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -78,6 +78,14 @@ def rounds(draw: Draw) -> Case:
     )
 
 
+def blocks(draw: Draw) -> Case:
+    shape = draw.sizes(3)
+    x = draw.tensor(*shape, dtype=draw.choice((torch.float32, torch.float64, torch.bfloat16)))
+    form = draw.choice(("mxfp8", "mxfp4:16", "int4:7", "nvfp4", "int8:channel", "mxfp8/toward_zero"))
+    dim = draw.randrange(len(shape))
+    return lambda x: fxround.round(x, form, dim=dim), [x], f"{form} along {dim}"
+
+
 def reductions(draw: Draw) -> Case:
     shape = draw.sizes(4)
     dims = sorted(draw.sample(range(len(shape)), draw.randint(1, len(shape))))
@@ -187,6 +195,7 @@ GATHERED: Final = (random_graphs.softmax, random_graphs.convolved, random_graphs
 KINDS: Final = (
     maps,
     rounds,
+    blocks,
     reductions,
     products_of,
     scans,

@@ -71,7 +71,7 @@ def guarded(x: Tensor, at_end: bool) -> Tensor:
 def everywhere(at_end: bool) -> Iterator[None]:
     """Put results, tables of offsets and scratch memory next to inaccessible pages."""
 
-    def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def result(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
         made: Any = empty(shape, torch.empty(tuple(shape), device="meta").stride(), dtype, at_end)
         # As ``buffers.empty`` does: a schedule may release it.
         made.untyped_storage().lent = True

@@ -24,7 +24,7 @@ from random_reference import Array, by_reference, drawing, encodings
 from torch import Tensor, fx
 
 import fxround.passes
-from fxround.compiler.exported import random_state
+from fxround.compiler.random_state import random_state
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ORIGIN, PORT, PORTS
 from fxround.kernels.shapes import Map
@@ -153,12 +153,12 @@ def _memory(address: int, begin: int, end: int, storage: str) -> Array:
 def numpy_maps() -> Iterator[Maps]:
     """Inside the block, maps run as NumPy."""
     maps = Maps()
-    pointwise._map_call.cache_clear()
+    pointwise.map_call.cache_clear()
     with mock.patch.object(pointwise, "native", maps):
         try:
             yield maps
         finally:
-            pointwise._map_call.cache_clear()
+            pointwise.map_call.cache_clear()
 
 
 # ---- small tensors on the ways of large ones ----
