@@ -223,6 +223,15 @@ class Nothing:
         """Do nothing."""
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A pool without threads."""
+
+    def share(self, function: Callable[[int], None], task: int, members: int) -> None:
+        """Call function(task) once."""
+        function(task)
+
+
 @contextmanager
 def _replaced(make: Callable[[Compiled], Any], name: str = SET) -> Iterator[None]:
     """Compile the block's kernels for AArch64, and let ``make`` return what calls them and has their ``address``."""
@@ -232,8 +241,8 @@ def _replaced(make: Callable[[Compiled], Any], name: str = SET) -> Iterator[None
 
     before, isa = torch.get_num_threads(), code._ISA[0]
     torch.set_num_threads(1)
-    # PyTorch's OpenMP runtime could not call what is in another process.
-    with patch.object(code, "_function", function), patch.object(threads, "_parallel", lambda: None):
+    # Threads of this process could not call what is in another one.
+    with patch.object(code, "_function", function), patch.object(threads, "_pool", Alone):
         code._ISA[0] = name
         try:
             yield

@@ -2,14 +2,17 @@
 
     python -m benchmarks.formats [peers]
 
-The first table has 10^6 elements per second, medians of interleaved calls. The second compares the bits with torchao's
-``to_mx`` and back, where both describe the same format: elements of exponents -30 to 30, a row of zeros.
+The first table has 10^6 elements per second, medians of interleaved calls, in the thread's own processor time, so that
+other processes count less. ``out`` is a call with a result that exists; copies are PyTorch's. The second compares the
+bits with torchao's ``to_mx`` and back, where both describe the same format: elements of exponents -30 to 30, a row of
+zeros.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +43,7 @@ FORMS = (
     "posit16/stochastic",
 )
 COLUMNS = 1000
+_COPY = "clone(), out.copy_(x)"
 # How fxround and torchao name the ways to make a scale, and the elements.
 HOWS = {"floor": "FLOOR", "ceil": "CEIL", "even": "EVEN", "up": "RCEIL"}
 ELEMENTS = {"e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1fn": "float4_e2m1fn_x2"}
@@ -64,17 +68,26 @@ def through(peer: Any, x: torch.Tensor, element: str, how: str) -> torch.Tensor:
 
 
 def speeds(peer: Any) -> Iterator[list[str]]:
-    """Yield rows: name, and the rate at each size."""
+    """Yield rows: name, and for each size the rate with a new result and with one that exists."""
     found: dict[str, list[str]] = {}
     for size in SIZES:
         x = torch.randn(size // COLUMNS, COLUMNS)
-        blocks = torch.randn(size // 32, 32)
-        calls: dict[str, Callable[[], object]] = {form: partial(fxround.round, x, form, seed=1) for form in FORMS}
+        blocks, out = torch.randn(size // 32, 32), torch.empty_like(x)
+        calls: dict[tuple[str, bool], Callable[[], object]] = {
+            (_COPY, False): x.clone,
+            (_COPY, True): partial(out.copy_, x),
+        }
+        for form in FORMS:
+            calls[form, False] = partial(fxround.round, x, form, seed=1)
+            calls[form, True] = partial(fxround.round, x, form, seed=1, out=out)
         if peer is not None:
             for element in ELEMENTS:
-                calls[f"torchao to_mx {element} and back"] = partial(through, peer, blocks, element, "floor")
-        for name, seconds in medians(calls).items():
-            found.setdefault(name, []).append(f"{size / seconds / 1e6:.0f}")
+                name = f"torchao to_mx {element} and back"
+                calls[name, False] = partial(through, peer, blocks, element, "floor")
+        seconds = medians(calls, time.thread_time)
+        for name in dict.fromkeys(name for name, _ in calls):
+            rates = [seconds.get((name, existing)) for existing in (False, True)]
+            found.setdefault(name, []).extend("" if rate is None else f"{size / rate / 1e6:.0f}" for rate in rates)
     yield from ([name, *rates] for name, rates in found.items())
 
 
@@ -84,7 +97,7 @@ def beside_peers() -> Iterator[list[str]]:
     for size in SIZES:
         for row in peers.scaled(size):
             calls = {"peer": row.call, "own": partial(fxround.round, row.x, row.form, seed=1)}
-            seconds = medians(calls, passes=3)
+            seconds = medians(calls, time.thread_time, passes=3)
             theirs, ours = (size / seconds[name] / 1e6 for name in ("peer", "own"))
             cells = rows.setdefault(f"{row.peer} {row.form}", [row.peer, row.form])
             cells += [f"{theirs:.1f}", f"{ours:.0f}", f"{ours / theirs:.1f}"]
@@ -112,8 +125,9 @@ def main() -> None:
         print(table(["10^6 elements per second", "format", *columns], list(beside_peers())))
         return
     peer = torchao()
+    columns = [f"{size:.0e} {what}" for size in SIZES for what in ("new", "out")]
     print(header(("torch", "torchao", "llvmlite")))
-    print(table(["10^6 elements per second", *(f"{size:.0e} elements" for size in SIZES)], list(speeds(peer))))
+    print(table(["10^6 elements per second", *columns], list(speeds(peer))))
     if peer is None:
         print("torchao is not installed: pip install --no-deps torchao")
         return

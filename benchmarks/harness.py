@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fxround.runtime.cpu.code import current_set
+
+K = TypeVar("K")
 PASSES = 5
 # Seconds of calls of one row in one pass, with at least one call.
 PASS_SECONDS = 0.08
@@ -47,16 +50,18 @@ def header(packages: Sequence[str]) -> str:
     """Return the conditions under which a table was measured."""
     python = f"Python {platform.python_version()}"
     load = f"load {os.getloadavg()[0]:.1f} at the start"
-    return f"{machine()}, {load}; {torch.get_num_threads()} thread(s); {python}, {versions(packages)}"
+    stock = f"PyTorch's as {torch.backends.cpu.get_cpu_capability()}"
+    code = "" if current_set() == "host" else f", fxround's kernels as {current_set()} code, {stock}"
+    return f"{machine()}{code}, {load}; {torch.get_num_threads()} thread(s); {python}, {versions(packages)}"
 
 
 def medians(
-    calls: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter, passes: int = PASSES
-) -> dict[str, float]:
+    calls: Mapping[K, Callable[[], object]], clock: Callable[[], float] = time.perf_counter, passes: int = PASSES
+) -> dict[K, float]:
     """Return the median seconds of each call over interleaved passes, after one call to warm it up."""
     for call in calls.values():
         call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[K, list[float]] = {name: [] for name in calls}
     for _ in range(passes):
         for name, call in calls.items():
             began = time.perf_counter()
