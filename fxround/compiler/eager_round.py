@@ -78,8 +78,8 @@ def round(
     """Round every element of ``x`` to the values of a format.
 
     Args:
-        x: a torch tensor (float32, float64, float16 or bfloat16) or a NumPy array (float32, float64 or float16), of any
-            shape and strides.
+        x: a torch tensor (float32, float64, float16, bfloat16 or a float8 dtype) or a NumPy array (float32, float64 or
+            float16), of any shape and strides.
         rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
             a floating-point dtype, for example ``torch.bfloat16``; a table, ``fxround.table([-1, 0, 1])`` or ``"nf4"``;
             or a scaled format, for example ``"mxfp8"``, ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``,

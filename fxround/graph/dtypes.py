@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from fxround.numerics.storage import Storage
+from fxround.numerics.storage import QUARTERS, Storage
 
 # The types of devices that have kernels.
 DEVICES: Final = ("cpu", "cuda")
@@ -21,12 +21,15 @@ FORMAT_OF: Final = MappingProxyType(
         torch.bfloat16: "bfloat16",
         torch.float8_e5m2: "e5m2",
         torch.float8_e4m3fn: "e4m3fn",
+        torch.float8_e5m2fnuz: "e5m2fnuz",
+        torch.float8_e4m3fnuz: "e4m3fnuz",
         torch.float8_e8m0fnu: "e8m0fnu",
     }
 )
 # The dtypes that kernels read and write.
 STORAGES: Final[Mapping[torch.dtype, Storage]] = MappingProxyType(
     {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16"}
+    | {getattr(torch, f"float8_{name}"): name for name in QUARTERS}
 )
 # The dtypes that a map reads: masks as well.
 LOADS: Final[Mapping[torch.dtype, Storage]] = MappingProxyType({**STORAGES, torch.bool: "mask"})

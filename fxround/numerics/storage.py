@@ -1,41 +1,66 @@
-"""The formats in which tensors store values: float32, float64, float16 and bfloat16; and masks, which are only read.
+"""The formats in which tensors store values: PyTorch's floating-point dtypes; and masks, which are only read.
 
-float32 and float64 tensors are their own carriers. float16 and bfloat16 values are read into binary32, where each of
-them is exact, and are written from values that were rounded to them before: loading and storing never round. A mask's
-byte is read as 0.0 or 1.0. The conversions are integer operators and one exact subtraction of normal binary32 numbers,
-so flush-to-zero modes cannot change them, and they give the same bits on every target.
+float32 and float64 tensors are their own carriers. Values of 16 and 8 bits are read into binary32, where each of them
+is exact, and are written from values that were rounded to them before: loading and storing never round. A mask's byte
+is read as 0.0 or 1.0. The conversions are integer operators and one exact subtraction of normal binary32 numbers, so
+flush-to-zero modes cannot change them, and they give the same bits on every target.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.encodings import Encoding
+from fxround.numerics.formats import FORMATS, Format, Overflow
 from fxround.numerics.scalar import Expr, Type, bits, const, from_bits, minimum, select
 
-Storage = Literal["f32", "f64", "f16", "bf16", "mask"]
+# Storages of 16 bits, and of 8, which have the names of their formats.
+Half = Literal["f16", "bf16"]
+Quarter = Literal["e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu"]
+Storage = Literal["f32", "f64", Half, Quarter, "mask"]
 
+HALVES: Final[tuple[Half, ...]] = get_args(Half)
+QUARTERS: Final[tuple[Quarter, ...]] = get_args(Quarter)
 FORMAT_OF: Final[dict[Storage, Format]] = {
     "f32": FORMATS["binary32"],
     "f64": FORMATS["binary64"],
     "f16": FORMATS["binary16"],
     "bf16": FORMATS["bfloat16"],
+    **{name: FORMATS[name] for name in QUARTERS},
     "mask": Format.custom(precision=1, emin=0, maximum=1.0, signed=False, inf=False, nan=False, subnormals=False),
 }
+# How PyTorch's conversions overflow, where that is not the format's default.
+_OVERFLOWS: Final[dict[str, Overflow]] = {"e4m3fn": "saturate"}
+# The bytes of an element in memory.
+BYTES_OF: Final[dict[Storage, int]] = {
+    "f32": 4,
+    "f64": 8,
+    **dict.fromkeys(HALVES, 2),
+    **dict.fromkeys(QUARTERS, 1),
+    "mask": 1,
+}
 # The IR type of a stored element: a code shorter than 32 bits is in the low part of a u32.
-ELEMENT_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "u32", "bf16": "u32", "mask": "u32"}
-CARRIER_OF: Final[dict[Storage, Type]] = {"f32": "f32", "f64": "f64", "f16": "f32", "bf16": "f32", "mask": "f32"}
+_ELEMENTS: Final[dict[int, Type]] = {1: "u32", 2: "u32", 4: "f32", 8: "f64"}
+ELEMENT_OF: Final[dict[Storage, Type]] = {storage: _ELEMENTS[size] for storage, size in BYTES_OF.items()}
+CARRIER_OF: Final[dict[Storage, Type]] = {s: "f64" if n == 8 else "f32" for s, n in BYTES_OF.items()}
+
+
+def own_overflow(name: str) -> Overflow:
+    """Return how PyTorch's conversion to a tensor of the format overflows."""
+    return _OVERFLOWS.get(name, FORMATS[name].default_overflow)
 
 
 def load(element: Expr, storage: Storage) -> Expr:
     """Return a stored element as a value of its carrier."""
+    if storage in ("f32", "f64"):
+        return element
     if storage == "bf16":
         return from_bits(element << 16)
-    if storage == "f16":
-        return _load_binary16(element)
     if storage == "mask":
         return select(element.equals(0), const("f32", 0.0), 1.0)
-    return element
+    if storage == "e8m0fnu":
+        return _load_power(element)
+    return _load_code(element, FORMAT_OF[storage])
 
 
 def store(value: Expr, storage: Storage) -> Expr:
@@ -45,32 +70,66 @@ def store(value: Expr, storage: Storage) -> Expr:
     """
     if storage == "mask":
         raise ValueError("a result cannot be stored as a mask: masks are read, never written")
+    if storage in ("f32", "f64"):
+        return value
     if storage == "bf16":
         return bits(value) >> 16
-    if storage == "f16":
-        return _store_binary16(value)
-    return value
+    if storage == "e8m0fnu":
+        return _store_power(value)
+    return _store_code(value, FORMAT_OF[storage])
 
 
-def _load_binary16(code: Expr) -> Expr:
-    sign, ordinal = (code & 0x8000) << 16, code & 0x7FFF
-    normal = (ordinal << 13) + (112 << 23)
-    special = (ordinal << 13) + (224 << 23)
-    # Adding 2^-14 turns a subnormal k * 2^-24 into 2^-14 + k * 2^-24, a normal binary32 number; the subtraction is
-    # exact.
-    subnormal = bits(from_bits((ordinal << 13) + (113 << 23)) - 2.0**-14)
-    finite = select(ordinal < 0x400, subnormal, normal)
-    return from_bits(sign | select(ordinal < 0x7C00, finite, special))
+def _nan_of(fmt: Format) -> int:
+    """Return the code of a NaN: the one that PyTorch's conversions make."""
+    top = 1 << Encoding(fmt).magnitude
+    if not fmt.minus_zero:
+        return top
+    return top - (1 << (fmt.precision - 2)) if fmt.name == "binary16" else top - 1
 
 
-def _store_binary16(value: Expr) -> Expr:
+def _load_code(code: Expr, fmt: Format) -> Expr:
+    """Return the value of a code of at most 16 bits: a sign, and the number of the magnitude."""
+    layout = Encoding(fmt)
+    top, places = 1 << layout.magnitude, 24 - fmt.precision
+    sign, ordinal = (code & top) << (31 - layout.magnitude), code & (top - 1)
+    normal = (ordinal << places) + ((fmt.emin + 126) << 23)
+    # Adding 2^emin turns a subnormal of k quanta into a normal binary32 number; the subtraction is exact.
+    lifted = from_bits((ordinal << places) + ((fmt.emin + 127) << 23))
+    finite = select(ordinal < (1 << layout.trailing), bits(lifted - 2.0**fmt.emin), normal)
+    if not fmt.minus_zero:
+        return from_bits(select(code.equals(top), const("u32", 0x7FC00000), sign | finite))
+    # The field of ones is that of binary32's infinity and NaNs; a format without infinity has one NaN for each sign.
+    widest = 255 - ((top - 1) >> layout.trailing)
+    special = (ordinal << places) + (widest << 23) if fmt.inf else const("u32", 0x7FC00000)
+    return from_bits(sign | select(ordinal < layout.last + 1, finite, special))
+
+
+def _store_code(value: Expr, fmt: Format) -> Expr:
+    """Return the code of at most 16 bits of a value of the format."""
+    layout = Encoding(fmt)
+    places, lowest = 24 - fmt.precision, fmt.emin + 127
     encoding = bits(value)
-    sign, ordinal = (encoding >> 16) & 0x8000, encoding & 0x7FFFFFFF
-    normal = (ordinal - (112 << 23)) >> 13
-    special = select(ordinal.equals(0x7F800000), const("u32", 0x7C00), 0x7E00)
-    # In units of 2^-24 the significand s * 2^(field - 150) is s >> (126 - field).
+    sign, ordinal = (encoding >> (31 - layout.magnitude)) & (1 << layout.magnitude), encoding & 0x7FFFFFFF
+    normal = (ordinal - ((lowest - 1) << 23)) >> places
+    # In units of the least quantum, 2^(lowest - 127 - trailing), the significand s * 2^(field - 150) is
+    # s >> (lowest + 23 - trailing - field).
+    base = lowest + 23 - layout.trailing
     field = ordinal >> 23
-    places = minimum(select(field < 126, 126 - field, 0), 31)
-    subnormal = ((ordinal & 0x7FFFFF) | 0x800000) >> places
-    finite = select(ordinal < (113 << 23), subnormal, normal)
+    shift = minimum(select(field < base, base - field, 0), 31)
+    subnormal = ((ordinal & 0x7FFFFF) | 0x800000) >> shift
+    finite = select(ordinal < (lowest << 23), subnormal, normal)
+    nan = const("u32", _nan_of(fmt))
+    if not fmt.minus_zero:
+        return select(ordinal > 0x7F800000, nan, select(finite.equals(0), finite, sign | finite))
+    special = select(ordinal.equals(0x7F800000), const("u32", layout.last + 1), nan) if fmt.inf else nan
     return sign | select(ordinal < 0x7F800000, finite, special)
+
+
+def _load_power(code: Expr) -> Expr:
+    """Return 2^(code - 127), or NaN for 255. The code is the field of the exponent, but 2^-127 is subnormal."""
+    finite = select(code.equals(0), const("u32", 0x400000), code << 23)
+    return from_bits(select(code.equals(255), const("u32", 0x7FC00000), finite))
+
+
+def _store_power(value: Expr) -> Expr:
+    return (bits(value) >> 23) & 0xFF

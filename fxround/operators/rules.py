@@ -21,7 +21,9 @@ from torch import fx
 
 from fxround.graph.dialect import CALLS
 from fxround.graph.dialect.loops import BODIES
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.elementary import ELEMENTARY
+from fxround.numerics.formats import Format
 
 Kind = Literal[
     "pointwise", "elementary", "contraction", "reduction", "exact", "movement", "integer", "random", "opaque", "loop"
@@ -297,8 +299,17 @@ def _cast(node: fx.Node) -> OpRule:
     old, new = source.meta["val"].dtype, value.dtype if isinstance(value, torch.Tensor) else None
     if new == old:
         return MOVEMENT
-    exact = old == torch.bool or (old.is_floating_point and torch.promote_types(old, new or old) == new)
-    return OpRule("exact") if exact else RULES["aten._to_copy.default"]
+    return OpRule("exact") if new is not None and _keeps_values(old, new) else RULES["aten._to_copy.default"]
+
+
+def _keeps_values(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether a dtype has every value of another one, which is not an integer dtype."""
+    if new not in FORMAT_OF:
+        return old == torch.bool or (old.is_floating_point and torch.promote_types(old, new) == new)
+    wide = Format.parse(FORMAT_OF[new])
+    if old == torch.bool:
+        return wide.zero
+    return old in FORMAT_OF and Format.parse(FORMAT_OF[old]).within(wide)
 
 
 INTEGER: Final = OpRule("integer")

@@ -38,6 +38,7 @@ from fxround.policy.rule import (
     Assignment,
     Rule,
     faults_of,
+    in_dtype,
     resolve,
     with_dtype,
     with_wide,
@@ -154,7 +155,7 @@ class Policy:
         if is_scaled(text):
             scaled = ScaledRounding.parse(text)
             return Assignment(scaled.element, NATIVE, LANES, rule, scaled=scaled, faults=faults)
-        rounding = resolve(text, dtype)
+        rounding = in_dtype(resolve(text, dtype), dtype)
         _require_within(rounding, dtype, rule, f"an operand of {operator}", path)
         return Assignment(rounding, NATIVE, LANES, rule, faults=faults)
 
@@ -182,7 +183,7 @@ class Policy:
             return Assignment(None, None, LANES, str(chosen))
         text = last.get("rounding", DTYPE)
         blocks = ScaledRounding.parse(text) if is_scaled(text) else None
-        rounding = resolve(DTYPE if blocks else text, dtype)
+        rounding = in_dtype(resolve(DTYPE if blocks else text, dtype), dtype)
         accumulate = last.get("accumulate", WIDE)
         _require_within(rounding, dtype, str(chosen), operator, path)
         how: Accumulation | Literal["native"] = NATIVE

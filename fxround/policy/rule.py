@@ -10,11 +10,12 @@ from fxround.errors import PolicyError, shown
 from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
-from fxround.numerics.formats import spelt
+from fxround.numerics.formats import Format, spelt
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps, clamps_elements
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
+from fxround.numerics.storage import QUARTERS, own_overflow
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"
@@ -233,9 +234,29 @@ class Rule:
 
 
 def resolve(text: str, dtype: str) -> Rounding:
-    """Return the rounding of a text whose format may be ``dtype``."""
-    head, slash, rest = text.partition("/")
-    return Rounding.parse(f"{dtype}{slash}{rest}" if head == DTYPE else text)
+    """Return the rounding of a text whose format may be ``dtype``.
+
+    A dtype without infinities overflows as PyTorch's conversion to it does, unless the text asks for saturation or NaN.
+    """
+    head, _, rest = text.partition("/")
+    if head != DTYPE:
+        return Rounding.parse(text)
+    mode, _, overflow = rest.partition("/")
+    if overflow in ("", "inf"):
+        overflow = own_overflow(dtype)
+    return Rounding.parse(f"{dtype}/{mode or 'nearest_even'}/{overflow}")
+
+
+def in_dtype(rounding: Rounding, dtype: str) -> Rounding:
+    """Return the rounding of a value that is stored in the dtype's format.
+
+    A tensor of 8 bits is rounded once, to its own format in the mode of the rounding, if the rounding's format has
+    all values of it.
+    """
+    own = Format.parse(dtype)
+    if dtype not in QUARTERS or rounding.format.within(own) or not own.within(rounding.format):
+        return rounding
+    return resolve(f"{DTYPE}/{rounding.mode}/{rounding.overflow}", dtype)
 
 
 def with_dtype(text: str, dtype: str) -> str:

@@ -50,6 +50,8 @@ def samples() -> dict[Any, list[Call]]:
         aten.glu.default,
         aten.leaky_relu.default,
     )
+    # PyTorch computes _scaled_mm in binary32: exactly, for these numbers.
+    quarter, one = whole(16, 32).to(torch.float8_e4m3fn), torch.exp2(whole(1, 16))
     moments = (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
     pools = [([2], [2], [0]), ([3], [2], [1], True), ([3], [2], [1], True, False)]
     found = {op: [call(x * 2)] for op in unary}
@@ -77,6 +79,11 @@ def samples() -> dict[Any, list[Call]]:
         aten._weight_norm_interface.default: [call(x, t(3, 1), 0), call(x, t(1, 6), 1)],
         aten.addmm.default: [call(t(6), x.t(), y, beta=0.5, alpha=2), call(t(6, 6), x.t(), y, beta=0)],
         aten.baddbmm.default: [call(t(2, 4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
+        aten._scaled_mm.default: [
+            call(quarter, quarter.t(), one[:, 0], one[:, 1], out_dtype=torch.float32),
+            call(quarter, quarter.t(), one.reshape(16, 1), one, torch.ones(16).bfloat16(), out_dtype=torch.bfloat16),
+            call(quarter, quarter.t(), one[:, 0], one[:, 1]),
+        ],
         aten.addbmm.default: [call(t(4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
         # The stock kernel takes binary32 in rows of 16 bytes: whole numbers, whose products and sums are exact.
         aten._grouped_mm.default: [

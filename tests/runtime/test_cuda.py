@@ -14,7 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from cuda_host import Functions, HostLauncher, assert_same, built, prepare, widened
+from cuda_host import Functions, HostLauncher, assert_same, built, prepare
+from kernel_operands import stored
 from neighbours import ALL_MODES, Array, boundaries, encodings, held, random_words
 from torch import Tensor
 
@@ -100,6 +101,8 @@ MAP_KERNELS: dict[str, tuple[str, tuple[Storage, ...], Storage]] = {
         "f32",
     ),
     "half in, bfloat16 out": ("t0 = add(x0, x1) @ bfloat16/up_down", ("f16", "bf16"), "bf16"),
+    "8 bits": ("t0 = add(x0, x1) @ e5m2/stochastic", ("e4m3fn", "e5m2fnuz"), "e5m2"),
+    "powers of two": ("t0 = mul(x0, x1) @ e4m3fnuz/nearest_even", ("e8m0fnu", "f32"), "e4m3fnuz"),
     "bfloat16 in, half out": ("t0 = identity(x0) @ binary16/stochastic:3", ("bf16",), "f16"),
     "binary64": ("t0 = fma(x0, x1, x2) @ binary32/toward_zero", ("f64", "f64", "f64"), "f64"),
     "exact": ("t0 = neg(x0) @ exact", ("f32",), "f32"),
@@ -148,6 +151,7 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
     "products": ("binary32/stochastic product=binary32/stochastic", "binary32", ("f32", "f32"), "f32"),
     "fixed": ("fixed(9,3)/toward_negative/wrap", "binary32", ("f32", "f32"), "f32"),
     "mixed": ("binary32", "bfloat16/stochastic", ("bf16", "f16"), "bf16"),
+    "8 bits": ("binary32", "e4m3fn/stochastic/saturate", ("e4m3fn", "e5m2"), "e4m3fn"),
     "binary64": ("binary64", "binary64", ("f64", "f64"), "f64"),
 }
 
@@ -288,7 +292,7 @@ def test_every_operator(host: HostLauncher, name: str) -> None:
     kernel = operator_kernel(name)
     operands = [elements((70,), s, seed) for seed, s in enumerate(kernel.loads)]
     (got,) = pointwise.run_kernel(kernel, operands, KEY)
-    assert_same(got, reference.map_(kernel, [widened(x) for x in operands], KEY))
+    assert_same(got, reference.map_(kernel, [stored(x) for x in operands], KEY))
 
 
 def map_operands(name: str) -> list[Tensor]:
@@ -297,7 +301,7 @@ def map_operands(name: str) -> list[Tensor]:
     storages = (kernel.loads * 3)[:3]
     shapes: list[tuple[int, ...]] = [(5, 3, 9), (9,), ()]
     full, row, number = (elements(s, t, i) for i, (s, t) in enumerate(zip(shapes, storages, strict=True)))
-    return [full.permute(2, 0, 1), row.flip(0)[:, None, None], number][: len(kernel.loads)]
+    return [full.permute(2, 0, 1), row[torch.arange(8, -1, -1)][:, None, None], number][: len(kernel.loads)]
 
 
 def rows_of(operands: list[Tensor]) -> list[Tensor]:
@@ -311,10 +315,10 @@ def test_maps_of_any_layout(host: HostLauncher, name: str, seed: int, monkeypatc
     monkeypatch.setattr(host, "seed", seed)
     kernel, operands = layout_kernel(name), map_operands(name)
     (got,) = pointwise.run_kernel(kernel, operands, KEY)
-    assert_same(got, reference.map_(kernel, [widened(x.contiguous()).reshape(x.shape) for x in operands], KEY))
+    assert_same(got, reference.map_(kernel, [stored(x.contiguous()).reshape(x.shape) for x in operands], KEY))
     rows = rows_of(operands)
     (got,) = pointwise.run_kernel(kernel, rows, KEY)
-    assert_same(got, reference.map_(kernel, [widened(x) for x in rows], KEY))
+    assert_same(got, reference.map_(kernel, [stored(x) for x in rows], KEY))
 
 
 def test_a_map_of_nothing(host: HostLauncher) -> None:
@@ -324,7 +328,7 @@ def test_a_map_of_nothing(host: HostLauncher) -> None:
 
 def lines_of(x: Tensor) -> Array:
     """(outer, length, inner) as (lines, length), the form that ``reference`` takes."""
-    return widened(x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1]))
+    return stored(x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1]))
 
 
 SHAPES = [(3, 37, 2), (1, 16, 5), (4, 1, 1), (2, 5, 3), (2, 0, 2), (20, 33, 1)]
@@ -342,7 +346,7 @@ def test_sums(host: HostLauncher, row: tuple[str, str, str, Storage], shape: tup
 
 def across(x: Tensor) -> Array:
     """(outer, length, inner) as (length, lines)."""
-    return widened(x.permute(1, 0, 2).reshape(x.shape[1], x.shape[0] * x.shape[2]).contiguous())
+    return stored(x.permute(1, 0, 2).reshape(x.shape[1], x.shape[0] * x.shape[2]).contiguous())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -409,7 +413,7 @@ def run_scatter(row: tuple[str, Storage]) -> tuple[Tensor, Array]:
     rows = np.random.default_rng(3).integers(0, 5, 40)
     got = reduction.run_scatter(kernel, own, Contributions(torch.from_numpy(rows), source), DRAW)
     places = (rows[:, None] * 3 + np.arange(3)).reshape(-1)
-    return got, reference.scatter(kernel, widened(own).reshape(-1), places, widened(source).reshape(-1), KEY)
+    return got, reference.scatter(kernel, stored(own).reshape(-1), places, stored(source).reshape(-1), KEY)
 
 
 @pytest.mark.parametrize("row", SCATTER_KERNELS, ids=" ".join)
@@ -440,7 +444,7 @@ def test_contractions(host: HostLauncher, name: str, groups: int) -> None:
     for side in SIDES:
         got, a, b = contract(name, groups, side)
         if side == SIDES[0]:
-            want = reference.contract(contraction(name), widened(a.contiguous()), widened(b.contiguous()), KEY)
+            want = reference.contract(contraction(name), stored(a.contiguous()), stored(b.contiguous()), KEY)
         assert_same(got, want)
 
 
@@ -466,5 +470,5 @@ def test_contractions_in_binary32(
     places = Right.matrices(right.shape, right.stride())
     with patch.object(contraction_module, "_tile", lambda product, *sizes: Tile(product.kernel, side)):
         got = run_product(Product(kernel, left, right, places, 0, DRAW, (2, 40, 21)))
-    assert_same(got, reference.contract(kernel, widened(left), widened(right), KEY))
+    assert_same(got, reference.contract(kernel, stored(left), stored(right), KEY))
     assert f"contract_{kernel.digest[:16]}_{side}_k1_n0_single" in host.functions

@@ -7,7 +7,8 @@ from functools import cache, partial
 
 import pytest
 import torch
-from cuda_host import HostLauncher, assert_same, prepare, widened
+from cuda_host import HostLauncher, assert_same, prepare
+from kernel_operands import stored
 from neighbours import Array
 from torch import Tensor
 
@@ -74,7 +75,7 @@ def run(operands: list[Tensor], out: Tensor | None = None) -> Tensor:
 
 def expected(operands: list[Tensor]) -> Array:
     own = kernel(tuple(LOADS[x.dtype] for x in operands))
-    return reference.map_(own, [widened(x.contiguous()).reshape(x.shape) for x in operands], KEY)
+    return reference.map_(own, [stored(x.contiguous()).reshape(x.shape) for x in operands], KEY)
 
 
 @pytest.mark.parametrize("name", CASES)

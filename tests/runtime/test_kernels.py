@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, layouts, same, stored, values
 from torch import Tensor
 
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program
@@ -73,11 +73,8 @@ def test_every_operator_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
-    fmt = {torch.float32: "binary32", torch.float64: "binary64"}.get(
-        dtype, "bfloat16" if dtype == torch.bfloat16 else "binary16"
-    )
     mode = "nearest_even" if dtype == torch.float64 else "stochastic"
-    program = Program.parse(f"t0 = add(x0, x1) @ {fmt}/{mode}")
+    program = Program.parse(f"t0 = add(x0, x1) @ {FORMAT_OF[dtype]}/{mode}")
     shape = (3, 70, 67)
     results = [run_map(program, [x, values((67,), 5, dtype)], dtype, DRAW) for x in layouts(shape, 2, dtype)]
     kernel = map_kernel(program, (STORAGES[dtype],) * 2, STORAGES[dtype])
@@ -194,8 +191,8 @@ def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
     storage = STORAGES[dtype]
-    own = {"f32": "binary32", "f64": "binary64", "f16": "binary16", "bf16": "bfloat16"}[storage]
-    kernel = contract_kernel(Rounding.parse("bfloat16/stochastic"), Rounding.parse(own), (storage, storage), storage)
+    own = Rounding.parse(FORMAT_OF[dtype])
+    kernel = contract_kernel(Rounding.parse("bfloat16/stochastic"), own, (storage, storage), storage)
     a, b = values((2, 5, 11), 1, dtype), values((2, 11, 21), 2, dtype)
     want = reference.contract(kernel, stored(a), stored(b), KEY)
     for left in layouts((2, 5, 11), 1, dtype):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_operands import DRAW, KEY, OPS, OWN, RNG, same, scattered, stored, values
+from kernel_operands import DRAW, KEY, OPS, RNG, same, scattered, stored, values
 from summation_trees import chain, check, masks, stated
 from torch import Tensor
 
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.kernels.shapes import Exact
 from fxround.numerics.exact import round_exact
@@ -205,9 +205,9 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", RANGES)
 def test_exact_sums_of_any_spread_equal_rational_sums(dtype: torch.dtype) -> None:
-    own = OWN[dtype]
+    own = FORMAT_OF[dtype]
     for low, high in RANGES[dtype]:
         for shape in ((4500, 2), (520, 70), (600, 9)):
             x = spread(shape, low, high, dtype)

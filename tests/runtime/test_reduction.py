@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, OPS, OWN, RNG, layouts, same, scattered, stored, values
+from kernel_operands import ACCUMULATORS, BINARY32, DRAW, KEY, OPS, RNG, layouts, same, scattered, stored, values
 from torch import Tensor
 
 import fxround
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.accumulation import Accumulation
@@ -35,7 +35,7 @@ def exact_kernel(accumulate: str, dtype: torch.dtype = torch.float32) -> Exact:
     kernel = sum_kernel(
         Order.parse("exact"),
         Rounding.parse(accumulate),
-        Rounding.parse(OWN[dtype]),
+        Rounding.parse(FORMAT_OF[dtype]),
         STORAGES[dtype],
         STORAGES[dtype],
     )
@@ -52,12 +52,12 @@ def chains(order: str, accumulate: str) -> Reduce:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_exact_sums_equal_rational_arithmetic(mode: str, dtype: torch.dtype) -> None:
-    own = "tf32" if dtype == torch.float64 else OWN[dtype]
+    own = "tf32" if dtype == torch.float64 else FORMAT_OF[dtype]
     kernel = exact_kernel(f"{own}/{mode}", dtype)
     for length in (0, 1, 7, 8, 17, 100):
         x = values((11, length), length, dtype, special=length > 1)
         # Most rows would hold an infinity: keep some of them finite.
-        x[::3] = torch.nan_to_num(x[::3], 1.0, 1.0, -1.0)
+        x[::3] = torch.nan_to_num(x[::3].double(), 1.0, 1.0, -1.0).to(dtype)
         want = reference.exact(kernel, stored(x), KEY)
         same(run_exact(kernel, x[:, :, None], DRAW)[:, 0], want)
         same(run_exact(kernel, x.t()[None], DRAW)[0], want)
@@ -140,7 +140,7 @@ def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
 def test_many_rows_side_by_side_equal_the_reference(accumulate: str) -> None:
     """Square blocks transposed in registers, the rest of k one by one, and a last group that overlaps its neighbour."""
     for dtype in STORAGES:
-        storage, own = STORAGES[dtype], Rounding.parse(OWN[dtype])
+        storage, own = STORAGES[dtype], Rounding.parse(FORMAT_OF[dtype])
         if dtype == torch.float64 and accumulate == "binary32/stochastic":
             own = Rounding.parse("binary32")
         for rows, length in ((16, 16), (19, 37), (40, 3), (15, 20)):
@@ -308,6 +308,6 @@ def test_a_statistic_of_a_row_meets_its_row(length: int) -> None:
     """One number repeated along the innermost dimension, in blocks within a row and across rows."""
     for dtype in STORAGES:
         x, y = values((9, length), 1, dtype), values((9, 1), 2, dtype)
-        program = f"t0 = sub(x0, x1) @ {OWN[dtype]}"
+        program = f"t0 = sub(x0, x1) @ {FORMAT_OF[dtype]}"
         want = OPS.pointwise([x, y.expand(9, length).contiguous()], program, dtype, RNG, 1)
         same(OPS.pointwise([x, y], program, dtype, RNG, 1), stored(want))

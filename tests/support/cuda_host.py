@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from kernel_operands import stored
 from neighbours import Array, encodings
 from torch import Tensor
 
@@ -144,16 +145,9 @@ def codes(x: Array) -> Array:
     return encodings(x) if x.dtype.kind == "f" else x
 
 
-def widened(x: Tensor) -> Array:
-    """Stored elements in the form that ``reference`` takes."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return x.numpy()
-
-
 def assert_same(got: Tensor, want: Array) -> None:
     """The bits of a result are those of the reference."""
-    np.testing.assert_array_equal(codes(widened(got)), codes(want.reshape(got.shape)))
+    np.testing.assert_array_equal(codes(stored(got)), codes(want.reshape(got.shape)))
 
 
 # ---- scalar functions ----

@@ -163,11 +163,11 @@ def roundings() -> None:
         y = x.to(dtype)
         equal(fxround.round(y, "e4m3fn/stochastic", seed=3), fxround.round(y.to(DEVICE), "e4m3fn/stochastic", seed=3))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        # Kernels do not read tensors of 8 bits; PyTorch converts them, and every value is one of bfloat16.
         y = x.to(dtype)
-        with pytest.raises(TypeError, match="expected one of float32"):
-            fxround.round(y.to(DEVICE), "e4m3fn")
-        equal(fxround.round(y.bfloat16(), "int8"), fxround.round(y.to(DEVICE).bfloat16(), "int8"))
+        short = "custom(2,-4,0x1p3,signed+zero)/stochastic"
+        equal(fxround.round(y, short, seed=3).float(), fxround.round(y.to(DEVICE), short, seed=3).float())
+        convert = fxround.compile(lambda t, dtype=dtype: (t * t.to(dtype).float()).to(dtype), "stochastic")
+        equal(convert(x).view(torch.uint8), convert.reseed(0)(x.to(DEVICE)).view(torch.uint8))
     out = torch.empty_like(x, device=DEVICE)
     equal(fxround.round(x, "bfloat16"), fxround.round(x.to(DEVICE), "bfloat16", out=out))
     for other in (torch.empty_like(x), torch.empty_like(x, device=f"{DEVICE}:1")):

@@ -50,10 +50,13 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 
 
 def stored(x: Tensor) -> Any:
-    """Elements in the form that the kernels' scalar bodies read: floats, or 16-bit codes in a uint32."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return x.contiguous().numpy()
+    """Elements in the form that the kernels' scalar bodies read: floats, or codes of 16 and 8 bits in a uint32."""
+    x = x.detach().contiguous()
+    if x.is_floating_point() and x.itemsize < 4:
+        kinds = {2: (torch.int16, np.uint16), 1: (torch.uint8, np.uint8)}
+        integers, codes = kinds[x.itemsize]
+        return x.view(integers).numpy().view(codes).astype(np.uint32)
+    return x.numpy()
 
 
 def same(got: Tensor, want: Any) -> None:
@@ -80,7 +83,6 @@ def layouts(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Iterator[T
 
 OPS = torch.ops.fxround
 RNG = torch.tensor([DRAW.seed, DRAW.sample])
-OWN = {torch.float32: "binary32", torch.float64: "binary64", torch.float16: "binary16", torch.bfloat16: "bfloat16"}
 
 
 def scattered(x: Tensor, places: Tensor, source: Tensor, accumulate: str) -> Any:

@@ -247,9 +247,12 @@ def _binary64(node: fx.Node, source: fx.Node, last: fx.Node, values: Mapping[fx.
     least = 2.0 ** (2 - fmt.precision) * 2.0**fmt.emin
     # Stock kernels of functions are right to a few units. An operand of another dtype is converted first, and rounded.
     kept = [values[used] for used in source.all_input_nodes if isinstance(values[used], Tensor)]
-    converted = any(x.is_floating_point() and x.dtype != node.meta["val"].dtype for x in kept)
-    units = (2 if place.status == "rounded" else 4) + converted
+    converted = [x for x in kept if x.is_floating_point() and x.dtype != node.meta["val"].dtype]
+    units = (2 if place.status == "rounded" else 4) + bool(converted)
     bound = want.abs() * 2.0 ** (units - fmt.precision) + least
+    if rule is not None and rule.body.startswith(("add", "sub")):
+        # What the conversion of an operand loses is relative to the operand, and a sum may be smaller than that.
+        bound = bound + sum(x.double().abs() for x in converted) * 2.0 ** (2 - fmt.precision)
     if lower_ in _SUMS | _ADDED | {"prod", "cumprod"}:
         terms = max(values[used].numel() for used in source.all_input_nodes if isinstance(values[used], Tensor))
         unit = 2.0 ** (2 - _precision(last, fmt.precision))

@@ -37,6 +37,31 @@ def baddbmm(term: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
     return _product(a, b, term, beta, alpha, torch.bmm)
 
 
+@formula(aten._scaled_mm.default)
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    """_scaled_mm(a, b) = mm(a, b) * scale_a * scale_b + bias in binary32, times scale_result if out_dtype has 8 bits"""
+    # Scales of blocks have no formula.
+    columns = {(), (1,), (1, 1), (1, b.shape[1])}
+    if tuple(scale_a.shape) not in {(), (1,), (1, 1), (a.shape[0], 1)} or tuple(scale_b.shape) not in columns:
+        return NotImplemented
+    result = torch.mm(a.to(torch.float32), b.to(torch.float32)) * scale_a.to(torch.float32)
+    result = result * scale_b.to(torch.float32)
+    result = result if bias is None else result + bias.to(torch.float32)
+    dtype = a.dtype if out_dtype is None else out_dtype
+    if scale_result is not None and dtype.itemsize == 1:
+        result = result * scale_result
+    return result.to(dtype)
+
+
 @formula(aten.addbmm.default)
 def addbmm(term: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """addbmm(c, a, b) = alpha * mm([a_1 a_2 ...], [b_1; b_2; ...]) + beta * c: one chain over batch and k"""

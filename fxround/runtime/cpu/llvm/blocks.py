@@ -25,7 +25,6 @@ from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, Storage, load
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import (
-    I16,
     I32,
     I64,
     MEMORY,
@@ -336,7 +335,7 @@ class _Builder:
             store_vector(b, value, target, storage, lanes)
             return
         if ELEMENT_OF[storage] == "u32":
-            value = b.trunc(value, ir.VectorType(I16, lanes))
+            value = b.trunc(value, ir.VectorType(MEMORY[storage], lanes))
         masked_store(b, value, target, MEMORY[storage], mask, lanes)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.numerics.storage import ELEMENT_OF, Storage
+from fxround.numerics.storage import BYTES_OF, ELEMENT_OF, Storage
 from fxround.numerics.truncation import Direction
 from fxround.runtime.cpu.llvm import environment
 from fxround.runtime.cpu.llvm.render import SCALARS, llvm_type
@@ -22,7 +22,9 @@ I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
-MEMORY: Final[dict[Storage, Any]] = {"f32": SCALARS["f32"], "f64": SCALARS["f64"], "f16": I16, "bf16": I16, "mask": I8}
+MEMORY: Final[dict[Storage, Any]] = {
+    storage: SCALARS[ELEMENT_OF[storage]] if size > 2 else ir.IntType(8 * size) for storage, size in BYTES_OF.items()
+}
 
 
 def define(
@@ -131,18 +133,15 @@ def scratch(b: ir.IRBuilder, type_: Any, length: int) -> Any:
 def load_vector(b: ir.IRBuilder, address: Any, storage: Storage, lanes: int) -> Any:
     """Load ``lanes`` stored elements as the IR's element type (16-bit codes and masks as u32)."""
     memory = MEMORY[storage] if lanes == 1 else ir.VectorType(MEMORY[storage], lanes)
-    value = b.load(address, typ=memory, align=MEMORY_BYTES[storage])
+    value = b.load(address, typ=memory, align=BYTES_OF[storage])
     return b.zext(value, llvm_type("u32", lanes)) if ELEMENT_OF[storage] == "u32" else value
 
 
 def store_vector(b: ir.IRBuilder, value: Any, address: Any, storage: Storage, lanes: int) -> None:
     """Store ``lanes`` elements: the inverse of ``load_vector``, masks excepted."""
     if ELEMENT_OF[storage] == "u32":
-        value = b.trunc(value, I16 if lanes == 1 else ir.VectorType(I16, lanes))
-    b.store(value, address, align=MEMORY_BYTES[storage])
-
-
-MEMORY_BYTES: Final[dict[Storage, int]] = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "mask": 1}
+        value = b.trunc(value, MEMORY[storage] if lanes == 1 else ir.VectorType(MEMORY[storage], lanes))
+    b.store(value, address, align=BYTES_OF[storage])
 
 
 def copy_elements(b: ir.IRBuilder, target: Any, source: Any, number: Any, type_: Any) -> None:
@@ -201,9 +200,9 @@ def call_address(b: ir.IRBuilder, address: Any, arguments: Sequence[Any]) -> Non
 
 def name_of(memory: Any) -> str:
     """A memory type as the names of LLVM's intrinsics spell it."""
-    return {str(I64): "i64", "float": "f32", "double": "f64", "i16": "i16"}[str(memory)]
+    return {"float": "f32", "double": "f64"}.get(str(memory), str(memory))
 
 
 def bytes_in(memory: Any) -> int:
     """The size of an element in memory, in bytes."""
-    return 8 if memory == I64 else next(MEMORY_BYTES[s] for s, m in MEMORY.items() if m == memory)
+    return 8 if memory == I64 else next(BYTES_OF[s] for s, m in MEMORY.items() if m == memory)

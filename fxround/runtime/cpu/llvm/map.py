@@ -20,7 +20,7 @@ from llvmlite import ir
 from fxround.kernels.shapes import Map
 from fxround.numerics.randomness import BLOCK, GAMMA, draw_function, mix_function
 from fxround.numerics.scalar import Expr
-from fxround.numerics.storage import Storage
+from fxround.numerics.storage import BYTES_OF, Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import (
@@ -28,7 +28,6 @@ from fxround.runtime.cpu.llvm.loops import (
     I32,
     I64,
     MEMORY,
-    MEMORY_BYTES,
     PTR,
     Carried,
     at,
@@ -399,7 +398,7 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
 def _copy_run(b: ir.IRBuilder, target: Any, source: Any, length: Any, stride: Any, storage: Storage) -> None:
     """Copy ``length`` elements of a row that are ``stride`` apart; may write up to 64 elements after the first."""
     memory, lanes = MEMORY[storage], _COPIED
-    vector, align = ir.VectorType(memory, lanes), MEMORY_BYTES[storage]
+    vector, align = ir.VectorType(memory, lanes), BYTES_OF[storage]
 
     def move(first: Any) -> None:
         several = b.load(at(b, source, first, memory), typ=vector, align=align)

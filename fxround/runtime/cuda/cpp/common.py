@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Final
@@ -16,13 +16,12 @@ from fxround.numerics.randomness import (
     shared_function,
     stream_functions,
 )
-from fxround.numerics.storage import Storage
+from fxround.numerics.storage import BYTES_OF, ELEMENT_OF, Storage
 from fxround.runtime.cuda.cpp.limbs import LIMBS
 from fxround.runtime.cuda.cpp.table import device_function
 
-MEMORY: Final = MappingProxyType(
-    {"f32": "float", "f64": "double", "f16": "unsigned short", "bf16": "unsigned short", "mask": "unsigned char"}
-)
+_TYPES: Final = {"u32": {1: "unsigned char", 2: "unsigned short"}, "f32": {4: "float"}, "f64": {8: "double"}}
+MEMORY: Final[Mapping[Storage, str]] = MappingProxyType({s: _TYPES[ELEMENT_OF[s]][n] for s, n in BYTES_OF.items()})
 
 # SHARED declares an array that the threads of a block share, APART a function that is not inlined; a host that runs the
 # text defines ON_HOST and its own ones.
@@ -104,13 +103,13 @@ def pointer(storage: Storage, name: str, readonly: bool = True) -> str:
 
 
 def element(storage: Storage, place: str) -> str:
-    """A stored element as a scalar body takes it: a 16-bit code or a mask as a u32."""
+    """A stored element as a scalar body takes it: a code of 16 or 8 bits or a mask as a u32."""
     return f"(u32){place}" if MEMORY[storage].startswith("unsigned") else place
 
 
 def stored(storage: Storage, value: str) -> str:
     """A body's result as it is stored."""
-    return f"(unsigned short){value}" if MEMORY[storage] == "unsigned short" else value
+    return f"({MEMORY[storage]}){value}" if MEMORY[storage].startswith("unsigned") else value
 
 
 def bodies(kernel: Reduce | Scan | Contract | Scatter | Exact, name: str) -> str:
