@@ -82,7 +82,6 @@ def samples() -> dict[Any, list[Call]]:
         aten._scaled_mm.default: [
             call(quarter, quarter.t(), one[:, 0], one[:, 1], out_dtype=torch.float32),
             call(quarter, quarter.t(), one.reshape(16, 1), one, torch.ones(16).bfloat16(), out_dtype=torch.bfloat16),
-            call(quarter, quarter.t(), one[:, 0], one[:, 1]),
         ],
         aten.addbmm.default: [call(t(4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
         # The stock kernel takes binary32 in rows of 16 bytes: whole numbers, whose products and sums are exact.
