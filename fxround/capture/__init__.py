@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import tracing
 
+from fxround.capture.constants import Constants
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.log_messages import logging_while_traced
@@ -75,6 +76,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     sizes: Sizes
     reads: tuple[Read | Kept, ...] = ()
+    constants: Constants = field(default_factory=Constants)
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -94,6 +96,7 @@ class _Traced:
     joint: Any
     leaves: list[Any] = field(repr=False)
     reads: tuple[Read | Kept, ...]
+    constants: Constants
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -157,7 +160,7 @@ def _captured(
         if traced is None:
             one_differs = True
             continue
-        captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads)
+        captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads, constants=traced.constants)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             return captured
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
@@ -218,7 +221,7 @@ def _trace(
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
         try:
-            graph, reads = dynamo_graph(model, args, kwargs)
+            graph, reads, constants = dynamo_graph(model, args, kwargs)
             refuse_reads(graph, {read.source for read in reads if isinstance(read, Read)})
             redefine(graph, decompositions)
             own_loops(graph)
@@ -239,7 +242,7 @@ def _trace(
             raise explained(model, e) from e
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads)
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants)
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:

@@ -9,7 +9,6 @@ name.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxround.capture.constants import Constants, constants_of, spelled
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.refusals import LeftToPython, called_with, explained
 from fxround.capture.torch_private import find_builtins, separate_sizes
@@ -130,7 +130,8 @@ def aside() -> contextlib.AbstractContextManager[object]:
 
 
 # A model may need a graph for each value of an attribute that it reads as a number.
-_GRAPHS: Final = 64
+GRAPHS: Final = 64
+ADVICE: Final = "a number that the model reads may change with every call; pass it as a tensor"
 # PyTorch also limits the graphs of all models of the same code, since the process began: there is no such limit here.
 _GRAPHS_OF_CODE: Final = 1 << 40
 
@@ -149,7 +150,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         assume_static_by_default=not symbolic,
         automatic_dynamic_shapes=symbolic,
         specialize_float=True,
-        recompile_limit=_GRAPHS,
+        recompile_limit=GRAPHS,
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,
     )
@@ -158,15 +159,15 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
             yield
         except exc.FailOnRecompileLimitHit as error:
             raise CaptureError(
-                f"{type(model).__name__} has {_GRAPHS} graphs already, and would need another one: captures() has the "
-                "reason of each. A number that the model reads may change with every call: pass it as a tensor."
+                f"{type(model).__name__} has {GRAPHS} graphs already, and would need another one: {ADVICE}. "
+                "captures() has the reason of each graph."
             ) from error
         except exc.TorchDynamoException as error:
             raise explained(model, error, called_with(args, kwargs)) from error
 
 
-def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...]]:
-    """Return Dynamo's graph of the call, and what it relies on besides state and arguments.
+def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Constants]:
+    """Return Dynamo's graph of the call, and what it relies on besides state and arguments: tensors, and constants.
 
     The graph uses twins of the model's modules. Raises LeftToPython if the model changes Python state, or reads tensors
     through an argument that is no tensor, tuple, list or dict.
@@ -193,7 +194,17 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
-    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept)))
+    output = captured.graph_capture_output
+    scope = {"L": _locals(model), "G": output.f_globals}
+    constants = constants_of(output.output_graph.guards, scope, model)
+    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), constants
+
+
+def _locals(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model under the names that Dynamo's sources have for it: the first parameter of its forward."""
+    code = getattr(getattr(model.forward, "__func__", None), "__code__", None)
+    first = code.co_varnames[:1] if code is not None and code.co_argcount else ()
+    return dict.fromkeys(("self", *first), model)
 
 
 @contextlib.contextmanager
@@ -314,7 +325,7 @@ def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> t
     ]
     codegen: Any = graph.graph._codegen
     globals_ = getattr(codegen.dynamo_bytecode_unflatten, "f_globals", None)
-    scope = {"L": {"self": model}, "G": globals_ or getattr(type(model).forward, "__globals__", {})}
+    scope = {"L": _locals(model), "G": globals_ or getattr(type(model).forward, "__globals__", {})}
     unguarded = [(spelled(s), type(v).__name__, "") for s, v in foreign if _found(s, scope) is not v]
     if unguarded:
         raise LeftToPython(model, unguarded, reads=True)
@@ -331,8 +342,3 @@ def _found(source: str, scope: Mapping[str, Any]) -> Any:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def spelled(source: str) -> str:
-    """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
-    return re.sub(r"^__import_\w+\.", "", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source))

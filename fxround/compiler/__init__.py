@@ -111,6 +111,7 @@ def compile(
         holder = getattr(model, "__self__", None)
         method = isinstance(model, MethodType) and isinstance(holder, nn.Module)
         model = Method(model) if method else Function(model)
+        model.adopt()
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)

@@ -17,7 +17,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.capture import Captured
+from fxround.capture.dynamo import ADVICE, GRAPHS
 from fxround.compiler.signature import PackedKind
+from fxround.errors import CaptureError
 from fxround.views.table import Table
 
 _COLUMNS: Final = ("capture", "module", "mode", "arguments", "conditions", "reason", "seconds")
@@ -108,13 +110,17 @@ class Call:
 def reason_for(call: Call, earlier: Mapping[Any, Sequence[Any]]) -> str:
     """Return why a call needs a graph of its own.
 
-    earlier: the entries of the captures before, by their keys.
+    earlier: the entries of the captures before, by their keys. Raises CaptureError if as many of them as a model may
+    have were captured for other values that the model reads.
     """
     if not earlier:
         return _FIRST
     near = max(earlier, key=lambda key: sum(a == b for a, b in zip(key, call.key, strict=True)))
     if near == call.key:
-        return next(_of_same_key(call, earlier[near]), "an earlier graph does not fit")
+        reason = next(_of_same_key(call, earlier[near]), "an earlier graph does not fit")
+        if sum(not entry.captured.constants.are_current() for entry in earlier[near]) >= GRAPHS:
+            raise CaptureError(f"{GRAPHS} graphs already, and this call would need another one ({reason}): {ADVICE}")
+        return reason
     return next(_differences(call, near), "the model has changed")
 
 
@@ -127,6 +133,7 @@ def _of_same_key(call: Call, entries: Sequence[Any]) -> Iterator[str]:
                 yield f"{name} has size {size} in dimension {d}; the graph before has {expected}"
     if not captured.sizes.admit(call.shapes):
         yield f"sizes {', '.join(str(s) for s in call.shapes if s is not None)} do not meet the conditions before"
+    yield from (f"{source} has changed" for source in captured.constants.changed())
     yield from (f"{read.source} has changed" for read in captured.reads if not read.is_current())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
 from fxround.compiler.delayed_state import DelayedState
+from fxround.compiler.outside_state import OutsideState
 from fxround.compiler.training_step import Step, differentiable
 from fxround.errors import FxroundError
 from fxround.graph.site import Port
@@ -239,11 +240,51 @@ class Sharing(nn.Module):
 
 
 class Function(nn.Module):
-    """A function of tensors as a module without parameters, so that it is captured like one."""
+    """A function of tensors as a module, so that it is captured like one.
+
+    Its submodules, parameters and buffers are the modules and tensors that the function's code reaches by name. Its
+    training flag is theirs: train() and eval() on either are seen by both.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
+        self.__dict__["_outside"] = None
+
+    def adopt(self) -> None:
+        """Take the modules and tensors that the function reaches now as the module's own."""
+        outside = self.__dict__["_outside"]
+        if outside is not None and outside.is_current():
+            return
+        outside = self.__dict__["_outside"] = OutsideState(self.function)
+        for kind in (self._modules, self._parameters, self._buffers):
+            kind.clear()
+        for name, value in outside.found.items():
+            if isinstance(value, nn.Module):
+                self._modules[name] = value
+            else:
+                held: dict[str, Any] = self._parameters if value.requires_grad else self._buffers
+                held[name] = value
+
+    @property
+    def training(self) -> bool:
+        """Whether a module of the function is in training mode; without modules, the function's own flag."""
+        modules = self.__dict__.get("_modules")
+        return any(m.training for m in modules.values()) if modules else bool(self.__dict__.get("_training", True))
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set the own flag; ``train`` sets those of the modules."""
+        self.__dict__["_training"] = mode
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the parameters that the function reaches now."""
+        self.adopt()
+        return super().named_parameters(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a copy of the function reaches is found again.
+        return self.__dict__ | {"_outside": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the function's result."""
@@ -253,9 +294,14 @@ class Function(nn.Module):
 class Method(Function, Sharing):
     """A method of a module, as a module that shares its state; only that method is captured."""
 
+    training = Sharing.training
+
     def __init__(self, function: Any) -> None:
         Sharing.__init__(self, function.__self__)
         self.__dict__["function"] = function
+
+    def adopt(self) -> None:
+        """Do nothing: the state is the module's."""
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag by the module's own ``train``."""

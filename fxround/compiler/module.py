@@ -425,7 +425,7 @@ class RoundedModule(Delayed):
         key = (*self._key(args, kwargs, flat), torch.is_grad_enabled())
         known = self._known
         # Most calls are like the one before; to compare them takes less than a lookup.
-        if known is not None and known[0] == (key, shapes):
+        if known is not None and known[0] == (key, shapes) and known[1].captured.constants.are_current():
             self._latest = known[1]
             return known[1]
         entry = self._admitting(key, shapes, replays)
@@ -450,7 +450,7 @@ class RoundedModule(Delayed):
         if left is not None and (replays or not left.reads):
             raise left.with_traceback(None)
         for entry in self._entries.get(key, ()):
-            if not entry.captured.sizes.admit(shapes):
+            if not entry.captured.sizes.admit(shapes) or not entry.captured.constants.are_current():
                 continue
             changed = [read for read in entry.captured.reads if not read.is_current()]
             if not changed:

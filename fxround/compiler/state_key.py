@@ -2,8 +2,8 @@
 
 The key holds the modules with their plain attributes and hooks, the dtypes and shapes of the state, and autocast. To
 read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is made again
-only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is not part
-of the key.
+only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is compared
+for each graph (``capture/constants.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxround.compiler.executable import Sharing
+from fxround.compiler.executable import Function, Sharing
 from fxround.compiler.signature import MODULE, baked, constant
 
 # The attributes of every module on whose content the key depends.
@@ -32,6 +32,8 @@ class StateKeys:
 
     def of(self, model: nn.Module) -> Any:
         """Return the key of a model as it is now."""
+        if isinstance(model, Function):
+            model.adopt()
         latest = self._latest
         if latest is None or not latest.holds():
             latest = self._latest = _Reading(model.get_submodule(self._path) if self._path else model)

@@ -176,16 +176,33 @@ def test_a_change_in_place_is_an_error_and_does_not_happen() -> None:
     assert count.sum() == 0 and norm.num_batches_tracked == 0
 
 
-def test_a_loop_of_pytorch_that_reads_from_outside_names_the_tensor() -> None:
-    def loop(s: Tensor, xs: Tensor) -> Any:
-        return scan(lambda c, x: (c * SHIFT + x, c * 2), s, xs)
+def loop(s: Tensor, xs: Tensor) -> Any:
+    return scan(lambda c, x: (c * SHIFT + x, c * 2), s, xs)
 
-    def branch(s: Tensor, xs: Tensor) -> Any:
-        return torch.cond(xs.sum() > 0, lambda s: s * SHIFT, lambda s: s + 1, (s,))
 
-    for model in (loop, branch):
-        with pytest.raises(fxround.CaptureError, match=r"reads the tensor SHIFT.*pass it as an argument"):
-            fxround.compile(model, "reproducible")(torch.rand(3), torch.rand(4, 3))
+def branch(s: Tensor, xs: Tensor) -> Any:
+    return torch.cond(xs.sum() > 0, lambda s: s * SHIFT, lambda s: s + 1, (s,))
+
+
+@pytest.mark.parametrize("function", [loop, branch])
+def test_a_loop_of_pytorch_reads_from_outside_in_a_function(function: Any) -> None:
+    """A function holds what it reads; of a module that does not, the error names the tensor."""
+    s, xs = torch.rand(3), torch.rand(4, 3)
+    got = fxround.compile(function, "reproducible")(s, xs)
+    if function is loop:
+        want = [s]
+        for x in xs:
+            want.append(want[-1] * SHIFT + x)
+        assert torch.equal(got[0], want[-1]) and torch.equal(got[1], torch.stack(want[:-1]) * 2)
+    else:
+        assert torch.equal(got, s * SHIFT)
+
+    class Model(nn.Module):
+        def forward(self, s: Tensor, xs: Tensor) -> Any:
+            return function(s, xs)
+
+    with pytest.raises(fxround.CaptureError, match=r"reads the tensor SHIFT.*pass it as an argument"):
+        fxround.compile(Model(), "reproducible")(s, xs)
 
 
 def test_a_step_that_calls_a_compiled_module_is_refused_with_the_remedy() -> None:

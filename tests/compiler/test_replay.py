@@ -277,7 +277,7 @@ def test_models_of_the_same_code_have_graphs_of_their_own(monkeypatch: pytest.Mo
             self.calls.append(self.kind)
             return x * 3
 
-    monkeypatch.setattr(dynamo, "_GRAPHS", 2)
+    monkeypatch.setattr(dynamo, "GRAPHS", 2)
     compiled = [fxround.compile(Numbered(), ROUNDED) for _ in range(3)]
     for kind in "ab":
         for module in compiled:
