@@ -67,6 +67,13 @@ def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def require_module(model: Any) -> None:
+    """Raise TypeError for what is no module: a study copies and converts its model, which a function's cannot be."""
+    if not isinstance(model, nn.Module):
+        function = ": write a module whose forward calls the function" if callable(model) else ""
+        raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module{function}")
+
+
 def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
     try:

@@ -19,7 +19,8 @@ from torch import nn
 from fxround.compiler import compile
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.errors import FxroundError, type_of
+from fxround.compiler.signature import require_module
+from fxround.errors import FxroundError
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
@@ -104,8 +105,7 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
         return Compiled(model, gradients)
     if policy is not None:
         return Compiled(compile(model, policy), gradients)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module")
+    require_module(model)
     return Eager(model, gradients)
 
 

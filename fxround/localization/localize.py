@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from fxround.compiler.module import PolicyLike
+from fxround.compiler.signature import require_module
 from fxround.localization.checks import CheckLike, parse_check, require_check
 from fxround.localization.masked_model import QUIET, Masked
 from fxround.localization.report import LEVELS, Level, LocalizeReport
@@ -87,6 +88,7 @@ def localize(
 
     Source: Févotte and Lathuilière 2019 (rddmin); Zeller and Hildebrandt 2002 (ddmin).
     """
+    require_module(model)
     if level not in LEVELS:
         raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
     if runs < 1 or (limit is not None and limit < 1):

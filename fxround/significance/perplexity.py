@@ -19,8 +19,7 @@ from torch import nn
 
 from fxround.compiler import compile
 from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.compiler.signature import signature_of
-from fxround.errors import type_of
+from fxround.compiler.signature import require_module, signature_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
@@ -220,8 +219,7 @@ def _require(model: nn.Module, samples: Any, confidence: float, seed: int) -> No
     """Raise for arguments with which nothing can be measured."""
     Draw(seed)
     require("scipy.stats", "report")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module")
+    require_module(model)
     if model.training:
         raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

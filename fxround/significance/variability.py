@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
+from fxround.compiler.signature import require_module
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import Sequential
@@ -115,6 +116,7 @@ def variability(
         samples, tolerance, watch, max_samples, capture, isolate, metrics, reference, keep_samples,
         Options(method, probability, confidence),
     )  # fmt: skip
+    require_module(model)
     _require_known(inputs, plan, seed, n_jobs)
     chosen = Policy.parse(policy)
     fuse = capture == "outputs"

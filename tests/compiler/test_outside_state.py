@@ -255,3 +255,10 @@ def test_an_exported_function_holds_its_model(tmp_path: Any) -> None:
     x = batch()[0]
     compiled.export(tmp_path / "f.pt2", x)
     assert torch.equal(fxround.load(tmp_path / "f.pt2").reseed(3)(x), compiled.reseed(3)(x))
+
+
+@pytest.mark.parametrize("study", [fxround.variability, functools.partial(fxround.localize, check=0.0)])
+def test_a_study_of_a_function_is_refused_before_it_runs(study: Callable[..., Any]) -> None:
+    model = net().eval()
+    with pytest.raises(TypeError, match=r"model is a function; expected a torch\.nn\.Module: write a module"):
+        study(lambda x: model(x), batch()[0])
