@@ -45,6 +45,7 @@ from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
+from fxround.numerics.storage import FORMAT_OF
 from fxround.runtime.contributions import scatter_rows
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
@@ -53,13 +54,7 @@ from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map, run_product
 
 DRAW: Final = Draw(seed=0x1234_5678_9ABC_DEF0, sample=3, node=17)
-OWN: Final = {
-    torch.float32: "binary32",
-    torch.float64: "binary64",
-    torch.float16: "binary16",
-    torch.bfloat16: "bfloat16",
-}
-_WORDS: Final = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+OWN: Final = {dtype: FORMAT_OF[storage].name for dtype, storage in STORAGES.items()}
 _BINARY32: Final = Rounding.parse("binary32")
 # Accumulators: every mode in binary32, formats of every kind, unfused and in chunks. Those in _DIRECTED have a quick
 # kernel, which rounds in a direction of the hardware and looks at its exception flags.
@@ -101,10 +96,11 @@ class Case:
 
 @cache
 def encodings(dtype: torch.dtype, count: int, seed: int) -> Tensor:
-    """Return numbers of all exponents: the first ones special, the others of random encodings."""
-    word = _WORDS[dtype.itemsize]
+    """Return random encodings; where they have more than 8 bits, the first ones are special numbers."""
     random = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
-    x = torch.from_numpy(random.view(word).copy()).view(dtype)
+    x = torch.from_numpy(random).view(dtype)
+    if dtype.itemsize == 1:
+        return x
     # Signalling NaNs among them: a positive and a negative one, whose payload is 1 and whose quiet bit is 0.
     infinity = int(torch.tensor(np.inf, dtype=dtype).reshape(1).view(_signed(dtype)))
     payloads = torch.tensor([infinity + 1, infinity + 1 - (1 << (8 * dtype.itemsize - 1))], dtype=_signed(dtype))
@@ -114,7 +110,7 @@ def encodings(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 
 
 def _signed(dtype: torch.dtype) -> torch.dtype:
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def numbers(shape: tuple[int, ...], seed: int, kind: str = "normal", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -260,7 +256,8 @@ def _reduced(kernel: Any, dtype: torch.dtype = torch.float32) -> Iterator[Tensor
             yield run(kernel, x.t(), DRAW, (0,))
             yield run(kernel, x.reshape(1, 19, length).expand(2, 19, length), DRAW, (0, 2))
     if isinstance(kernel, Exact):
-        yield run(kernel, encodings(dtype, 4096, 5).nan_to_num(0.0, 1.0, -1.0).reshape(8, 512), DRAW)
+        finite = encodings(dtype, 4096, 5).double().nan_to_num(0.0, 1.0, -1.0).to(dtype)
+        yield run(kernel, finite.reshape(8, 512), DRAW)
 
 
 def _scanned(kernel: Any) -> Iterator[Tensor]:

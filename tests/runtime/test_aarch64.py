@@ -42,6 +42,7 @@ FURTHER = (
     "arithmetic: relu @ exact of binary64",
     "function: exp @ binary32/stochastic of binary32",
     "function: erf @ binary64/nearest_even of binary64",
+    "layout: strided, e4m3fn",
     "layout: three statements and a mask",
     "layout: a product and a sum, not fused",
     "contraction: binary32/stochastic",
