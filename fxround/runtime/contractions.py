@@ -48,12 +48,14 @@ def offsets(count: int, stride: int, device: torch.device = CPU) -> Tensor:
 class Placing:
     """Where results are stored.
 
-    Element (batch, row, n) is at batch * step + row * row_step + offsets[n]; offsets ascend strictly.
+    Element (batch, row, n) is at batch * step + row * row_step + offsets[n]; offsets ascend strictly, and follow each
+    other in runs of ``run`` adjacent places.
     """
 
     step: int
     row_step: int
     offsets: Tensor
+    run: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Right:
     def place(self, rows: int) -> Placing:
         """Where the products of this operand with one of ``rows`` rows are stored."""
         columns = self.n_offsets.numel()
-        return self.out or Placing(rows * columns, columns, offsets(columns, 1, self.n_offsets.device))
+        return self.out or Placing(rows * columns, columns, offsets(columns, 1, self.n_offsets.device), columns)
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Plain:
         if pixels < _FEW and x.shape[0] > 1:
             # The windows of all images are one row of columns; the result has them image by image.
             places = _placed(x.shape[0], w.shape[0] * pixels, pixels, x.device)
-            out = Placing(weights.shape[1] * pixels, pixels, places)
+            out = Placing(weights.shape[1] * pixels, pixels, places, pixels)
             right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
             return Product(self.kernel, weights, x, right, 0, self.draw, size)
         # Each batch of the contraction is a group of an image: groups are group_step apart, and images follow the

@@ -17,7 +17,7 @@ from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Map
 from fxround.runtime import buffers
-from fxround.runtime.contractions import Plain, Product, Right, convolution, input_gradient, weight_gradient
+from fxround.runtime.contractions import Placing, Plain, Product, Right, convolution, input_gradient, weight_gradient
 from fxround.runtime.cuda.arguments import Shape, key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, After, Tile, contract_name, contract_text
@@ -88,7 +88,7 @@ def run_product(product: Product) -> Tensor:
     """Compute a contraction."""
     result = buffers.empty(product.size, dtype_of(product.kernel.result), product.a.device)
     if not product.is_empty:
-        _launch(product, [result], None, [])
+        _launch(product, [result], [result], None, [])
     return result
 
 
@@ -105,12 +105,15 @@ def run_followed(
     kept = buffers.empty(product.size, dtype_of(kernel.result), device) if after.kept else None
     made = [buffers.empty(following.shape, dtype_of(storage), device) for storage in after.variant.kernel.results]
     own = [*(ctypes.c_uint32(node & 0xFFFF_FFFF) for node in following.nodes), following.layout, *made, *operands]
-    _launch(product, [] if kept is None else [kept], after, own)
+    stored = [] if kept is None else [kept]
+    _launch(product, stored, [*stored, *made], after, own)
     return kept, made
 
 
-def _launch(product: Product, result: Sequence[Tensor], after: After | None, own: Sequence[Any]) -> None:
-    """Launch the text of a contraction. own: the arguments of the map that follows."""
+def _launch(
+    product: Product, result: Sequence[Tensor], made: Sequence[Tensor], after: After | None, own: Sequence[Any]
+) -> None:
+    """Launch the text of a contraction. made: all its results. own: the arguments of the map that follows."""
     kernel, a, b, right = product.kernel, product.a, product.b, product.right
     _, rows, length = a.shape
     columns, out = right.n_offsets.numel(), right.place(rows)
@@ -119,7 +122,7 @@ def _launch(product: Product, result: Sequence[Tensor], after: After | None, own
     shape = Shape(right.batch, rows, length, columns, product.groups, *steps)
     single = kernel.single is not None and has_slow_binary64(a.device)
     tile = replace(_tile(product, rows, columns), single=single)
-    tile = replace(tile, ways=_ways(product, tile), after=after)
+    tile = replace(tile, ways=_ways(product, tile), after=after, stored=_stored(tile.vector, out, made))
     key = key_of(product.draw.words((product.draw.node,)), product.draw.state, a.device)
     arguments = [shape, *result, a, b, right.k_offsets, right.n_offsets, out.offsets, *key, *own]
     launch(_text(tile), _tiles(tile, right.batch, rows, columns), arguments, a.device)
@@ -145,6 +148,14 @@ def _ways(product: Product, tile: Tile) -> tuple[Way, Way]:
         return left, Way(right.along, int(plain[1]), tables=True)
     k, column = right.steps
     return left, Way(right.along, _piece(b, column, k, right.step if right.batch > 1 else 0) if plain[1] else 0)
+
+
+def _stored(vector: int, out: Placing, made: Sequence[Tensor]) -> int:
+    """The adjacent columns that a thread stores at once: its own, if all pieces begin at multiples of their size."""
+    whole = all(step % vector == 0 for step in (out.run, out.row_step, out.step))
+    bytes_of = [vector * x.itemsize for x in made]
+    aligned = all(n <= 16 and x.data_ptr() % n == 0 for n, x in zip(bytes_of, made, strict=True))
+    return vector if whole and aligned else 1
 
 
 def _piece(x: Tensor, step: int, *others: int) -> int:

@@ -8,7 +8,8 @@ table says where column n of the result is stored, which is also the number of i
 
 A map may follow (``After``): the thread computes it for its own elements, as they would be stored, with the numbers and
 the random bits that the map alone has. The elements wait in an array, since the map's text is too long for a copy for
-each of them; where a thread has several, it is on the thread's stack.
+each of them; where a thread has several, it is on the thread's stack. Adjacent columns of a thread are stored at once,
+where the layout of the results allows it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Tile:
     """A contraction whose threads compute ``side`` x ``side`` elements each.
 
     single: whether its steps are those of ``kernel.single``, in binary32 where that is possible.
-    ways: how the operands are copied. after: the map that follows, if one does.
+    ways: how the operands are copied. after: the map that follows, if one does. stored: the adjacent columns that a
+    thread stores at once, 1 or ``vector``; then results are adjacent in runs of so many, and begin at multiples of it.
     """
 
     kernel: Contract
@@ -81,6 +83,7 @@ class Tile:
     single: bool = False
     ways: tuple[Way, Way] = (Way(), Way(tables=True))
     after: After | None = None
+    stored: int = 1
 
     @property
     def steps(self) -> Contract:
@@ -96,6 +99,11 @@ class Tile:
     def stage(self) -> Stage:
         """A stage of an operand in shared memory."""
         return Stage(self.width, _SIZES[self.steps.accumulator])
+
+    @property
+    def vector(self) -> int:
+        """The adjacent rows and columns of a thread: 16 bytes of accumulators at most."""
+        return min(self.side, 16 // self.stage.size)
 
 
 _SIZES: Final = {"f32": 4, "f64": 8}
@@ -154,12 +162,35 @@ _CONTRACT: Final = """\
       if (more) put(stage ^ 1);
       stage ^= 1;
     }}
-{results}#pragma unroll
+{results}{store}{after}  }}
+"""
+# The text of each element, one by one or for pieces of adjacent ones.
+_EACH: Final = """\
+#pragma unroll
     for (int r = 0; r < {side}; ++r)
 #pragma unroll
       for (int c = 0; c < {side}; ++c) {{
-{at}{store}      }}
-{after}  }}
+{text}      }}
+"""
+_EACH_PIECE: Final = """\
+#pragma unroll
+    for (int r = 0; r < {side}; ++r)
+#pragma unroll
+      for (int c_0 = 0; c_0 < {side}; c_0 += {vector}) {{
+        const int c = c_0;
+{places}        if (row >= shape.rows || column >= shape.columns) continue;
+        const i64 at = {place};
+{text}      }}
+"""
+_PIECE: Final = """\
+        {memory} piece[{vector}];
+        const i64 column_of_piece = column;
+#pragma unroll
+        for (int j = 0; j < {vector}; ++j) {{
+          const int c = c_0 + j;
+          const i64 column = column_of_piece + j;
+{text}        }}
+        write_piece<{vector}>(out + at, piece);
 """
 # The map that follows. A loop that is not unrolled: its text may have a thousand instructions.
 _AFTER: Final = """\
@@ -170,7 +201,7 @@ _AFTER: Final = """\
       const {index} i = ({index})({place});
       const {memory} result = results[e];
 {body}    }}
-"""
+{write}"""
 
 # An element beyond the edge draws from a stream whose results are dropped.
 _START: Final = """\
@@ -215,7 +246,8 @@ def contract_name(tile: Tile) -> str:
     """The name of the ``__global__`` function."""
     how = "_".join(way.name for way in tile.ways)
     then = f"_then_{tile.after.name}" if tile.after else ""
-    return f"contract_{tile.kernel.digest[:16]}_{tile.side}_{how}{'_single' if tile.single else ''}{then}"
+    stores = f"_s{tile.stored}" if tile.stored > 1 else ""
+    return f"contract_{tile.kernel.digest[:16]}_{tile.side}_{how}{'_single' if tile.single else ''}{stores}{then}"
 
 
 def contract_text(tile: Tile) -> str:
@@ -224,7 +256,7 @@ def contract_text(tile: Tile) -> str:
     type, chunked, element_stream = TYPES[kernel.accumulator], kernel.combine is not None, "state[r][c]"
     start = stream(kernel, f"        {element_stream}", "number")
     declare, again, step_bits = "", "", bits(kernel.draws, element_stream)
-    vector = min(side, 16 // stage.size)
+    vector = tile.vector
     places = _PLACES.format(vector=vector, band=vector * _LINE)
     if start:
         declare += f"    u64 state[{side}][{side}];\n"
@@ -268,8 +300,7 @@ def contract_text(tile: Tile) -> str:
         again=again,
         step=_SINGLE_STEP.format(name=name, side=side, step_bits=step_bits) if tile.single else step,
         combine=_COMBINE.format(name=name, step_bits=step_bits) if chunked else "",
-        store=_store(tile, name, stored(kernel.result, finish)),
-        at="" if tile.after and not tile.single else places + _INSIDE,
+        store=_stores(tile, name, stored(kernel.result, finish), places),
         results=results if tile.after else "",
         after=_after(tile.after, tile, name, places) if tile.after else "",
     )
@@ -309,16 +340,35 @@ def _copied(tile: Tile, name: str) -> tuple[Copying, Copying]:
     return Copying(tile.stage, tile.ways[0], left), Copying(tile.stage, tile.ways[1], right)
 
 
-def _store(tile: Tile, name: str, value: str) -> str:
+def _stores(tile: Tile, name: str, value: str, places: str) -> str:
+    """The loops that store a thread's elements."""
+    side, vector, memory = tile.side, tile.stored, MEMORY[tile.kernel.result]
+    if tile.after is None and vector > 1:
+        text = _PIECE.format(memory=memory, vector=vector, text=_store(tile, name, value, "piece[j]"))
+        return _EACH_PIECE.format(side=side, vector=vector, places=places, place=_PLACE, text=text)
+    target = f"results[r * {side} + c]" if tile.after else f"out[{_PLACE}]"
+    at = "" if tile.after and not tile.single else places + _INSIDE
+    text = _EACH.format(side=side, text=at + _store(tile, name, value, target))
+    if tile.after and tile.after.kept and vector > 1:
+        text += _written(tile, places, "out", "results")
+    return text
+
+
+def _written(tile: Tile, places: str, out: str, values: str) -> str:
+    """The loops that store pieces of a thread's array."""
+    text = f"        write_piece<{tile.stored}>({out} + at, {values} + r * {tile.side} + c);\n"
+    return _EACH_PIECE.format(side=tile.side, vector=tile.stored, places=places, place=_PLACE, text=text)
+
+
+def _store(tile: Tile, name: str, value: str, target: str) -> str:
     """The statement that stores an element."""
-    place, target = _PLACE, f"results[r * {tile.side} + c]" if tile.after else f"out[{_PLACE}]"
     if not tile.single:
         return f"          {target} = {value};\n"
     operands = "base_a + row * shape.a_row, base_b + b_n[column]"
     again = f"{name}_again({operands}, b_k, shape.length, shape.a_length, place, key)"
     lines = (
         "{",
-        f"  const u64 place = (u64)({place});",
+        f"  const u64 place = (u64)({_PLACE});",
         f"  if (left_range >> (r * {tile.side} + c) & 1) {target} = {again};",
         f"  else {target} = {value};",
         "}",
@@ -335,9 +385,19 @@ def _after(after: After, tile: Tile, name: str, places: str) -> str:
         "result" if taken else f"x{n}[{places_of.get(access, f'o{n}')}]"
         for n, (access, taken) in enumerate(zip(variant.accesses, after.taken, strict=True))
     ]
-    lines = ["out[i] = result;"] if after.kept else []
-    lines += stores(kernel, name, read, [f"after{n}[i]" for n in range(len(kernel.results))])
-    return _AFTER.format(
+    memory = [MEMORY[storage] for storage in kernel.results]
+    declared, write, targets = [], "", [f"after{n}[i]" for n in range(len(memory))]
+    if tile.stored > 1:
+        # Results of the map wait where those of the product were, or in arrays of their own.
+        arrays = [f"made_{n}" for n in range(len(memory))]
+        if (own := MEMORY[tile.kernel.result]) in memory:
+            arrays[memory.index(own)] = "results"
+        declared = [f"{m} {a}[{tile.side**2}];" for m, a in zip(memory, arrays, strict=True) if a != "results"]
+        targets = [f"{array}[e]" for array in arrays]
+        write = "".join(_written(tile, places, f"after{n}", array) for n, array in enumerate(arrays))
+    lines = ["out[i] = result;"] if after.kept and tile.stored == 1 else []
+    lines += stores(kernel, name, read, targets)
+    return indented(declared, 4) + _AFTER.format(
         seeds=indented(seeds(kernel, after.nodes).splitlines(), 2),
         count=tile.side**2,
         side=tile.side,
@@ -347,6 +407,7 @@ def _after(after: After, tile: Tile, name: str, places: str) -> str:
         memory=MEMORY[tile.kernel.result],
         body=indented((line.strip() for line in walk(variant.walked, variant.dims, index, "i").splitlines()), 6)
         + indented(lines, 6),
+        write=write,
     )
 
 
