@@ -33,6 +33,7 @@ from fxround.runtime.cuda import contraction, driver, iterations, reduction
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.copies import Way
+from fxround.runtime.cuda.cpp.lines import Loop
 from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
 from fxround.runtime.cuda.driver import architecture, compiled
 from fxround.runtime.cuda.launcher import Text, launch
@@ -76,7 +77,7 @@ def texts() -> tuple[Text, ...]:
         exact_kernel(BINARY32, BINARY32, "f32", "f32"),
     )
     found += [reduction._text(kernel) for kernel in loops]
-    found.append(reduction._text(loops[-1], shared=True))
+    found.append(reduction._text(loops[-1], Loop(shared=True)))
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
         kernel = map_kernel(Program.parse(program), ("f32", "f32"), "f32")
         variant = MapVariant(kernel, ("contiguous", access), 3, True, piece)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxround.runtime.cuda.cpp.contract import SHAPE
+from fxround.runtime.cuda.cpp.lines import LINE_SIZES, LINE_STEPS
 from fxround.runtime.cuda.cpp.map import MAX_DIMS
 
 
@@ -27,6 +28,15 @@ class Shape(ctypes.Structure):
     """A contraction's sizes and steps, as ``Shape`` of the texts."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in SHAPE)
+
+
+class Lines(ctypes.Structure):
+    """Where the elements of lines are, as ``Lines`` of the texts."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in LINE_SIZES),
+        *((name, ctypes.c_int64) for name in LINE_STEPS),
+    )
 
 
 def key_of(words: Sequence[int], state: Tensor | None, device: torch.device) -> tuple[Any, ...]:

@@ -15,12 +15,14 @@ from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions, contributions_of
-from fxround.runtime.cuda.arguments import count, key_of
+from fxround.runtime.cuda.arguments import Lines, count, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
-from fxround.runtime.cuda.cpp.loops import GROUP, loop_name, loop_text
+from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, Loop, Staging, loop_name
+from fxround.runtime.cuda.cpp.loops import loop_text
 from fxround.runtime.cuda.launcher import Text, device_of, launch
 from fxround.runtime.draw import Draw
+from fxround.runtime.layouts import collapse
 from fxround.runtime.operands import storage_of
 
 _LONGEST_EXACT: Final = 1 << 35
@@ -30,11 +32,23 @@ _LONG_EXACT: Final = 1 << 11
 _FEW_EXACT: Final = 1 << 14
 
 
+# A GPU has about this many multiprocessors; fewer blocks would leave some without work.
+_ENOUGH: Final = 128
+# Shorter lines are not worth two barriers.
+_LONG: Final = 64
+# Lines of several chains pass through shared memory where they are few and long: their chains alone would have few
+# elements on the way.
+_FEW: Final = 2048
+_LONG_CHAINS: Final = 512
+# Neighbouring lines of which fewer are side by side do not fill a sector of memory.
+_SIDE_BY_SIDE: Final = 8
+
+
 @cache
-def _text(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> Text:
-    """The text of a kernel. shared: whether the threads of a block share an exact sum."""
-    meets = shared or (isinstance(kernel, Reduce) and kernel.order.chains > 1)
-    return Text(loop_name(kernel, shared), lambda: preamble(SHAPE) + loop_text(kernel, shared), GROUP, meets)
+def _text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> Text:
+    """The text of a kernel, for threads that share the work in this way."""
+    meets = shape.shared or shape.staging is not None or (isinstance(kernel, Reduce) and kernel.order.chains > 1)
+    return Text(loop_name(kernel, shape), lambda: preamble(SHAPE) + loop_text(kernel, shape), shape.threads, meets)
 
 
 def reduce(call: ReductionCall[Tensor]) -> Tensor:
@@ -53,11 +67,12 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
         raise ValueError(f"an exact sum of {length} elements: its limbs hold sums of fewer than 2^35")
     result = buffers.empty(shape, dtype_of(kernel.result), x.device)
     if lines:
-        inner = math.prod(x.shape[d] for d in kept if dims and d > dims[-1])
-        if list(dims) != list(range(dims[0], dims[-1] + 1) if dims else ()):
-            # Lines of reduced dimensions that are not adjacent are gathered.
-            x, inner = x.detach().permute(*kept, *dims), 1
-        _run_lines(kernel, x, (lines, length, inner if dims else 1), result, draw)
+        x = x.detach()
+        found = _lines(x, (kept,), dims)
+        if found is None:
+            x = x.permute(*kept, *dims).contiguous()
+            found = _lines(x, (range(len(kept)),), range(len(kept), x.dim()))
+        _run_lines(kernel, x, found, result, draw)
     return result
 
 
@@ -66,29 +81,84 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     x = call.x.detach()
     kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
     (axis,) = dims_of(x, [call.dim]) or (0,)
-    shape = x.shape or (1,)
-    result = buffers.empty(shape, dtype_of(kernel.result), x.device)
+    result = buffers.empty(x.shape or (1,), dtype_of(kernel.result), x.device)
     if result.numel():
-        length, inner = shape[axis], math.prod(shape[axis + 1 :])
-        _run_lines(kernel, x, (result.numel() // length, length, inner), result, Draw.unread(call.rng, call.node))
-    return result.reshape(x.shape)
+        x = x.reshape(result.shape)
+        around = range(axis), range(axis + 1, x.dim())
+        found = _lines(x, around, (axis,))
+        if found is None:
+            x = x.contiguous()
+            found = _lines(x, around, (axis,))
+        _run_lines(kernel, x, found, result, Draw.unread(call.rng, call.node))
+    return result.reshape(call.x.shape)
 
 
-def _run_lines(
-    kernel: Reduce | Scan | Exact, x: Tensor, sizes: tuple[int, int, int], result: Tensor, draw: Draw
-) -> None:
-    """Run a kernel over (lines, their length, the lines that are stored side by side)."""
-    shared = isinstance(kernel, Exact) and sizes[1] >= _LONG_EXACT and sizes[0] <= _FEW_EXACT
-    text = _text(kernel, shared)
+def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> Lines | None:
+    """Where the elements of x's lines along ``dims`` are; None if it takes more than two steps to say it.
+
+    around: the other dimensions, which lines are numbered by: all together, or those before and those after.
+    """
+    outer, inner = [(1, 0)], [(1, 0)]
+    if len(around) == 1:
+        *outer, last = _merged(x, around[0]) or inner
+        inner = [last]
+    else:
+        outer, inner = (_merged(x, part) for part in around)
+    along = _merged(x, dims)
+    if len(outer) > 1 or len(inner) > 1 or len(along) > 2:
+        return None
+    length = math.prod(size for size, _ in along)
+    count = math.prod(x.shape[d] for part in around for d in part)
+    side_by_side, inner_step = (inner or [(1, 0)])[0]
+    run, near = along[-1] if length and along else (1, 0)
+    far = along[0][1] if len(along) > 1 else 0
+    nearer = near != 0 and (side_by_side < _SIDE_BY_SIDE or inner_step == 0 or near < inner_step)
+    return Lines(count, length, side_by_side, run, nearer, outer[0][1] if outer else 0, inner_step, far, near)
+
+
+def _merged(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and steps of dimensions, neighbours merged."""
+    sizes, (steps,) = collapse([x.shape[d] for d in dims], [[x.stride(d) for d in dims]])
+    return list(zip(sizes, steps, strict=True))
+
+
+def _loop(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines, result: Tensor) -> Loop:
+    """How threads share the work."""
+    if isinstance(kernel, Exact):
+        return Loop(shared=lines.length >= _LONG_EXACT and lines.count <= _FEW_EXACT)
     chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
-    items = -(-sizes[0] * chains // GROUP) if text.meets and not shared else sizes[0]
-    arguments = [
-        *map(count, sizes),
-        result,
-        x.detach().contiguous(),
-        *key_of(draw.words((draw.node,)), draw.state, x.device),
-    ]
-    launch(text, items, arguments, x.device)
+    # A scan's results are stored in the order of its lines.
+    side_by_side = lines.inner > 1 if isinstance(kernel, Scan) else not lines.along
+    if side_by_side or lines.length < (_LONG if chains == 1 else _LONG_CHAINS):
+        few = chains > 1 and -(-lines.count * chains // GROUP) < _ENOUGH
+        return Loop(threads=GROUP // 2 if few else GROUP)
+    if chains > 1:
+        return Loop(Staging(1, _piece(kernel, x, lines, result))) if lines.count <= _FEW else Loop()
+    at_once = next((n for n in (128, 32, 8) if lines.count >= n * _ENOUGH), 1)
+    return Loop(Staging(at_once, _piece(kernel, x, lines, result)))
+
+
+def _piece(kernel: Reduce | Scan, x: Tensor, lines: Lines, result: Tensor) -> int:
+    """The adjacent elements that a thread reads at once: 16 bytes, if all pieces begin at multiples of their size."""
+    stores = [result] if isinstance(kernel, Scan) else []
+    whole = min(8, 16 // max(each.itemsize for each in (x, *stores)))
+    steps = [lines.run, lines.far, lines.outer_step, lines.inner_step if lines.inner > 1 else 0]
+    steps += [lines.length] if stores else []
+    aligned = all(each.data_ptr() % (whole * each.itemsize) == 0 for each in (x, *stores))
+    return whole if lines.near == 1 and aligned and all(step % whole == 0 for step in steps) else 1
+
+
+def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines | None, result: Tensor, draw: Draw) -> None:
+    """Run a kernel over lines, of which there is at least one."""
+    assert lines is not None
+    shape = _loop(kernel, x, lines, result)
+    chains, items = kernel.order.chains if isinstance(kernel, Reduce) else 1, lines.count
+    if shape.staging:
+        items = -(-items // shape.staging.lines)
+    elif chains > 1:
+        items = -(-items * chains // shape.threads)
+    arguments = [lines, result, x, *key_of(draw.words((draw.node,)), draw.state, x.device)]
+    launch(_text(kernel, shape), items, arguments, x.device)
 
 
 def scatter(call: ScatterCall[Tensor]) -> Tensor:
@@ -107,13 +177,14 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
         source = contributions.source.contiguous()
         inner = source.shape[1]
         order, starts = contributions.sorted(x.numel() // inner)
-        sizes = count(x.numel()), count(inner)
-        launch(
-            _text(kernel),
-            x.numel(),
-            [*sizes, result, x, source, starts, order, *key_of(draw.words((draw.node,)), draw.state, x.device)],
-            x.device,
-        )
+        # A thread computes 16 bytes of a row, if all pieces begin at multiples of 16 and enough threads are left.
+        piece = 16 // x.itemsize
+        aligned = all(each.data_ptr() % 16 == 0 for each in (x, source, result))
+        whole = aligned and inner % piece == 0 and x.numel() >= piece * GROUP * _ENOUGH
+        shape = Loop(piece=piece if whole else 1)
+        operands = [count(x.numel()), count(inner), result, x, source, starts, order]
+        key = key_of(draw.words((draw.node,)), draw.state, x.device)
+        launch(_text(kernel, shape), x.numel() // shape.piece, [*operands, *key], x.device)
     return result
 
 

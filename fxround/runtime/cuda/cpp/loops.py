@@ -1,14 +1,18 @@
 """Reductions, scans, scatters and exact sums as CUDA C++ text.
 
 A thread computes one output element, with the stream and the order of its own. In a reduction in several chains, a
-group of threads computes one, a chain each; a whole block may compute one exact sum, whose order is free. Sizes are
-arguments, so a text serves every shape of operands. No number depends on the grid: a grid of any size visits every
-element once. Indices have 64 bits.
+group of threads computes one, a chain each; a whole block may compute one exact sum, whose order is free. Where a
+warp's threads would read places that are far apart, or too few threads would read, lines pass through shared memory.
+Sizes are arguments, so a text serves every shape of operands. No number depends on the grid: a grid of any size visits
+every element once. Indices have 64 bits.
 
-    reduce    (results, length, inner, out, x, key)                  x: (outer, length, inner), row-major
-    scan      (lines, length, inner, out, x, key)                    the same, out like x
+    reduce    (lines, out, x, key)                                   element i of out is of line i
+    scan      (lines, out, x, key)                                   out: (outer, length, inner), row-major
     scatter   (elements, inner, out, self, x, starts, order, key)    row r takes rows order[starts[r] .. starts[r + 1]]
-    exact     (results, length, inner, out, x, key)                  as reduce
+    exact     (lines, out, x, key)                                   as reduce
+
+Line i begins at i / inner * outer_step + i % inner * inner_step of x; its element k is k / run * far + k % run * near
+further. Steps are any numbers.
 """
 
 from __future__ import annotations
@@ -20,159 +24,182 @@ from fxround.numerics.scalar import const
 from fxround.numerics.storage import CARRIER_OF
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.limbs import SIZES
+from fxround.runtime.cuda.cpp.lines import GROUP, LINES, PLAIN, Loop, combined, loop_name, parameters, staged_text
 from fxround.runtime.cuda.cpp.table import TYPES, constant
 
-# The threads of a block of a reduction in chains: a multiple of every number of chains.
-GROUP: Final = 256
 
-
-def loop_name(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> str:
-    """The name of the ``__global__`` function. shared: whether the threads of a block share an exact sum."""
-    return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}{'_shared' if shared else ''}"
-
-
-def loop_text(kernel: Reduce | Scan | Scatter | Exact, shared: bool = False) -> str:
+def loop_text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> str:
     """The text of a kernel and of the device functions that are its own."""
     match kernel:
-        case Reduce():
-            return _chain(kernel) if kernel.order.chains == 1 else _chains(kernel)
-        case Scan():
-            return _scan(kernel)
+        case Reduce() | Scan() if shape.staging:
+            return staged_text(kernel, shape)
+        case Reduce() if kernel.order.chains > 1:
+            return _chains(kernel, shape)
+        case Reduce() | Scan():
+            return _chain(kernel, shape)
         case Scatter():
-            return _scatter(kernel)
+            return _scatter(kernel, shape)
         case Exact():
-            return _exact(kernel, shared)
+            return _exact(kernel, shape)
+
+
+# The elements of a line, and the contributions to an element, that are on their way to a thread at once.
+_AHEAD: Final = 8
+_CONTRIBUTIONS: Final = 4
+
+# ``next`` is the address of the thread's element, ``within`` the number of that element in its run.
+_OWN: Final = """\
+      const {memory}* next = x + line_at(lines, i) + place_at(lines, {first});
+      u64 within = {first} % lines.run;
+      for (u64 n = 0; n < own; n += {ahead}) {{
+        const int left = own - n < {ahead} ? (int)(own - n) : {ahead};
+        {memory} held[{ahead}];
+#pragma unroll
+        for (int j = 0; j < {ahead}; ++j) {{
+          held[j] = 0;
+          if (j < left) held[j] = *next;
+          next += move;
+          within += part;
+          if (within >= lines.run) within -= lines.run, next += turn;
+        }}
+#pragma unroll
+        for (int j = 0; j < {ahead}; ++j)
+          if (j < left) {{
+            acc = {name}_step(acc, {element}, {step_bits});
+{store}          }}
+      }}
+"""
+# How far the next element of a thread is, where it is in the same run, and how much further otherwise.
+_MOVES: Final = """\
+  const u64 part = {chains} % lines.run;
+  const i64 move = (i64)({chains} / lines.run) * lines.far + (i64)part * lines.near;
+  const i64 turn = lines.far - (i64)lines.run * lines.near;
+"""
+
+
+def _own(kernel: Reduce | Scan, name: str, first: str, store: str = "") -> str:
+    """The loop over a thread's elements of a line, which reads some before it takes their steps."""
+    return _OWN.format(
+        name=name,
+        memory=MEMORY[kernel.loads[0]],
+        first=first,
+        ahead=_AHEAD,
+        element=element(kernel.loads[0], "held[j]"),
+        step_bits=bits(kernel.draws, "state"),
+        store=store,
+    )
 
 
 _CHAIN: Final = """\
-  for (u64 i = first_item(); i < results; i += item_step()) {{
-    const {memory}* line = x + i / inner * length * inner + i % inner;
+{moves}  for (u64 i = first_item(); i < lines.count; i += item_step()) {{
+    const u64 own = lines.length;
     {type} acc = {first};
-{start}    for (u64 k = 0; k < length; ++k) acc = {name}_step(acc, {element}, {step_bits});
-    out[i] = {value};
-  }}
+{start}{place}    {{
+{own}    }}
+{end}  }}
 """
 
 
-def _chain(kernel: Reduce) -> str:
-    """One chain: a thread a result."""
-    name = loop_name(kernel)
+def _chain(kernel: Reduce | Scan, shape: Loop) -> str:
+    """One chain: a thread a line."""
+    name = loop_name(kernel, shape)
+    value = stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})")
+    whole = isinstance(kernel, Reduce)
     body = _CHAIN.format(
-        name=name,
-        memory=MEMORY[kernel.loads[0]],
+        moves=_MOVES.format(chains="1ull"),
         type=TYPES[kernel.accumulator],
         first=constant(const(kernel.accumulator, kernel.first)),
         start=stream(kernel, "    u64 state", "i"),
-        element=element(kernel.loads[0], "line[k * inner]"),
-        step_bits=bits(kernel.draws, "state"),
-        value=stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})"),
+        place="" if whole else "    u64 at = i / lines.inner * lines.length * lines.inner + i % lines.inner;\n",
+        own=_own(
+            kernel, name, "0ull", "" if whole else f"            out[at] = {value};\n            at += lines.inner;\n"
+        ),
+        end=f"    out[i] = {value};\n" if whole else "",
     )
-    return bodies(kernel, name) + global_(name, _line_parameters(kernel, "results"), body)
+    return LINES + bodies(kernel, name) + global_(name, parameters(kernel), body)
 
 
-# Every thread of a block meets every barrier: the number of rounds depends on the block alone.
 _CHAINS: Final = """\
-  SHARED({type}, tile, {threads});
+  SHARED({type}, ends, {threads});
   // Neighbouring threads read neighbouring elements: of one line, or of several if these are stored side by side.
-  const bool along = inner == 1;
+  const bool along = lines.along;
   const int chain = along ? threadIdx.x % {chains} : threadIdx.x / {lines};
-  const int line_of = along ? threadIdx.x / {chains} : threadIdx.x % {lines}, next = along ? 1 : {lines};
-  const u64 used = length < {chains} ? length : {chains};
-  for (u64 i_0 = (u64)blockIdx.x * {lines}; i_0 < results; i_0 += (u64)gridDim.x * {lines}) {{
+  const int line_of = along ? threadIdx.x / {chains} : threadIdx.x % {lines}, next_chain = along ? 1 : {lines};
+  const u64 used = lines.length < {chains} ? lines.length : {chains};
+{moves}  for (u64 i_0 = (u64)blockIdx.x * {lines}; i_0 < lines.count; i_0 += (u64)gridDim.x * {lines}) {{
     const u64 i = i_0 + line_of;
-    const bool inside = i < results;
+    const bool inside = i < lines.count;
     {type} acc = {initial};
-{start}    if (inside) {{
-      const {memory}* line = x + i / inner * length * inner + i % inner;
-      for (u64 k = chain; k < length; k += {chains}) acc = {name}_step(acc, {element}, {step_bits});
-    }}
-    for (int w = {chains} / 2; w > 0; w /= 2) {{
-      tile[threadIdx.x] = acc;
-      __syncthreads();
-      if (inside && chain < w && (u64)(chain + w) < used) {{
-        const {type} other = tile[threadIdx.x + w * next];
-        acc = {name}_combine(acc, other, {step_bits});
-      }}
-      __syncthreads();
-    }}
-    if (inside && chain == 0) out[i] = {value};
+{start}    if (inside && (u64)chain < used) {{
+      const u64 own = (lines.length - chain - 1) / {chains} + 1;
+{own}    }}
+{combine}    if (inside && chain == 0) out[i] = {value};
   }}
 """
 
 
-def _chains(kernel: Reduce) -> str:
-    """Several chains: a thread a chain, so that neighbouring threads read neighbouring elements of a line."""
-    name, chains = loop_name(kernel), kernel.order.chains
+def _chains(kernel: Reduce, shape: Loop) -> str:
+    """Several chains: a thread a chain."""
+    name, chains = loop_name(kernel, shape), kernel.order.chains
     body = _CHAINS.format(
-        name=name,
-        memory=MEMORY[kernel.loads[0]],
         type=TYPES[kernel.accumulator],
-        threads=GROUP,
+        threads=shape.threads,
         chains=chains,
-        lines=GROUP // chains,
+        lines=shape.threads // chains,
+        moves=_MOVES.format(chains=f"{chains}ull"),
         initial=constant(const(kernel.accumulator, kernel.first)),
         start=stream(kernel, "    u64 state", f"i * {chains} + chain"),
-        element=element(kernel.loads[0], "line[k * inner]"),
-        step_bits=bits(kernel.draws, "state"),
+        own=_own(kernel, name, "(u64)chain"),
+        combine=combined(kernel, name),
         value=stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})"),
     )
-    return bodies(kernel, name) + global_(name, _line_parameters(kernel, "results"), body, GROUP)
+    return LINES + bodies(kernel, name) + global_(name, parameters(kernel), body, shape.threads)
 
 
-def _line_parameters(kernel: Reduce | Scan | Exact, count: str) -> list[str]:
-    sizes = [f"const u64 {n}" for n in (count, "length", "inner")]
-    out, x = pointer(kernel.result, "out", readonly=False), pointer(kernel.loads[0], "x")
-    return [*sizes, out, x, KEY]
-
-
-_SCAN: Final = """\
-  for (u64 i = first_item(); i < lines; i += item_step()) {{
-    const u64 base = i / inner * length * inner + i % inner;
-    {type} acc = {first};
-{start}    for (u64 k = 0; k < length; ++k) {{
-      acc = {name}_step(acc, {element}, {step_bits});
-      out[base + k * inner] = {value};
-    }}
-  }}
-"""
-
-
-def _scan(kernel: Scan) -> str:
-    name = loop_name(kernel)
-    finish = f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})"
-    body = _SCAN.format(
-        name=name,
-        type=TYPES[kernel.accumulator],
-        first=constant(const(kernel.accumulator, kernel.first)),
-        start=stream(kernel, "    u64 state", "i"),
-        element=element(kernel.loads[0], "x[base + k * inner]"),
-        step_bits=bits(kernel.draws, "state"),
-        value=stored(kernel.result, finish),
-    )
-    return bodies(kernel, name) + global_(name, _line_parameters(kernel, "lines"), body)
-
-
+# A thread has {piece} adjacent elements, and some of their contributions on the way.
 _SCATTER: Final = """\
-  for (u64 i = first_item(); i < elements; i += item_step()) {{
-    const u64 row = i / inner, column = i % inner;
-    {type} acc = {name}_lift({own});
-{start}    for (i64 c = starts[row]; c < starts[row + 1]; ++c)
-      acc = {name}_step(acc, {element}, {step_bits});
-    out[i] = {value};
+  for (u64 item = first_item(); item < elements / {piece}; item += item_step()) {{
+    const u64 i = item * {piece}, row = i / inner, column = i % inner;
+    const i64 end = starts[row + 1];
+    {memory} own[{piece}], held[{ahead}][{piece}];
+    {type} acc[{piece}];
+{declare}    read_piece<{piece}>(self + i, own);
+#pragma unroll
+    for (int e = 0; e < {piece}; ++e) {{
+      acc[e] = {name}_lift({own});
+{start}    }}
+    for (i64 c = starts[row]; c < end; c += {ahead}) {{
+#pragma unroll
+      for (int j = 0; j < {ahead}; ++j)
+        if (c + j < end) read_piece<{piece}>(x + (u64)order[c + j] * inner + column, held[j]);
+#pragma unroll
+      for (int j = 0; j < {ahead}; ++j)
+#pragma unroll
+        for (int e = 0; e < {piece}; ++e)
+          if (c + j < end) acc[e] = {name}_step(acc[e], {element}, {step_bits});
+    }}
+#pragma unroll
+    for (int e = 0; e < {piece}; ++e) own[e] = {value};
+    write_piece<{piece}>(out + i, own);
   }}
 """
 
 
-def _scatter(kernel: Scatter) -> str:
-    name, storage = loop_name(kernel), kernel.loads[0]
+def _scatter(kernel: Scatter, shape: Loop) -> str:
+    name, storage = loop_name(kernel, shape), kernel.loads[0]
+    start = stream(kernel, "      state[e]", "i + e")
     body = _SCATTER.format(
         name=name,
+        memory=MEMORY[storage],
         type=TYPES[kernel.accumulator],
-        own=element(storage, "self[i]"),
-        start=stream(kernel, "    u64 state", "i"),
-        element=element(storage, "x[(u64)order[c] * inner + column]"),
-        step_bits=bits(kernel.draws, "state"),
-        value=stored(kernel.result, f"{name}_finish(acc, 0u)"),
+        piece=shape.piece,
+        ahead=_CONTRIBUTIONS,
+        declare=f"    u64 state[{shape.piece}];\n" if start else "",
+        own=element(storage, "own[e]"),
+        start=start,
+        element=element(storage, "held[j][e]"),
+        step_bits=bits(kernel.draws, "state[e]"),
+        value=stored(kernel.result, f"{name}_finish(acc[e], 0u)"),
     )
     operands = [pointer(storage, "self"), pointer(storage, "x")]
     places = [f"const i64* __restrict__ {n}" for n in ("starts", "order")]
@@ -182,11 +209,11 @@ def _scatter(kernel: Scatter) -> str:
 
 
 _EXACT: Final = """\
-  for (u64 i = first_item(); i < results; i += item_step()) {{
-    const {memory}* line = x + i / inner * length * inner + i % inner;
+  for (u64 i = first_item(); i < lines.count; i += item_step()) {{
+    const {memory}* line = x + line_at(lines, i);
     i64 limbs[{count}] = {{0}};
     u32 flags = 0;
-    for (u64 k = 0; k < length; ++k) {{
+    for (u64 k = 0; k < lines.length; ++k) {{
 {add}      if ((k + 1) % (1u << 30) == 0) carry_limbs(limbs, {count});
     }}
 {finish}  }}
@@ -196,11 +223,11 @@ _EXACT_SHARED: Final = """\
   SHARED(i64, limb, {threads});
   SHARED(u32, special, {threads});
   const int t = threadIdx.x;
-  for (u64 i = blockIdx.x; i < results; i += gridDim.x) {{
-    const {memory}* line = x + i / inner * length * inner + i % inner;
+  for (u64 i = blockIdx.x; i < lines.count; i += gridDim.x) {{
+    const {memory}* line = x + line_at(lines, i);
     i64 limbs[{count}] = {{0}};
     u32 flags = 0;
-    for (u64 k = t; k < length; k += {threads}) {{
+    for (u64 k = t; k < lines.length; k += {threads}) {{
 {add}    }}
     carry_limbs(limbs, {count});
     special[t] = flags;
@@ -234,12 +261,12 @@ _FINISH: Final = """\
 """
 
 
-def _exact(kernel: Exact, shared: bool) -> str:
-    name, storage = loop_name(kernel, shared), kernel.loads[0]
+def _exact(kernel: Exact, shape: Loop) -> str:
+    name, storage = loop_name(kernel, shape), kernel.loads[0]
     count, trailing, last, bias = SIZES[CARRIER_OF[storage]]
     add = _ADD.format(
         name=name,
-        element=element(storage, "line[k * inner]"),
+        element=element(storage, "line[place_at(lines, k)]"),
         trailing=trailing,
         last=last,
         sign=31 if CARRIER_OF[storage] == "f32" else 63,
@@ -253,7 +280,6 @@ def _exact(kernel: Exact, shared: bool) -> str:
         again=bits(kernel.draws[1], "state"),
         value=stored(kernel.result, f"{name}_finish(total, once, again)"),
     )
-    text = _EXACT_SHARED if shared else _EXACT
+    text = _EXACT_SHARED if shape.shared else _EXACT
     body = text.format(memory=MEMORY[storage], count=count, add=add, finish=finish, threads=GROUP)
-    parameters = _line_parameters(kernel, "results")
-    return bodies(kernel, name) + global_(name, parameters, body, GROUP if shared else 0)
+    return LINES + bodies(kernel, name) + global_(name, parameters(kernel), body, GROUP if shape.shared else 0)
