@@ -20,6 +20,8 @@ from fxround.runtime.cuda.cpp.table import TYPES, constant
 GROUP: Final = 256
 # The elements in a block's shared memory, all from one line or from several.
 _STAGED_AT_ONCE: Final = 2048
+# The elements that a thread reads from there before it takes their steps; it divides a line's in shared memory.
+_HELD: Final = 8
 
 LINE_SIZES: Final = ("count", "length", "inner", "run", "along")
 LINE_STEPS: Final = ("outer_step", "inner_step", "far", "near")
@@ -152,12 +154,15 @@ _STAGED: Final = """\
       base[j] = i_0 + l_0 + j * {far} < lines.count ? x + line_at(lines, i_0 + l_0 + j * {far}) : nullptr;
     {memory} held[{count}][{piece}];
     const auto fetch = [&](const u64 k_0) {{
+      i64 place[{places}];
+#pragma unroll
+      for (int j = 0; j < {places}; ++j) place[j] = place_at(lines, k_0 + s_0 + j * {ahead});
 #pragma unroll
       for (int j = 0; j < {count}; ++j) {{
-        const u64 k = k_0 + s_0 + j * {ahead};
 #pragma unroll
         for (int n = 0; n < {piece}; ++n) held[j][n] = 0;
-        if (base[j % {bases}] && k < lines.length) read_piece<{piece}>(base[j % {bases}] + place_at(lines, k), held[j]);
+        const {memory}* from = base[j % {bases}];
+        if (from && k_0 + s_0 + j * {ahead} < lines.length) read_piece<{piece}>(from + place[j % {places}], held[j]);
       }}
     }};
     {type} acc = {initial};
@@ -172,10 +177,16 @@ _STAGED: Final = """\
       const int end = lines.length - k_0 < {steps} ? (int)(lines.length - k_0) : {steps};
       if (k_0 + {steps} < lines.length) fetch(k_0 + {steps});
       if (inside)
-        for (int k = chain; k < end; k += {chains}) {{
-          const {memory} own = tile[line_of * {pitch} + k];
-          acc = {name}_step(acc, {element}, {step_bits});
-{make}        }}
+        for (int k = chain; k < end; k += {chains} * {held}) {{
+          {memory} own[{held}];
+#pragma unroll
+          for (int j = 0; j < {held}; ++j) own[j] = tile[line_of * {pitch} + k + j * {chains}];
+#pragma unroll
+          for (int j = 0; j < {held}; ++j)
+            if (k + j * {chains} < end) {{
+              acc = {name}_step(acc, {element}, {step_bits});
+{make}            }}
+        }}
       __syncthreads();
 {write}    }}
 {combine}{store}  }}
@@ -206,7 +217,7 @@ def staged_text(kernel: Reduce | Scan, shape: Loop) -> str:
     shared, make, write, combine, store = "", "", "", "", ""
     if isinstance(kernel, Scan):
         shared = f"  SHARED({MEMORY[kernel.result]}, made, {staging.lines * pitch});\n"
-        make = f"          made[line_of * {pitch} + k] = {value};\n"
+        make = f"              made[line_of * {pitch} + k + j] = {value};\n"
         write = _WRITE.format(memory=MEMORY[kernel.result], **sizes)
     else:
         store = f"    if (inside && chain == 0) out[i] = {value};\n"
@@ -225,10 +236,12 @@ def staged_text(kernel: Reduce | Scan, shape: Loop) -> str:
         lines=staging.lines,
         steps=staging.steps,
         bases=staging.bases,
+        places=1 if staging.lines > 1 else staging.count,
         used=used if combine else "",
         initial=constant(const(kernel.accumulator, kernel.first)),
         start=stream(kernel, "    u64 state", number),
-        element=element(kernel.loads[0], "own"),
+        element=element(kernel.loads[0], "own[j]"),
+        held=_HELD,
         step_bits=bits(kernel.draws, "state"),
         make=make,
         write=write,
