@@ -77,7 +77,7 @@ def texts() -> tuple[Text, ...]:
         exact_kernel(BINARY32, BINARY32, "f32", "f32"),
     )
     found += [reduction._text(kernel) for kernel in loops]
-    found.append(reduction._text(loops[-1], Loop(shared=True)))
+    found.append(reduction._text(loops[-1], Loop(exact="shared")))
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
         kernel = map_kernel(Program.parse(program), ("f32", "f32"), "f32")
         variant = MapVariant(kernel, ("contiguous", access), 3, True, piece)

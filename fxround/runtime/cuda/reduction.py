@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
@@ -19,7 +20,7 @@ from fxround.runtime.cuda.arguments import Lines, count, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, Loop, Staging, loop_name
-from fxround.runtime.cuda.cpp.loops import loop_text
+from fxround.runtime.cuda.cpp.loops import loop_text, parts_size
 from fxround.runtime.cuda.launcher import Text, device_of, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse
@@ -32,6 +33,8 @@ _LONG_EXACT: Final = 1 << 11
 _FEW_EXACT: Final = 1 << 14
 
 
+# The least elements of a block's part of an exact sum that several blocks share.
+_PART: Final = 1 << 12
 # A GPU has about this many multiprocessors; fewer blocks would leave some without work.
 _ENOUGH: Final = 128
 # Shorter lines are not worth two barriers.
@@ -47,7 +50,8 @@ _SIDE_BY_SIDE: Final = 8
 @cache
 def _text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> Text:
     """The text of a kernel, for threads that share the work in this way."""
-    meets = shape.shared or shape.staging is not None or (isinstance(kernel, Reduce) and kernel.order.chains > 1)
+    several = isinstance(kernel, Reduce) and kernel.order.chains > 1
+    meets = several or bool(shape.exact) or shape.staging is not None
     return Text(loop_name(kernel, shape), lambda: preamble(SHAPE) + loop_text(kernel, shape), shape.threads, meets)
 
 
@@ -125,7 +129,7 @@ def _merged(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
 def _loop(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines, result: Tensor) -> Loop:
     """How threads share the work."""
     if isinstance(kernel, Exact):
-        return Loop(shared=lines.length >= _LONG_EXACT and lines.count <= _FEW_EXACT)
+        return Loop(exact="shared" if lines.length >= _LONG_EXACT and lines.count <= _FEW_EXACT else "")
     chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
     # A scan's results are stored in the order of its lines.
     side_by_side = lines.inner > 1 if isinstance(kernel, Scan) else not lines.along
@@ -157,7 +161,15 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines | None, re
         items = -(-items // shape.staging.lines)
     elif chains > 1:
         items = -(-items * chains // shape.threads)
-    arguments = [lines, result, x, *key_of(draw.words((draw.node,)), draw.state, x.device)]
+    key = key_of(draw.words((draw.node,)), draw.state, x.device)
+    parts = min(-(-_ENOUGH // lines.count), lines.length // _PART)
+    if isinstance(kernel, Exact) and shape.exact and parts > 1:
+        partial = torch.empty(lines.count * parts * parts_size(kernel), dtype=torch.int64, device=x.device)
+        among = [count(parts), partial]
+        launch(_text(kernel, Loop(exact="parts")), lines.count * parts, [lines, x, *among], x.device)
+        launch(_text(kernel, Loop(exact="joined")), lines.count, [lines, result, *among, *key], x.device)
+        return
+    arguments = [lines, result, x, *key]
     launch(_text(kernel, shape), items, arguments, x.device)
 
 

@@ -9,7 +9,7 @@ way. The order of the steps is that of the chains.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.numerics.scalar import const
@@ -82,13 +82,14 @@ class Loop:
 
     staging     how lines pass through shared memory, if they do
     threads     the threads of a block
-    shared      whether the threads of a block share an exact sum
+    exact       whether the threads of a block share an exact sum ("shared"); several blocks share one if each computes
+                a part ("parts"), and one joins these ("joined")
     piece       the adjacent elements of a scatter's result that a thread computes
     """
 
     staging: Staging | None = None
     threads: int = GROUP
-    shared: bool = False
+    exact: Literal["", "shared", "parts", "joined"] = ""
     piece: int = 1
 
     @property
@@ -97,7 +98,7 @@ class Loop:
         if self.staging:
             return f"_l{self.staging.lines}p{self.staging.piece}"
         threads = f"_t{self.threads}" if self.threads != GROUP else ""
-        return f"{threads}{'_shared' if self.shared else ''}{f'_p{self.piece}' if self.piece > 1 else ''}"
+        return f"{threads}{f'_{self.exact}' if self.exact else ''}{f'_p{self.piece}' if self.piece > 1 else ''}"
 
 
 PLAIN: Final = Loop()

@@ -43,7 +43,8 @@ def loop_text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> s
             return _exact(kernel, shape)
 
 
-# The elements of a line, and the contributions to an element, that are on their way to a thread at once.
+# The elements of a line that are on their way to a thread at once, twice as many where there are few threads; and the
+# contributions to an element.
 _AHEAD: Final = 8
 _CONTRIBUTIONS: Final = 4
 
@@ -77,13 +78,14 @@ _MOVES: Final = """\
 """
 
 
-def _own(kernel: Reduce | Scan, name: str, first: str, store: str = "") -> str:
+def _own(kernel: Reduce | Scan, shape: Loop, first: str, store: str = "") -> str:
     """The loop over a thread's elements of a line, which reads some before it takes their steps."""
+    name = loop_name(kernel, shape)
     return _OWN.format(
         name=name,
         memory=MEMORY[kernel.loads[0]],
         first=first,
-        ahead=_AHEAD,
+        ahead=_AHEAD if shape.threads == GROUP else 2 * _AHEAD,
         element=element(kernel.loads[0], "held[j]"),
         step_bits=bits(kernel.draws, "state"),
         store=store,
@@ -112,7 +114,7 @@ def _chain(kernel: Reduce | Scan, shape: Loop) -> str:
         start=stream(kernel, "    u64 state", "i"),
         place="" if whole else "    u64 at = i / lines.inner * lines.length * lines.inner + i % lines.inner;\n",
         own=_own(
-            kernel, name, "0ull", "" if whole else f"            out[at] = {value};\n            at += lines.inner;\n"
+            kernel, shape, "0ull", "" if whole else f"            out[at] = {value};\n            at += lines.inner;\n"
         ),
         end=f"    out[i] = {value};\n" if whole else "",
     )
@@ -149,7 +151,7 @@ def _chains(kernel: Reduce, shape: Loop) -> str:
         moves=_MOVES.format(chains=f"{chains}ull"),
         initial=constant(const(kernel.accumulator, kernel.first)),
         start=stream(kernel, "    u64 state", f"i * {chains} + chain"),
-        own=_own(kernel, name, "(u64)chain"),
+        own=_own(kernel, shape, "(u64)chain"),
         combine=combined(kernel, name),
         value=stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})"),
     )
@@ -223,13 +225,11 @@ _EXACT_SHARED: Final = """\
   SHARED(i64, limb, {threads});
   SHARED(u32, special, {threads});
   const int t = threadIdx.x;
-  for (u64 i = blockIdx.x; i < lines.count; i += gridDim.x) {{
-    const {memory}* line = x + line_at(lines, i);
+  for (u64 item = blockIdx.x; item < lines.count{times}; item += gridDim.x) {{
+    const u64 i = item{over}, part = {part};
     i64 limbs[{count}] = {{0}};
     u32 flags = 0;
-    for (u64 k = t; k < lines.length; k += {threads}) {{
-{add}    }}
-    carry_limbs(limbs, {count});
+{load}    carry_limbs(limbs, {count});
     special[t] = flags;
     for (int n = 0; n < {count}; ++n) {{
       limb[t] = limbs[n];
@@ -245,6 +245,25 @@ _EXACT_SHARED: Final = """\
       flags = special[t];
 {finish}    }}
   }}
+"""
+# What a thread of a block adds: elements of a line, or of its part, or parts of a line.
+_LOAD: Final = """\
+    const {memory}* line = x + line_at(lines, i);
+    for (u64 k = part * {threads} + t; k < lines.length; k += {threads}ull{times}) {{
+{add}    }}
+"""
+_LOAD_PARTS: Final = """\
+#pragma unroll 1
+    for (u64 p = t; p < parts; p += {threads}) {{
+      const i64* of_part = partial + (i * parts + p) * {pitch};
+      for (int n = 0; n < {count}; ++n) limbs[n] += of_part[n];
+      flags |= (u32)of_part[{count}];
+    }}
+"""
+_STORE_PART: Final = """\
+      i64* of_part = partial + item * {pitch};
+      for (int n = 0; n < {count}; ++n) of_part[n] = limbs[n];
+      of_part[{count}] = flags;
 """
 _ADD: Final = """\
       const u64 code = {name}_read({element});
@@ -280,6 +299,32 @@ def _exact(kernel: Exact, shape: Loop) -> str:
         again=bits(kernel.draws[1], "state"),
         value=stored(kernel.result, f"{name}_finish(total, once, again)"),
     )
-    text = _EXACT_SHARED if shape.shared else _EXACT
-    body = text.format(memory=MEMORY[storage], count=count, add=add, finish=finish, threads=GROUP)
-    return LINES + bodies(kernel, name) + global_(name, parameters(kernel), body, GROUP if shape.shared else 0)
+    sizes = {"memory": MEMORY[storage], "count": count, "threads": GROUP}
+    if not shape.exact:
+        return (
+            LINES
+            + bodies(kernel, name)
+            + global_(name, parameters(kernel), _EXACT.format(add=add, finish=finish, **sizes))
+        )
+    first, last = shape.exact == "parts", shape.exact == "joined"
+    times = " * parts" if first else ""
+    load = _LOAD_PARTS if last else _LOAD
+    body = _EXACT_SHARED.format(
+        load=load.format(add=add, pitch=count + 1, times=times, **sizes),
+        finish=_STORE_PART.format(count=count, pitch=count + 1) if first else finish,
+        times=times,
+        over=" / parts" if first else "",
+        part="item % parts" if first else "0",
+        **sizes,
+    )
+    given = parameters(kernel)
+    if first:
+        given = [given[0], given[2], "const u64 parts", "i64* __restrict__ partial"]
+    elif last:
+        given = [*given[:2], "const u64 parts", "const i64* __restrict__ partial", KEY]
+    return LINES + bodies(kernel, name) + global_(name, given, body, GROUP)
+
+
+def parts_size(kernel: Exact) -> int:
+    """The 64-bit numbers of a part of an exact sum."""
+    return SIZES[CARRIER_OF[kernel.loads[0]]][0] + 1
