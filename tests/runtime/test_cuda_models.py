@@ -141,10 +141,11 @@ def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of two dtypes, with parameters of many chunks and of no elements."""
+    """Groups of two dtypes, with parameters of many chunks, of no elements, and one that is not aligned."""
 
     def run() -> list[Tensor]:
         weights = [torch.linspace(-1, 1, 9000).reshape(60, 150), torch.ones(7), torch.ones(0, 3), torch.ones(())]
+        weights += [torch.linspace(-1, 1, 48)[1:]]
         weights += [torch.ones(5, dtype=torch.bfloat16)] if policy == "stochastic" else []
         weights = [nn.Parameter(w) for w in weights]
         adam = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)

@@ -33,7 +33,7 @@ from fxround.runtime.cuda import contraction, driver, iterations, reduction
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.copies import Way
-from fxround.runtime.cuda.cpp.lines import Loop
+from fxround.runtime.cuda.cpp.lines import Loop, Staging
 from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
 from fxround.runtime.cuda.driver import architecture, compiled
 from fxround.runtime.cuda.launcher import Text, launch
@@ -55,6 +55,9 @@ PROGRAMS = (
 # Asynchronous copies: of elements, of 16 bytes, and of what tables say.
 ASYNC = ((Way(True, 1), Way(False, 4)), (Way(False, 4), Way(True, 1)), (Way(True, 1), Way(False, 1, tables=True)))
 
+# How the threads of a sum in chains, a sum in one, a scan and a scatter share the work.
+SHAPES = (Loop(Staging(1)), Loop(Staging(32, 8)), Loop(Staging(128, 4)), Loop(piece=4))
+
 
 @cache
 def texts() -> tuple[Text, ...]:
@@ -65,7 +68,7 @@ def texts() -> tuple[Text, ...]:
         sides = (1, 8) if steps == "binary32" else (4,)
         found += [contraction._text(Tile(kernel, side)) for side in sides]
         if steps == "binary32":
-            found.append(contraction._text(Tile(kernel, 8, ways=ASYNC[0])))
+            found.append(contraction._text(Tile(kernel, 8, ways=ASYNC[0], stored=4)))
         if kernel.single is not None:
             found.append(contraction._text(Tile(kernel, 4, single=True)))
     stochastic = Rounding.parse("binary32/stochastic")
@@ -77,7 +80,8 @@ def texts() -> tuple[Text, ...]:
         exact_kernel(BINARY32, BINARY32, "f32", "f32"),
     )
     found += [reduction._text(kernel) for kernel in loops]
-    found.append(reduction._text(loops[-1], Loop(exact="shared")))
+    found += [reduction._text(loops[-1], Loop(exact=way)) for way in ("shared", "parts", "joined")]
+    found += [reduction._text(kernel, shape) for kernel, shape in zip(loops, SHAPES, strict=False)]
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
         kernel = map_kernel(Program.parse(program), ("f32", "f32"), "f32")
         variant = MapVariant(kernel, ("contiguous", access), 3, True, piece)
@@ -152,6 +156,19 @@ def test_copies_are_asynchronous() -> None:
         assert len(re.findall(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16, %r\d+;", ptx)) == 2 * pieces
         assert len(re.findall(r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 4, %r\d+;", ptx)) == 2 * elements
         assert ptx.count("cp.async.wait_all") == ptx.count("bar.sync") == 1
+
+
+def test_pieces_are_one_access() -> None:
+    """Of 16 bytes: a product stores results, a scan and an optimizer read and store, a scatter does so with rows."""
+    product = contract_kernel(BINARY32, BINARY32, ("f32", "f32"), "f32")
+    found = {text.name.split("_")[0]: text for text in texts() if re.search(r"_(l128p4|p4)$", text.name)}
+    found |= {"contract": contraction._text(Tile(product, 8, stored=4)), "several": optimizers()[0]}
+    # A scan reads two pieces before its lines' first elements, and two while it computes.
+    expected = {"contract": (0, 16), "scan": (4, 2), "scatter": (5, 1), "several": (4, 3)}
+    for name, counts in expected.items():
+        ptx = driver.intermediate(found[name].source(), "compute_80").decode()
+        pieces = [re.findall(rf"{access}(?:\.nc|\.wb)?\.v4\.[fbu]32", ptx) for access in ("ld.global", "st.global")]
+        assert tuple(map(len, pieces)) == counts, name
 
 
 def test_an_error_of_the_compiler_is_shown() -> None:

@@ -189,9 +189,9 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
         source = contributions.source.contiguous()
         inner = source.shape[1]
         order, starts = contributions.sorted(x.numel() // inner)
-        # A thread computes 16 bytes of a row, if all pieces begin at multiples of 16 and enough threads are left.
-        piece = 16 // x.itemsize
-        aligned = all(each.data_ptr() % 16 == 0 for each in (x, source, result))
+        # A thread computes 16 bytes of a row, if all pieces begin at multiples of that and enough threads are left.
+        piece = min(8, 16 // x.itemsize)
+        aligned = all(each.data_ptr() % (piece * each.itemsize) == 0 for each in (x, source, result))
         whole = aligned and inner % piece == 0 and x.numel() >= piece * GROUP * _ENOUGH
         shape = Loop(piece=piece if whole else 1)
         operands = [count(x.numel()), count(inner), result, x, source, starts, order]

@@ -54,7 +54,10 @@ template <int N, class T> __device__ __forceinline__ void write_piece(T* to, con
   Piece<N, T> piece;
 #pragma unroll
   for (int i = 0; i < N; ++i) piece.values[i] = from[i];
-  *reinterpret_cast<Piece<N, T>*>(to) = piece;
+  // The compiler may make several stores of an assignment.
+  if constexpr (sizeof(piece) == 16) __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&piece));
+  else if constexpr (sizeof(piece) == 8) __stwb(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(&piece));
+  else *reinterpret_cast<Piece<N, T>*>(to) = piece;
 }
 #endif
 __device__ __forceinline__ u64 first_item() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }

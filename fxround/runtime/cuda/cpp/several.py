@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.kernels.shapes import Map
+from fxround.numerics.storage import BYTES_OF
 from fxround.runtime.cuda.cpp.common import MEMORY, element, global_
-from fxround.runtime.cuda.cpp.map import map_call, seeds
+from fxround.runtime.cuda.cpp.map import indented, map_call, seeds
 from fxround.runtime.cuda.cpp.table import device_function
 
 # The elements of a chunk, for a block of THREADS.
@@ -57,8 +58,16 @@ _SEVERAL: Final = """\
     }}
     const u64 begin = (chunk - table.first[e]) * {chunk}u, rest = table.count[e] - begin;
     const u64 end = begin + (rest < {chunk}u ? rest : {chunk}u);
-{key}{pointers}#pragma unroll 4
-    for (u64 i = begin + threadIdx.x; i < end; i += blockDim.x) {{
+{key}{pointers}    // Pieces of 16 bytes, where all tensors begin at multiples of that; then what is left.
+    const u64 pieces = ({addresses}) % 16 == 0 ? (end - begin) / {piece} : 0;
+    for (u64 item = threadIdx.x; item < pieces; item += blockDim.x) {{
+      const u64 i_0 = begin + item * {piece};
+{read}#pragma unroll
+      for (int j = 0; j < {piece}; ++j) {{
+        const u64 i = i_0 + j;
+{each}      }}
+{write}    }}
+    for (u64 i = begin + pieces * {piece} + threadIdx.x; i < end; i += blockDim.x) {{
 {store}    }}
   }}
 """
@@ -78,19 +87,33 @@ def several_text(variant: SeveralVariant) -> str:
         f"{MEMORY[s]}* out{n} = ({MEMORY[s]}*)table.at[e][{c}];"
         for n, (s, c) in enumerate(zip(kernel.results, variant.targets, strict=True))
     ]
-    read = [
-        element(s, f"number{n}" if c < 0 else f"x{n}[i]")
-        for n, (s, c) in enumerate(zip(kernel.loads, variant.columns, strict=True))
-    ]
     made = [f"made{n}" for n in range(len(kernel.results))]
-    lines = map_call(kernel, f"{name}_body", read, made, "i")
-    lines += [f"out{n}[i] = {value};" for n, value in enumerate(made)]
+
+    def lines(place: str, target: str) -> list[str]:
+        """The map of one element, from where operands are to where results go."""
+        read = [
+            element(s, f"number{n}" if c < 0 else place.format(n))
+            for n, (s, c) in enumerate(zip(kernel.loads, variant.columns, strict=True))
+        ]
+        found = map_call(kernel, f"{name}_body", read, made, "i")
+        return found + [f"{target.format(n)} = {value};" for n, value in enumerate(made)]
+
+    piece = 16 // max(BYTES_OF[s] for s in (*kernel.loads, *kernel.results))
+    taken = [n for n, c in enumerate(variant.columns) if c >= 0]
+    read = [f"{MEMORY[kernel.loads[n]]} piece{n}[{piece}];" for n in taken]
+    read += [f"read_piece<{piece}>(x{n} + i_0, piece{n});" for n in taken]
+    read += [f"{MEMORY[s]} out_piece{n}[{piece}];" for n, s in enumerate(kernel.results)]
     key = "    const Key key = {(u32)table.seed[e], (u32)(table.seed[e] >> 32), sample, 0u};\n" if kernel.draws else ""
     body = _SEVERAL.format(
         chunk=CHUNK,
         key=key + seeds(kernel, nodes),
         pointers="".join(f"    {line}\n" for line in pointers),
-        store="".join(f"      {line}\n" for line in lines),
+        addresses=" | ".join(f"table.at[e][{c}]" for c in range(variant.width)),
+        piece=piece,
+        read=indented(read, 6),
+        each=indented(lines("piece{}[j]", "out_piece{}[j]"), 8),
+        write=indented([f"write_piece<{piece}>(out{n} + i_0, out_piece{n});" for n in range(len(made))], 6),
+        store=indented(lines("x{}[i]", "out{}[i]"), 6),
     )
     parameters = [
         f"const __grid_constant__ Table<{variant.width}, {variant.most}> table",
