@@ -15,7 +15,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from cuda_host import HostLauncher, assert_same, prepare, widened
+from cuda_host import HostLauncher, assert_same, prepare
+from kernel_operands import stored
 from torch import Tensor
 
 from benchmarks.cuda import texts_of
@@ -62,7 +63,7 @@ def one_infinite(*shape: int) -> Tensor:
 
 @cache
 def kernel(order: str, storage: Storage = "f32") -> Reduce | Exact:
-    rounding = Rounding.parse({"f32": "binary32"}.get(storage, "bfloat16"))
+    rounding = Rounding.parse({"f32": "binary32", "bf16": "bfloat16"}.get(storage, storage))
     if order == "exact":
         return exact_kernel(rounding, rounding, storage, storage)
     accumulate = Accumulation.parse("binary32/stochastic" if storage == "f32" else "binary32")
@@ -109,6 +110,7 @@ SUMS = {
     "8 rows": Sum("sequential", lambda: numbers(9, 300), (1,), "_l8p4"),
     "one row": Sum("sequential", lambda: numbers(2, 3, 2100), (2,), "_l1p4"),
     "16 bits": Sum("sequential", lambda: numbers(130, 72, dtype=BF16), (1,), "_l128p8", storage="bf16"),
+    "8 bits": Sum("sequential", lambda: numbers(130, 72, dtype=torch.float8_e4m3fn), (1,), "_l128p8", storage="e4m3fn"),
     "one chain of columns": Sum("sequential", lambda: numbers(71, 9), (0,), ""),
     "exact, in runs": Sum("exact", lambda: numbers(5, 3, 7, 7), (0, 2, 3), ""),
     "exact, shared, in runs": Sum("exact", lambda: numbers(32, 2, 8, 9), (0, 2, 3), "_shared"),
@@ -124,7 +126,7 @@ def add(case: Sum) -> Tensor:
 def lines_of(x: Tensor, dims: Sequence[int]) -> np.ndarray[Any, Any]:
     kept = [d for d in range(x.dim()) if d not in dims]
     lines = x.permute(*kept, *dims).contiguous()
-    return widened(lines.reshape(-1, int(np.prod([x.shape[d] for d in dims]))))
+    return stored(lines.reshape(-1, int(np.prod([x.shape[d] for d in dims]))))
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +246,7 @@ def test_scatters_of_rows(
 
 @cache
 def product_kernel(accumulate: str, result: Storage = "f32") -> Contract:
-    rounding = "bfloat16" if result == "bf16" else "binary64" if result == "f64" else "binary32"
+    rounding = {"f32": "binary32", "f64": "binary64", "bf16": "bfloat16"}.get(result, result)
     loads: tuple[Storage, Storage] = ("f64", "f64") if result == "f64" else ("f32", "f32")
     return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(rounding), loads, result)
 
@@ -268,6 +270,7 @@ PRODUCTS = {
     "columns that are not aligned": Stored(lambda: product_kernel("binary32"), 4, 34, 1),
     "an address that is not aligned": Stored(lambda: product_kernel("binary32"), 4, 32, 1, offset=1),
     "16 bits": Stored(lambda: product_kernel("binary32", "bf16"), 4, 72, 4),
+    "8 bits": Stored(lambda: product_kernel("binary32", "e4m3fn"), 4, 72, 4),
     "binary64": Stored(lambda: product_kernel("binary64", "f64"), 4, 66, 2),
     "chunks": Stored(lambda: product_kernel("bfloat16 chunk=8 combine=binary32"), 4, 68, 2),
     "steps in binary64": Stored(lambda: product_kernel("binary32/stochastic"), 4, 70, 2),

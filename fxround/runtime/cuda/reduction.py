@@ -31,8 +31,6 @@ _LONGEST_EXACT: Final = 1 << 35
 # of them, one after the other.
 _LONG_EXACT: Final = 1 << 11
 _FEW_EXACT: Final = 1 << 14
-
-
 # The least elements of a block's part of an exact sum that several blocks share.
 _PART: Final = 1 << 12
 # A GPU has about this many multiprocessors; fewer blocks would leave some without work.
