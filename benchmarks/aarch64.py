@@ -79,6 +79,8 @@ _GENERAL: Final = (
     "binary32 chunk=16 combine=binary32",
     "binary32/stochastic product=binary32/stochastic",
     "binary32 product=bfloat16",
+    "fixed(16,8)/toward_negative/wrap",
+    "fixed(12,4)/stochastic",
 )
 # Numbers of a chain's operands: of many binades; near either end of binary32's range; with specials among them.
 _CHAINS: Final = ("normal", "tiny", "huge", "special")
