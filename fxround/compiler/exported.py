@@ -25,10 +25,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fxround.capture.caches import CACHES
 from fxround.capture.dynamo import aside
 from fxround.capture.packed import as_tuples
 from fxround.compiler.call_context import check_context
 from fxround.compiler.executable import Entry
+from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
 from fxround.compiler.random_state import advance, state_of, write
 from fxround.compiler.signature import packed_kinds, signature_of
@@ -61,7 +63,8 @@ class Exportable(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> Any:
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
 
-        forward.__signature__ = signature_of(source.forward)  # type: ignore[attr-defined]
+        model = source.source if isinstance(source, Cached) else source
+        forward.__signature__ = signature_of(model.forward)  # type: ignore[attr-defined]
         self.__dict__["forward"] = forward
 
 
@@ -72,11 +75,13 @@ def save(
     keep_inputs: bool,
     training: bool,
     gradients: tuple[Any, Gradients] | None = None,
+    caches: Sequence[CacheArgument] = (),
 ) -> Path:
     """Write an exported program with its record; if writing fails, an existing file is kept.
 
     example: the example (args, kwargs). keep_inputs: whether they are stored too. training: the model's mode.
-    gradients: the program of its gradients, and what that takes. Raises OSError if the file cannot be written.
+    gradients: the program of its gradients, and what that takes. caches: the caches among its arguments. Raises OSError
+    if the file cannot be written.
     """
     if not keep_inputs:
         program._example_inputs = None
@@ -92,6 +97,7 @@ def save(
             "imports": sorted(_imports(program.call_spec)),
             "sequences": [kind.sequences for kind in packed_kinds(example)],
             "training": training,
+            "caches": [cache.record() for cache in caches],
         }
         if gradients is not None:
             record["gradients"] = gradients[1].record()
@@ -147,12 +153,16 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
         _import(name, path)
     program = torch.export.load(path).module()
     sequences, training = tuple(record.get("sequences", ())), bool(record.get("training", False))
+    caches = tuple(map(CacheArgument.from_record, record.get("caches", ())))
+    if caches:
+        _import(CACHES, path)
     if "gradients" not in record:
-        return LoadedModule(program, training, sequences)
+        return LoadedModule(program, training, sequences, caches=caches)
     with zipfile.ZipFile(path) as archive:
         found = next(member for member in archive.namelist() if member.endswith(_GRADIENTS))
         gradients = torch.export.load(io.BytesIO(archive.read(found))).module()
-    return LoadedModule(program, training, sequences, (gradients, Gradients.from_record(record["gradients"])))
+    second = gradients, Gradients.from_record(record["gradients"])
+    return LoadedModule(program, training, sequences, second, caches)
 
 
 def _imports(spec: Any) -> set[str]:
@@ -240,13 +250,14 @@ class LoadedModule(nn.Module):
         training: bool,
         sequences: Sequence[int] = (),
         gradients: tuple[nn.Module, Gradients] | None = None,
+        caches: Sequence[CacheArgument] = (),
     ) -> None:
         super().__init__()
         if RNG_BUFFER not in dict(program.named_buffers()):
             raise ValueError(f"the file holds no program of fxround: it has no buffer {RNG_BUFFER!r}")
         state_of(program.get_buffer(RNG_BUFFER), RNG_BUFFER)
         self.program, self.training = program, training
-        self._sequences = tuple(sequences)
+        self._sequences, self._caches = tuple(sequences), tuple(caches)
         self._gradients = LoadedGradients(*gradients, program) if gradients else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +273,12 @@ class LoadedModule(nn.Module):
                 f"the packed arguments have {_listed(found)} sequences, and the program was exported for "
                 f"{_listed(self._sequences)}: export one for each number, or one that packs a padded tensor"
             )
-        args, kwargs = as_tuples((args, kwargs))
+        if self._caches:
+            args, kwargs, caches = given(self._caches, args, kwargs)
+            return returned(self._computed(args, kwargs), caches)
+        return self._computed(*as_tuples((args, kwargs)))
+
+    def _computed(self, args: Any, kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         if self._gradients is None or not self._gradients.wanted(leaves):
             return self._results(args, kwargs)
@@ -301,7 +317,15 @@ class LoadedModule(nn.Module):
 
     def _results(self, args: Any, kwargs: Any) -> Any:
         with aside(), torch.no_grad():
-            return self.program(*args, **kwargs)
+            try:
+                return self.program(*args, **kwargs)
+            except AssertionError as error:
+                if not str(error).startswith("Guard failed"):
+                    raise
+                raise ValueError(
+                    f"the program was not exported for these sizes ({str(error).lower()}): export another one with an "
+                    "example of these sizes"
+                ) from error
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
         """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1); returns the module itself."""

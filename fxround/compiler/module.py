@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround.capture import Captured, Dimension, export_program, trace_example
+from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.call_context import check_context
@@ -29,17 +28,16 @@ from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, t
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry, Function, owner_of, resolved
-from fxround.compiler.exported import RNG_BUFFER, Exportable, save
-from fxround.compiler.exported_gradients import gradients_of
+from fxround.compiler.exported import RNG_BUFFER
+from fxround.compiler.exported_caches import Cached
 from fxround.compiler.method_dispatch import unwatched
 from fxround.compiler.method_operations import Operations
-from fxround.compiler.module_delayed import Delayed
+from fxround.compiler.module_export import Exporting
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.random_state import advanced, changed, of_rank, random_state, state_of, state_on
 from fxround.compiler.repeated_bits_warning import Repeats
 from fxround.compiler.replay import Replay
 from fxround.compiler.signature import (
-    arguments,
     asked,
     class_of,
     flattened,
@@ -61,7 +59,7 @@ PolicyLike = Any
 Flat = tuple[list[Any], pytree.TreeSpec]
 
 
-class RoundedModule(Delayed):
+class RoundedModule(Exporting):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
     The first call captures the model as a graph, and inserts the roundings of the policy. A later call whose arguments
@@ -364,36 +362,6 @@ class RoundedModule(Delayed):
         replayed = len(self._replay.entries) if self._replay else 0
         return sum(map(len, self._entries.values())) + replayed
 
-    def export(
-        self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True, gradients: bool = False
-    ) -> Path:
-        """Write the rounded graph and the model's state to a .pt2 file; returns the path.
-
-        The program in the file gives the same bits as this module. ``fxround.load`` reads it, and so does
-        ``torch.export.load`` after ``import fxround``. Seed and sample are a buffer of the program.
-
-        Args:
-            path: the file, which is replaced when the new one is complete.
-            example_inputs: as for ``compile``. The program takes any size of the first dimension of an argument, and
-                any size of the dimensions of integer arguments.
-            keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
-            gradients: whether the loaded program can be differentiated with respect to what requires gradients now.
-
-        Raises:
-            OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
-            FxroundError: with ``gradients``, if nothing requires a gradient, or for delayed scales.
-        """
-        args, kwargs = arguments(example_inputs)
-        with torch.no_grad():
-            entry = self._entry(args, kwargs)
-        with torch.set_grad_enabled(gradients):
-            joint = self._entry(args, kwargs) if gradients else entry
-        args, kwargs = trace_example(args, kwargs)
-        with torch.no_grad():
-            program = export_program(Exportable(self.source, self.rng, entry), args, kwargs, entry.captured.sizes)
-        second = gradients_of(joint, entry, (args, kwargs), self.rng, self.training) if gradients else None
-        return save(program, path, (args, kwargs), keep_inputs, self.training, second)
-
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = global_name(self)
         if name is not None:
@@ -483,7 +451,8 @@ class RoundedModule(Delayed):
         """Return the dimensions of the arguments that differed in earlier calls with this key."""
         shapes = Call.of(args, kwargs, key).shapes
         earlier = self._entries.get(key, ())
-        return {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
+        always = self.source.lengths(args, kwargs) if isinstance(self.source, Cached) else set()
+        return always | {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
 
     def _lowered(self, captured: Captured) -> Entry:
         owners = tuple(owner_of(self.source, port) for port in captured.entering)
