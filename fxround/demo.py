@@ -139,8 +139,9 @@ def run(
     seed: int = 0,
     progress: Callable[[Iterator[Any], int, str], Iterator[Any]] = lambda items, total, label: items,
     drawing: Path | None = None,
+    device: torch.device | str = "cpu",
 ) -> Demo:
-    """Train, compile, sample, and return the results.
+    """Train on the CPU, compile, sample on a device, and return the results.
 
     progress: wraps iterators that take time. drawing: a path for the graph. Raises ValueError for fewer than two
     samples, ImportError naming the extra for a missing package.
@@ -150,14 +151,14 @@ def run(
     chosen = Policy.parse(policy)
     digits = load_digits()
     model, training = trained(digits, seed, progress)
-    images = digits.test[0]
+    model, images = model.to(device), digits.test[0].to(device)
     with torch.no_grad():
         started = time.perf_counter()
         for _ in progress(iter(range(1)), 1, "compiling"):
             compiled = compile(model, chosen, seed=seed)
             compiled(images)
         compiling = time.perf_counter() - started
-        stock = model(images)
+        stock = model(images).cpu()
         values = [*progress(_samples(compiled, images, seed, samples), samples, f"{chosen.name}: {samples} samples")]
         seconds = {"training": training, "compiling": compiling} | _times(model, compiled, images)
     if drawing is not None:
@@ -230,18 +231,18 @@ def observe(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the result of a call, and the values of the nodes that ``ends`` names, under its keys."""
     wanted = {*ends.values(), "output"}
-    seen = {name: value for name, value in compiled.observe(images) if name in wanted}
+    seen = {name: value.cpu() for name, value in compiled.observe(images) if name in wanted}
     return seen["output"], {key: seen[node] for key, node in ends.items()}
 
 
 def _times(model: nn.Module, compiled: RoundedModule, images: torch.Tensor) -> dict[str, float]:
-    """Return seconds of a forward pass, stock and perturbed, on one thread: the least of many passes."""
+    """Return seconds of a forward pass to a result on the CPU, with one thread: the least of many passes."""
     seconds = {"stock": math.inf, "perturbed": math.inf}
     with _one_thread():
         for name, call in (("stock", model), ("perturbed", compiled)) * TIMED:
             for _ in range(TIMED):
                 started = time.perf_counter()
-                call(images)
+                call(images).cpu()
                 seconds[name] = min(seconds[name], time.perf_counter() - started)
     return seconds
 

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import INTERRUPTED, POLICY, add_model, put, said
+from fxround.cli.arguments import INTERRUPTED, POLICY, add_device, add_model, put, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--output", type=Path, default=Path(FOLDER), help=f"folder for the files it writes (default {FOLDER})"
     )
+    add_device(demo)
     demo.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     demo.set_defaults(command=_demo)
     inspect = commands.add_parser("inspect", **said("show how a policy rounds each operation of a model"))
@@ -216,7 +217,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     progress = partial(tracked, shown=not arguments.json)
     drawing = arguments.output / "graph.svg"
-    found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing)
+    device = _device(arguments.device)
+    found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing, device=device)
     found.write_rows(arguments.output / "table.csv")
     text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
     (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")

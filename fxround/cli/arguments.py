@@ -22,6 +22,11 @@ def said(text: str) -> dict[str, Any]:
     return {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
 
 
+def add_device(parser: Any) -> None:
+    """Add the argument ``--device``."""
+    parser.add_argument("--device", default="cpu", help="where the model runs: cpu (default), or cuda, cuda:1, ...")
+
+
 def add_model(parser: Any) -> None:
     """Add the arguments ``model``, ``--inputs``, ``--shape`` and ``--device``, which ``fxround.cli`` loads."""
     parser.add_argument(
@@ -39,4 +44,4 @@ def add_model(parser: Any) -> None:
         default=[],
         help="the shape of a random float32 input, for example 1,3,224,224; once for each input",
     )
-    parser.add_argument("--device", default="cpu", help="where the model runs: cpu (default), or cuda, cuda:1, ...")
+    add_device(parser)

@@ -20,7 +20,7 @@ from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.random_state import random_state, state_of
-from fxround.errors import type_of
+from fxround.errors import FxroundError, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
@@ -147,7 +147,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
         closure: evaluates the model again and returns the loss, as in PyTorch. Returns the closure's loss, or None.
         Raises ValueError for sparse or complex tensors, a state of another shape or dtype, and options without a
-        formula; PolicyError as stated in ``compile_optimizer``.
+        formula; PolicyError as stated in ``compile_optimizer``; FxroundError while a CUDA graph is captured, for a
+        step that draws or whose numbers change with the step.
         """
         loss = None
         if closure is not None:
@@ -249,6 +250,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if batch is None:
                 update = self._update_of(group, first)
                 numbers = update.numbers(group, count)
+                if p.is_cuda and torch.cuda.is_current_stream_capturing():
+                    self._refuse_capture(numbers != update.numbers(group, count + 1))
                 batch = batches[key] = _Batch(update, self._compile(update, tuple(numbers), p.dtype, path), numbers)
             for name in batch.update.states:
                 if state.get(name) is None:
@@ -261,6 +264,16 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if counted:
             torch._foreach_add_([before for _, before in counted], 1)
         return list(batches.values())
+
+    def _refuse_capture(self, numbers_change: bool) -> None:
+        """Raise FxroundError for a step that a CUDA graph would repeat with the random bits or numbers of this one."""
+        changing = "numbers that change with the step" if numbers_change else "random bits" if self.policy.draws else ""
+        if changing:
+            raise FxroundError(
+                f"the step of {self.kind.__name__} takes {changing} from the host, and every replay of the CUDA graph "
+                "that is being captured would repeat them: capture the passes of the model alone, and call step() "
+                "after each replay"
+            )
 
     def _update(self, batch: _Batch, done: int) -> None:
         """Take the steps of a batch: one call for the tensors that a kernel can overwrite."""

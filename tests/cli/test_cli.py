@@ -72,7 +72,7 @@ def test_observed_layers_are_the_values_of_the_very_call(found: demo.Demo) -> No
 def test_the_demo_writes_and_prints_its_findings(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: demo.Demo
 ) -> None:
-    monkeypatch.setattr(demo, "run", lambda policy, samples, seed, progress, drawing: _drawn(found, drawing))
+    monkeypatch.setattr(demo, "run", lambda *settings, drawing, device: _drawn(found, drawing))
     output = ["--output", str(tmp_path / "out")]
     status, text, _ = run(capsys, "demo", *output)
     assert status == 0

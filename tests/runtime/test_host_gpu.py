@@ -19,7 +19,15 @@ from host_gpu_cases import ALONE, CASES
 # Layers for which PyTorch has other kernels or formulas on a GPU.
 LAYERS = ["Upsample2d_bicubic", "GRUCell", "index_put"]
 # The others, and every layer, run by ``python tests/support/host_gpu.py FOLDER CASE...``.
-LONG = {"localize", "flips_and_leaks", "calibrate", "lorenz", "training, nvfp4_training", "training, fp8_delayed"}
+LONG = {
+    "digits",
+    "localize",
+    "flips_and_leaks",
+    "calibrate",
+    "lorenz",
+    "training, nvfp4_training",
+    "training, fp8_delayed",
+}
 NAMES = [*(name for name in (*CASES, *ALONE) if name not in LONG), *LAYERS]
 ROOT = Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
-from fxround import Policy, Rule, cli
+from fxround import Policy, Rule, cli, demo
 from fxround.compiler import module as compiled_module
 from fxround.runtime import buffers
 from fxround.runtime.cuda import launcher
@@ -234,6 +234,27 @@ def replayed() -> None:
         equal(want, there)
 
 
+def captured_step() -> None:
+    """A CUDA graph would repeat the random bits and the bias corrections of a step, but not a plain SGD's numbers."""
+    kinds = torch.optim.SGD, torch.optim.Adam
+    for kind, policy, what in zip((*kinds, kinds[0]), ("stochastic", "bfloat16", "bfloat16"), WHAT, strict=True):
+        layers, x = model()
+        layers(x).sum().backward()
+        layers.to(DEVICE)
+        optimizer = fxround.compile_optimizer(kind(layers.parameters(), lr=0.1), policy)
+        before = [p.detach().clone() for p in layers.parameters()]
+        refused = pytest.raises(fxround.FxroundError, match=what) if what else contextlib.nullcontext()
+        with pytest.MonkeyPatch.context() as patch, refused:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            optimizer.step()
+        same = [torch.equal(p.cpu(), old.cpu()) for p, old in zip(layers.parameters(), before, strict=True)]
+        assert all(same) if what else not any(same), same
+        optimizer.step()
+
+
+WHAT = ("SGD takes random bits from the host", "Adam takes numbers that change", "")
+
+
 def two_devices() -> None:
     """A model on two devices, and on the one that is not the current one."""
 
@@ -285,6 +306,8 @@ def commands() -> None:
     for command, *options in (
         ("inspect", "--leaks"),
         ("variability", "--samples", "2"),
+        ("localize", "--min-bits", "20"),
+        ("invariance", "--axes", "batch"),
     ):
         printed = []
         for device in ("cpu", DEVICE):
@@ -292,6 +315,13 @@ def commands() -> None:
                 assert cli.main([command, *model, *options, "--device", device]) in (0, 1)
             printed.append(re.sub(r"[\d.]+ (s|ms)\b", "", text.getvalue()))
         assert printed[0] == printed[1].replace(DEVICE, "cpu"), printed
+
+
+def digits() -> None:
+    """The demo's perturbed runs have the CPU's results. Stock PyTorch's, and the times, may differ."""
+    found = [demo.run(samples=2, device=device) for device in ("cpu", DEVICE)]
+    results = [(one.bits, one.layers, one.accuracy, one.rounded, one.unrounded) for one in found]
+    assert results[0] == results[1], results
 
 
 CASES: dict[str, Callable[..., Any]] = {
@@ -315,7 +345,19 @@ CASES: dict[str, Callable[..., Any]] = {
     },
 }
 ALONE: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (commands, roundings, moved, moved_before_backward, replayed, two_devices, mixed, invariance)
+    f.__name__: f
+    for f in (
+        commands,
+        roundings,
+        moved,
+        moved_before_backward,
+        replayed,
+        captured_step,
+        digits,
+        two_devices,
+        mixed,
+        invariance,
+    )
 }
 
 
