@@ -214,9 +214,9 @@ def test_an_encoder_draws_its_own_random_bits_in_beams_and_samples() -> None:
         torch.manual_seed(0)
         return torch.stack(compiled.reseed(seed).generate(prompts(2, 7), **settings, **more).scores)
 
-    for way in ({"num_beams": 2, "do_sample": False}, {"do_sample": True}):
-        first = scores(1, **way)
-        assert torch.equal(scores(1, **way), first) and not torch.equal(scores(2, **way), first)
+    way = {"num_beams": 2, "do_sample": True}
+    first = scores(1, **way)
+    assert torch.equal(scores(1, **way), first) and not torch.equal(scores(2, **way), first)
     with torch.no_grad():
         hidden = [
             compiled.reseed(seed).call_submodule(model.encoder, (prompts(2, 7),), {}).last_hidden_state

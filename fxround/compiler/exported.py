@@ -234,8 +234,8 @@ def _listed(numbers: Sequence[int]) -> str:
 class LoadedModule(nn.Module):
     """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
 
-    It takes the arguments of the exported module, of any batch size, and packed sequences of as many sequences as the
-    example (ValueError for others). A program that was exported with
+    It takes the arguments of the exported module, of any batch size: caches of keys and values, which it changes, and
+    packed sequences of as many sequences as the example (ValueError for others). A program that was exported with
     ``gradients=True`` can be trained; any other one computes without gradients. Parameters and buffers are those of
     ``program``, under the model's own names. After ``.to("cuda")`` kernels read seed and sample on the device, so that
     a CUDA graph replays with those of the latest ``reseed``. Raises ValueError for a program without (seed, sample).
