@@ -94,8 +94,13 @@ def scatter(kernel: Scatter, x: Array, places: Array, source: Array, key: Key) -
     """Add source[k] to x[places[k]], k ascending; all are stored elements. Returns the shape of x, (elements,)."""
     streams = Streams(np.arange(len(x)), key, kernel.draws)
     acc = kernel.lift.evaluate(x)[0].copy()
-    for place, element in zip(places, source, strict=True):
-        acc[place] = kernel.step.evaluate(acc[place], element, streams.draw(place, kernel.draws))[0]
+    # Additions to one element have an order. The next ones of all elements are evaluated together.
+    left = np.arange(len(places))
+    while left.size:
+        where, firsts = np.unique(places[left], return_index=True)
+        chosen = left[firsts]
+        acc[where] = kernel.step.evaluate(acc[where], source[chosen], streams.draw(where, kernel.draws))[0]
+        left = np.delete(left, firsts)
     return kernel.finish.evaluate(acc, np.uint32(0))[0]
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,8 +87,7 @@ def by_partial(model: nn.Module) -> Callable[..., Tensor]:
 WAYS = (in_closure, by_helper, by_object, by_default, by_method, by_partial)
 
 
-@pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, policy", [*zip(WAYS, cycle(["reproducible", "stochastic"]), strict=False)])
 def test_a_function_trains_the_model_that_it_reads(way: Callable[..., Any], policy: str) -> None:
     """Three steps: losses, parameters, and statistics of the batch norm are those of a module that holds the model."""
     models = net(), net()

@@ -30,18 +30,17 @@ ARGUMENTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_nan_stays_a_nan(name: str, step: str) -> None:
-    if name not in ("left factor", "right factor", "convolution") and "=" in step:
-        step = step.split()[0]
+def test_a_nan_stays_a_nan(name: str) -> None:
+    chunked = name in ("left factor", "right factor", "convolution")
     for dtype, codes in CODES.items():
-        policy = Policy("steps", (Rule(rounding=dtype, accumulate=step),))
-        compiled = compile(ARGUMENTS[name], policy, strict=False)
-        for code in codes:
-            x = torch.ones(40, dtype=dtype)
-            for place in (0, 39):
-                bits = x.view(INTEGERS[dtype]).clone()
-                bits[place] = code
-                result = compiled(bits.view(dtype))
-                assert result.isnan().all(), (dtype, hex(code), place, result)
+        x = torch.ones(40, dtype=dtype)
+        captured = compile(ARGUMENTS[name], "identity", example_inputs=(x,))
+        for step in STEPS if chunked else dict.fromkeys(step.split()[0] for step in STEPS):
+            compiled = captured.with_policy(Policy("steps", (Rule(rounding=dtype, accumulate=step),)))
+            for code in codes:
+                for place in (0, 39):
+                    bits = x.view(INTEGERS[dtype]).clone()
+                    bits[place] = code
+                    result = compiled(bits.view(dtype))
+                    assert result.isnan().all(), (step, dtype, hex(code), place, result)

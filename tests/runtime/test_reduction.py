@@ -49,8 +49,12 @@ def chains(order: str, accumulate: str) -> Reduce:
     return kernel
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", STORAGES)
+# Reading, summing and rounding are parts of their own: every mode in binary32, and three kinds of mode in each dtype.
+EXACT = [(mode, torch.float32) for mode in MODES]
+EXACT += [(mode, t) for t in STORAGES for mode in ("nearest_even", "stochastic", "up_down") if t != torch.float32]
+
+
+@pytest.mark.parametrize("mode, dtype", EXACT)
 def test_exact_sums_equal_rational_arithmetic(mode: str, dtype: torch.dtype) -> None:
     own = "tf32" if dtype == torch.float64 else FORMAT_OF[dtype]
     kernel = exact_kernel(f"{own}/{mode}", dtype)
