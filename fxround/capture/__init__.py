@@ -18,7 +18,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -44,6 +44,7 @@ from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_o
 from fxround.capture.torch_private import (
     asked_sizes,
     composite_operators,
+    detach_results,
     quickened,
     redefine,
     separate_results,
@@ -51,9 +52,6 @@ from fxround.capture.torch_private import (
     uncollected,
 )
 from fxround.errors import CaptureError
-
-if TYPE_CHECKING:
-    pass
 from fxround.graph.dialect import graphs_of
 from fxround.graph.site import PORT, PORTS, Port, located
 from fxround.graph.values import fake_mode, module_of
@@ -216,18 +214,19 @@ def _trace(
     None if the example's batch was doubled and the model treats a batch of one differently.
     """
     args, kwargs = example
+    differentiable = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
         try:
-            graph, reads, constants = dynamo_graph(model, args, kwargs)
+            graph, reads, constants = _graph_of(stack, model, args, kwargs, differentiable)
             refuse_reads(graph, {read.source for read in reads if isinstance(read, Read)})
             redefine(graph, decompositions)
             own_loops(graph)
             if doubled and _excludes_one(graph):
                 return None
-            if torch.is_grad_enabled():
+            if differentiable:
                 separate_results(graph)
                 if marked:
                     mark_values(graph)
@@ -243,6 +242,27 @@ def _trace(
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
     return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants)
+
+
+def _graph_of(
+    stack: contextlib.ExitStack, model: torch.nn.Module, args: Any, kwargs: Any, differentiable: bool
+) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Constants]:
+    """Return what ``dynamo_graph`` returns; the results have no gradients if none are wanted.
+
+    A model whose results contain derivatives (forces, residuals of a differential equation) records gradients itself,
+    and is traced with them.
+    """
+    if differentiable:
+        return dynamo_graph(model, args, kwargs)
+    try:
+        graph, reads, constants = dynamo_graph(model, args, kwargs)
+    except Exception as error:  # Dynamo's classes have what the model raised in their text
+        if "does not require grad" not in str(error):
+            raise
+        stack.enter_context(torch.enable_grad())
+        graph, reads, constants = dynamo_graph(model, args, kwargs)
+    detach_results(graph)
+    return graph, reads, constants
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:
@@ -422,5 +442,5 @@ def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
                 "Keep it a tensor (x.sum() in place of x.sum().item())."
             )
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)) not in ("", "complex"):
+            if isinstance(value, torch.Tensor) and (kind := refused_kind(value)):
                 raise CaptureError(f"{located(node)} yields {kind} numbers ({value.dtype}); {EXPECTED}.")

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxround.capture.constants import Constants, constants_of, spelled
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.refusals import LeftToPython, called_with, explained
-from fxround.capture.torch_private import find_builtins, separate_sizes
+from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH
 from fxround.locks import waited_for
@@ -146,6 +146,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
     from torch._dynamo import config, exc
 
     settings = config.patch(
+        **derivatives(),
         allow_rnn=True,
         assume_static_by_default=not symbolic,
         automatic_dynamic_shapes=symbolic,

@@ -27,22 +27,21 @@ EXPECTED: Final = "fxround rounds real floating-point numbers of " + ", ".join(s
 
 
 def refused_kind(tensor: torch.Tensor) -> str:
-    """Return complex, quantized or unknown for a tensor that fxround cannot treat, and "" for any other."""
-    if tensor.is_complex() or tensor.is_quantized:
-        return "complex" if tensor.is_complex() else "quantized"
+    """Return quantized or unknown for a tensor that fxround cannot treat, and "" for any other."""
+    if tensor.is_quantized:
+        return "quantized"
     return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
 
 
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for state or arguments that are complex, quantized, sparse, or on a device without kernels."""
+    """Raise CaptureError for state or arguments that are quantized, sparse, or on a device without kernels."""
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue
         kind = refused_kind(tensor)
         if kind:
-            advice = "Split it into real and imaginary parts" if kind == "complex" else "Pass the float model"
-            raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. {advice}.")
+            raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. Pass the float model.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
         if tensor.device.type not in DEVICES:
@@ -94,6 +93,15 @@ _ADVICE: Final = (
         "specialized integer",
         "use torch.while_loop, or a fixed number of steps and torch.where; or pass the number as a Python argument",
     ),
+    (
+        "requires_grad_()",
+        "pass the tensor as an argument that requires gradients, in place of requires_grad_() in the model",
+    ),
+    (
+        "_autograd_grad",
+        "PyTorch traces no forward derivative of a backward one: nest torch.func.grad or torch.func.jacrev instead",
+    ),
+    ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
     ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),

@@ -34,6 +34,12 @@ def composite_operators() -> tuple[str, ...]:
     return tuple(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 
 
+def derivatives() -> dict[str, Any]:
+    """Return Dynamo's setting that traces ``torch.autograd.grad``; some versions of PyTorch do not have it."""
+    name = "trace_autograd_ops"
+    return {name: True} if hasattr(torch._dynamo.config, name) else {}
+
+
 @contextlib.contextmanager
 def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
     """Set the state in which a model may be traced: fused kernels that hide arithmetic are off, LSTMs are not skipped.
@@ -51,7 +57,9 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(mock.patch.object(fake_tensor.log, "disabled", True))  # what it logs is raised too
         stack.enter_context(
-            torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
+            torch._dynamo.config.patch(
+                allow_rnn=True, automatic_dynamic_shapes=False, assume_static_by_default=True, **derivatives()
+            )
         )
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         stack.enter_context(_kept_checks())
@@ -150,19 +158,34 @@ def separate_results(graph: fx.GraphModule) -> None:
 
 def copy_results(graph: fx.GraphModule) -> None:
     """Make every result of Dynamo's graph a tensor of its own."""
+    _replace_results(graph, lambda node, value: torch.clone)
+
+
+def detach_results(graph: fx.GraphModule) -> None:
+    """Detach what a model computed under ``torch.enable_grad``: a graph without a backward pass is wanted."""
+
+    def chosen(node: fx.Node, value: torch.Tensor) -> Any:
+        return torch.Tensor.detach if value.requires_grad and node.op != "placeholder" else None
+
+    _replace_results(graph, chosen)
+
+
+def _replace_results(graph: fx.GraphModule, chosen: Callable[[fx.Node, torch.Tensor], Any]) -> None:
+    """Apply the function that is chosen for a result, if there is one, to each tensor that Dynamo's graph returns."""
+
+    def replaced(node: fx.Node) -> fx.Node:
+        value = node.meta.get("example_value")
+        function = chosen(node, value) if isinstance(value, torch.Tensor) else None
+        if function is None:
+            return node
+        result: fx.Node = graph.graph.call_function(function, (node,))
+        result.meta = dict(node.meta)
+        return result
+
     output = graph.graph.output_node()
     with graph.graph.inserting_before(output):
-        args, kwargs = fx.map_arg((output.args, output.kwargs), lambda used: _copied_result(graph, used))
-    output.args, output.kwargs = args, kwargs
+        output.args, output.kwargs = fx.map_arg((output.args, output.kwargs), replaced)
     graph.recompile()
-
-
-def _copied_result(graph: fx.GraphModule, node: fx.Node) -> fx.Node:
-    if not isinstance(node.meta.get("example_value"), torch.Tensor):
-        return node
-    copy: fx.Node = graph.graph.call_function(torch.clone, (node,))
-    copy.meta = dict(node.meta)
-    return copy
 
 
 def asked_sizes() -> contextlib.AbstractContextManager[None]:

@@ -104,20 +104,24 @@ def _listed(dtypes: set[torch.dtype]) -> str:
 def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Call a copy of the model, and raise what it raises for these arguments; return False if it cannot be copied.
 
-    A copy is called because a call may change buffers and arguments.
+    A copy is called because a call may change buffers and arguments. It records gradients, which a model may ask for.
     """
     try:
         copied = copy.deepcopy(model)
     except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer
         return False
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-    with torch.random.fork_rng():
+    args, kwargs = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
+    with torch.random.fork_rng(), torch.enable_grad():
         try:
             copied(*args, **kwargs)
         except Exception as error:
             error.add_note(REFUSED)
             raise
     return True
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def baked(module: nn.Module) -> Any:

@@ -229,6 +229,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise FxroundError(
-            "this gradient was computed by fxround's backward graph, which cannot be differentiated: compute second "
-            "derivatives (create_graph=True, torch.autograd.functional.hessian) with the original model."
+            "this gradient was computed by fxround's backward graph, which cannot be differentiated: for second "
+            "derivatives, call torch.autograd.grad inside of the model that is compiled, or use the original model."
         )

@@ -54,3 +54,12 @@ def result_storage(dtype: torch.dtype) -> Storage:
     if dtype not in STORAGES:
         raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
     return STORAGES[dtype]
+
+
+def real_numbers(x: object) -> torch.Tensor | None:
+    """Return the floating-point numbers of a tensor: of complex ones their parts, (..., 2); None for anything else."""
+    if not isinstance(x, torch.Tensor):
+        return None
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x if x.is_floating_point() else None

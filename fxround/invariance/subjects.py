@@ -222,7 +222,7 @@ def _differentiable(call: Call) -> Call:
     """Return the call with arguments that require gradients and share the memory of the old ones."""
 
     def leaf(t: Tensor) -> Tensor:
-        return t.detach().requires_grad_(t.is_floating_point())
+        return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
 
     return Call(*pytree.tree_map_only(Tensor, leaf, (call.args, call.kwargs)))
 

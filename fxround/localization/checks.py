@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.fingerprint import hash
-from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import Call
 from fxround.significance.metrics import chosen
@@ -110,7 +110,9 @@ def _bits(x: Tensor, reference: Tensor) -> float:
 
 def _tensors(output: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(output)
-    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray | float | int)]
+    kinds = Tensor | np.ndarray | complex | float | int
+    tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, kinds)]
+    return [x if (numbers := real_numbers(x)) is None else numbers for x in tensors]
 
 
 def _threshold(measure: Callable[[Any], float], limit: float, unit: str, key: str, *, higher: bool) -> Check:

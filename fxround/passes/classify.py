@@ -238,10 +238,14 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
     kind = rule.kind if rule else "unknown"
     if is_complex(node):
         return replace(place, operator=operator_of(node), kind="opaque", role="activation", status="integer")
-    if any(map(is_complex, node.all_input_nodes)) and node.target is not torch.ops.aten.view_as_real.default:
+    if node.target is torch.ops.aten.view_as_real.default:
+        return replace(place, operator=operator_of(node), kind="movement", role="activation", status="movement")
+    if any(map(is_complex, node.all_input_nodes)):
         # The parts stand for the operation that made the numbers.
         is_part = node.target is torch.ops.aten.view_as_real_copy.default
         maker = node.all_input_nodes[0] if is_part else node
+        if maker.op == "placeholder":
+            return _site(maker, roles)
         return replace(place, operator=operator_of(maker), kind="opaque", role="activation", reason=_COMPLEX)
     if is_loop(node):
         return replace(place, kind=kind, role=_role(node, kind, roles), status="integer")

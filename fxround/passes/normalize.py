@@ -36,10 +36,15 @@ _SCATTERS: Final = {"aten.scatter_add.default": 3, "aten.index_put.default": 2, 
 def normalize(graph: fx.GraphModule, plan: Plan) -> None:
     """Remove the graph's dependence on strides and its implicit conversions."""
     for node in list(graph.graph.nodes):
+        if node.op == "placeholder" and is_complex(node) and node.users:
+            _expose_parts(graph, node)
         if node.op != "call_function":
             continue
         if str(node.target) in _LAYOUT_BOUND:
             node.target = aten.reshape.default
+        elif node.target is aten._efficientzerotensor.default:
+            # Forward derivatives have zeros without memory, which no kernel could read.
+            node.target = aten.zeros.default
         elif node.target is aten.as_strided.default:
             _restore_strides(graph, node)
         elif _computes_complex(node):
@@ -60,9 +65,12 @@ def _expose_parts(graph: fx.GraphModule, node: fx.Node) -> None:
     parts = insert(graph, node, aten.view_as_real_copy.default, (node,))
     whole = insert(graph, node, aten.view_as_complex_copy.default, (parts,))
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not parts)
-    # They were inserted before the node that they read.
-    node.append(whole)
-    node.append(parts)
+    # They were inserted before the node that they read. Placeholders stay together.
+    last = node
+    while last.next.op == "placeholder":
+        last = last.next
+    last.append(whole)
+    last.append(parts)
 
 
 def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:

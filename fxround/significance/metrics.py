@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import Call
 
@@ -62,10 +62,10 @@ class Metric:
 
 
 def primary(result: Any) -> Tensor:
-    """Return the first floating-point tensor of a result. Raises ValueError if there is none."""
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf
+    """Return the first floating-point tensor of a result, of a complex one the parts. Raises ValueError if none is."""
+    for numbers in map(real_numbers, pytree.tree_leaves(result)):
+        if numbers is not None:
+            return numbers
     raise ValueError("the model returns no floating-point tensor, so there is nothing to measure")
 
 
@@ -263,10 +263,10 @@ def named(asked: Any) -> tuple[Metric, ...]:
 
 
 def _fitting(result: Any) -> tuple[str, ...]:
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors = [t for t in pytree.tree_leaves(result) if real_numbers(t) is not None]
     if not tensors:
         return ()
-    classes = tensors[0].dim() == 2 and tensors[0].shape[1] > 1
+    classes = tensors[0].dim() == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex()
     return ("sqnr", "max_ulp", "label_flips") if classes else ("sqnr", "max_ulp")
 
 

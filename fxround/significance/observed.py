@@ -96,7 +96,8 @@ class Runs:
 
     def _doubled(self) -> RoundedModule:
         if self._double is None:
-            wide = copy.deepcopy(self.perturbed.source).double()
+            # Not .double(), which leaves complex parameters alone.
+            wide = copy.deepcopy(self.perturbed.source)._apply(_widened)
             self._double = compiled_for(wide, Policy.parse(IDENTITY), 0, self._fuse, self._unroll)
         return self._double
 
@@ -109,7 +110,7 @@ class Runs:
 
 
 def _widened(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+    return x.double() if x.is_floating_point() else x.to(torch.complex128) if x.is_complex() else x
 
 
 def _first_line(error: Exception) -> str:

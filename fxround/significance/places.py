@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, get_args
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from fxround.graph.dtypes import real_numbers
 from fxround.graph.site import Site, float_values, site
 from fxround.policy import Assignment, Policy
 from fxround.significance.figures import Place
@@ -43,10 +44,13 @@ def known_isolate(isolate: str | None) -> Isolate | None:
 
 
 def results(result: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of a result: "output", or "output.logits", "output[0]" inside a structure."""
+    """Yield the floating-point tensors of a result: "output", or "output.logits", "output[0]" inside a structure.
+
+    Complex tensors are those of their parts.
+    """
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield RESULT + "".join(map(_step, path)), leaf
+        if (numbers := real_numbers(leaf)) is not None:
+            yield RESULT + "".join(map(_step, path)), numbers
 
 
 def _step(key: Any) -> str:
@@ -96,8 +100,7 @@ def _keyed(graph: fx.GraphModule) -> dict[tuple[str, str, int], str]:
 
 def value_of(value: Any) -> Tensor | None:
     """Return the first floating-point tensor of a node's value."""
-    leaves = pytree.tree_leaves(value)
-    return next((v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()), None)
+    return next((v for v in map(real_numbers, pytree.tree_leaves(value)) if v is not None), None)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.errors import UnsupportedOperator
+from fxround.errors import CaptureError, UnsupportedOperator
+from fxround.localization.checks import agreement
 
 
 class Mixer(nn.Module):
@@ -81,6 +84,96 @@ def test_a_model_with_a_fourier_transform_trains() -> None:
 def test_a_strict_policy_names_the_operation_and_the_line() -> None:
     with pytest.raises(UnsupportedOperator, match=r"aten\._fft_r2c.*rfft\(x\).*no kernels for complex numbers"):
         fxround.compile(lambda x: torch.fft.rfft(x).abs(), "reproducible")(torch.randn(2, 8))
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, whose weights are complex, and the spectrum that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+        self.register_buffer("phase", torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        spectrum = (z @ self.weight) * self.phase
+        return spectrum, torch.fft.irfft(spectrum)
+
+
+def parts(*tensors: Tensor | None) -> list[Tensor]:
+    return [torch.view_as_real(t.detach().resolve_conj()) for t in tensors if t is not None]
+
+
+@pytest.fixture
+def spectral() -> tuple[Spectral, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Spectral(), torch.randn(4, 3, dtype=torch.complex64, requires_grad=True)
+
+
+def test_parts_of_complex_arguments_and_parameters_are_rounded(spectral: tuple[Spectral, Tensor]) -> None:
+    model, z = spectral
+    spectrum, signal = fxround.compile(model, "bfloat16")(z)
+    rounded = [torch.view_as_complex(fxround.round(x, "bfloat16")) for x in parts(z, model.weight, model.phase)]
+    product = torch.view_as_complex(fxround.round(*parts(rounded[0] @ rounded[1]), "bfloat16"))
+    wanted = fxround.round(*parts(product * rounded[2]), "bfloat16")
+    assert torch.equal(*parts(spectrum), wanted)
+    assert torch.equal(signal, fxround.round(torch.fft.irfft(torch.view_as_complex(wanted)), "bfloat16"))
+
+
+def test_complex_parameters_have_gradients(spectral: tuple[Spectral, Tensor]) -> None:
+    model, z = spectral
+
+    def gradients(module: Callable[..., Any]) -> list[Tensor]:
+        spectrum, signal = module(z)
+        (spectrum.abs().sum() + signal.square().sum()).backward()
+        found = parts(z.grad, model.weight.grad)
+        z.grad = model.weight.grad = None
+        return found
+
+    wanted = gradients(model)
+    assert all(map(torch.equal, gradients(fxround.compile(model, "identity")), wanted))
+    for found, want in zip(gradients(fxround.compile(model, "bfloat16")), wanted, strict=True):
+        assert torch.equal(found, fxround.round(found, "bfloat16")) and not torch.equal(found, want)
+        # A tolerance: a few roundings to 8 bits.
+        torch.testing.assert_close(found, want, rtol=0.1, atol=0.1)
+
+
+def test_complex_tensors_have_every_layout_size_and_width(spectral: tuple[Spectral, Tensor]) -> None:
+    rounded = fxround.compile(lambda z: (z * z, torch.view_as_real(z)), "bfloat16")
+    z = spectral[1].detach()
+    for given in (z, z.conj(), z.t(), z[:0], z[0, 0], z[::2, 1:], z.to(torch.complex128)):
+        square, numbers = rounded(given)
+        narrow = [fxround.round(x, "bfloat16") for x in parts(given)]
+        assert torch.equal(numbers, *narrow) and square.dtype == given.dtype
+        exact = torch.view_as_complex(*narrow)
+        assert torch.equal(*parts(square), fxround.round(*parts(exact * exact), "bfloat16"))
+
+
+def test_studies_count_the_parts_of_complex_results(spectral: tuple[Spectral, Tensor], tmp_path: Path) -> None:
+    model, z = spectral
+    compiled = fxround.compile(model, "bfloat16")
+    compiled.evaluate(z)
+    assert compiled.leaks().leaks == ()
+    report = fxround.variability(model, (z,), policy="bfloat16/stochastic", samples=10)
+    assert {figures.place.name: figures.elements for figures in report.outputs} == {"output[0]": 40, "output[1]": 32}
+    assert not any("binary64" in note for note in report.notes)
+    assert report.outputs[0].bits is not None and 3 < report.outputs[0].bits < 9
+    assert agreement(torch.tensor([1 + 1j]), torch.tensor([1 + 1.5j])) < 2
+    compiled.export(tmp_path / "model.pt2", (z,))
+    assert all(map(torch.equal, fxround.load(tmp_path / "model.pt2")(z), compiled.evaluate(z)))
+
+
+def test_a_strict_policy_moves_complex_numbers_and_refuses_to_compute_them(spectral: tuple[Spectral, Tensor]) -> None:
+    model, z = spectral
+    assert torch.equal(fxround.compile(lambda z: torch.view_as_real(z).clone(), "reproducible")(z), *parts(z))
+    with pytest.raises(UnsupportedOperator, match=r"aten\.mm.*z @ self\.weight.*no kernels for complex numbers"):
+        fxround.compile(model, "reproducible")(z)
+    with pytest.raises(CaptureError, match="a complex number as a tensor"):
+        fxround.compile(lambda x, k: (x * k).real, "bfloat16")(torch.ones(2), 2j)
+    optimizer = fxround.compile_optimizer(torch.optim.SGD(model.parameters(), 0.1), "bfloat16")
+    model.weight.grad = torch.zeros_like(model.weight)
+    with pytest.raises(ValueError, match=r"\(3, 5\) is complex; expected a dense real tensor"):
+        optimizer.step()
 
 
 def test_shapes_that_depend_on_data_are_captured() -> None:
