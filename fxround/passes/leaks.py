@@ -25,6 +25,7 @@ from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.exact_scaled import round_block
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
@@ -38,6 +39,7 @@ from fxround.passes.scaled_results import LEFT
 from fxround.policy import ENTERING, Policy, Rule
 
 _ROUND: Final = "fxround.round"
+_CONVERSION: Final = "aten._to_copy.default"
 # Operators that read the shape of their operand alone.
 _SHAPE_ONLY: Final = ("aten.rand_like.default", "aten.randn_like.default", "aten.randint_like.default")
 
@@ -146,7 +148,9 @@ def _read_by(
             yield Edge(source_of(used), node, rounding.format, own, own.within(rounding.format))
     values = _returned(node) if node.op == "output" else node.all_input_nodes
     if declared is None:
-        yield from _in_blocks([used for used in values if used in origins and used not in wanted], node, origins)
+        others = [used for used in values if used in origins and used not in wanted]
+        yield from _in_blocks(others, node, origins)
+        yield from _beside_blocks(merged(origins[used] for used in others), node)
     operands = [origins[used] for used in values if used in origins and used not in wanted]
     # A result is a value of its own, the operands of an operation meet in it.
     for together in operands if node.op == "output" else [merged(operands)]:
@@ -176,6 +180,29 @@ def _in_blocks(values: list[fx.Node], consumer: fx.Node, origins: Mapping[fx.Nod
             yield Edge(regrouped or origin, consumer, rounding, own, regrouped is None)
 
 
+def _beside_blocks(operands: Origins, consumer: fx.Node) -> Iterator[Edge]:
+    """Yield the values of which the policy says nothing that meet in an operation whose result is rounded in blocks."""
+    reader = site(consumer)
+    wanted = None if reader is None or reader.assignment is None else reader.assignment.blocks
+    if reader is None or wanted is None or reader.kind in LEFT or reader.operator == _CONVERSION:
+        return
+    for origin, own in operands.items():
+        place = site(origin)
+        said = declaration(origin) is not None or (place is not None and place.assignment is not None)
+        if not (said or _is_exempt(origin) or _keeps(wanted, own, origin)):
+            yield Edge(origin, consumer, wanted, own, False, _rule_for(origin, wanted))
+
+
+def _keeps(rounding: ScaledRounding, own: Known, origin: fx.Node) -> bool:
+    """Whether a value of one magnitude and zeros, as a constant or a mask, has its own values in blocks."""
+    sizes, value = {abs(number) for number in own.numbers} - {0.0}, float_value(origin)
+    if own.formats or value is None or (len(sizes) > 1 and rounding.format.scaling is not None):
+        return False
+    plain = replace(rounding, mode=MODES["nearest_even"])
+    numbers = sorted(own.numbers)
+    return round_block(numbers, plain, Format.parse(FORMAT_OF[value.dtype])) == numbers
+
+
 def _returned(output: fx.Node) -> list[fx.Node]:
     """Return the values that a graph returns to its caller: results and gradients, no magnitudes for scales."""
     pairs = zip(output.args[0], output.meta[PORTS], strict=True)  # type: ignore[arg-type]
@@ -197,7 +224,7 @@ def _required(
     if own is not None:
         return own, None
     reader = site(consumer)
-    if reader is not None and reader.operator == "aten._to_copy.default":
+    if reader is not None and reader.operator == _CONVERSION:
         return None  # a conversion may read wider values than it yields
     mixed = declaration(consumer)
     if consumer.op == "output":
@@ -206,7 +233,7 @@ def _required(
     return (mixed.format, _rule_for(origin, mixed)) if isinstance(mixed, Rounding) else None
 
 
-def _rule_for(origin: fx.Node, rounding: Rounding) -> Rule | None:
+def _rule_for(origin: fx.Node, rounding: Rounding | ScaledRounding) -> Rule | None:
     """Return the rule that gives a value this rounding; None if no rule can."""
     origin = unrounded(origin)
     place = site(origin)

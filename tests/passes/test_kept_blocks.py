@@ -104,3 +104,39 @@ def test_the_scales_of_another_value_prove_nothing() -> None:
     first.update_arg(0, [first.args[0][0], second.args[0][1]])
     (found,) = [e for e in edges(graph, blocks("mxfp8")) if not e.proved]
     assert found.producer is first
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "int8:channel/stochastic", "fixed(8,4)"])
+def test_what_enters_beside_blocks_is_a_leak_until_its_rule_is_there(text: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.dropout(torch.tanh(self.fc(x)), 0.5, True) + torch.full((64,), 0.5)
+
+    policy = Policy("results", (Rule(rounding=text, accumulate="binary32"),))
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    net = fxround.compile(Net(), policy)
+    net(x).sum().backward()
+    found = net.leaks(x, tangents={0: torch.rand(4, 64)})
+    assert {leak.value for leak in found.leaks} == {
+        *("input 0", "weight fc.weight", "weight fc.bias", "gradient of result 0")
+    }
+    assert all(leak.declared.startswith("scaled(") for leak in found.leaks)
+    weight = next(leak for leak in found.leaks if leak.value == "weight fc.weight")
+    assert weight.outside and weight.outside > 2000  # of 4096
+    assert {rule.role for rule in found.rules} == {"input", "weight", "error"}
+    closed = net.with_policy(policy.with_rules(*found.rules))
+    closed(x).sum().backward()
+    assert not closed.leaks()
+    said = policy.with_rules(*(Rule(role=rule.role, rounding="identity") for rule in found.rules))
+    assert not fxround.compile(Net().eval(), Policy("said", said.rules[:3]), example_inputs=x).leaks()
+
+
+@pytest.mark.parametrize("value, leaks", [(0.5, 0), (1 / 3, 1)])
+def test_constants_are_compared_with_their_blocks(value: float, leaks: int) -> None:
+    policy = Policy("blocks", (Rule(rounding="mxfp8"), Rule(role="input", rounding="mxfp8")))
+    net = fxround.compile(lambda x: x * torch.full((64,), value), policy, example_inputs=torch.rand(2, 64))
+    assert len(net.leaks().leaks) == leaks
