@@ -273,12 +273,20 @@ def any_rounding(text: Any) -> Rounding | ScaledRounding:
     try:
         return Rounding.parse(text)
     except ValueError as error:
-        near = get_close_matches(str(text).partition("/")[0][:40].lower(), SPELLINGS, n=2, cutoff=0.7)
+        head = str(text).partition("/")[0].strip()[:40].lower()
+        if head in _RECIPES:
+            raise ValueError(
+                f"no format is named {shown(text)}; {_RECIPES[head]} is a policy, for fxround.compile. As a format: "
+                "e4m3fn or e5m2; mxfp8; or with one scale of the tensor scaled(e4m3fn;tensor,binary32,inverse)"
+            ) from error
+        near = get_close_matches(head, SPELLINGS, n=2, cutoff=0.6)
         if not near:
             raise
         raise ValueError(f"{error}; or did you mean {' or '.join(near)}?") from error
 
 
+# Recipes of training that are typed where a format is expected.
+_RECIPES: Final = MappingProxyType({"float8": "fp8", **{name: name for name in ("fp8", "fp8_delayed", "fp8_blocks")}})
 # What a misspelt name of another kind than a plain format may be meant for, and how such names are listed.
 SPELLINGS: Final = (
     *("mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "int4", "int8", "uint4", "uint8", "bfp(8,32)", "fixed(16,8)"),

@@ -277,6 +277,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     if not isinstance(text, str | Rounding | ScaledRounding | Accumulation):
         raise PolicyError(f"{field} is a text like 'e4m3fn/stochastic/saturate' or {kept!r}, got {shown(text)}")
     text = re.sub(r",\s+", ",", str(text)) if field == "accumulate" else text
+    if field == "accumulate":
+        _refuse_integers(str(text))
     fixed_steps = field == "accumulate" and re.match(r"u?fixed\(", str(text)) is not None
     if not fixed_steps and _parsed(is_scaled, str(text), field):
         found: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
@@ -297,7 +299,7 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
                 f"{field} = {shown(str(text))}: {WIDE!r} is a format of accumulators; expected a format or {DTYPE!r}"
             )
         head = str(text).partition("/")[0]
-        if field == "operands" and head != DTYPE:
+        if head != DTYPE:
             _parsed(any_rounding, str(text), field)  # its messages know scaled formats too
         full: str = _parsed(_full_rounding, str(text), field)
         return full
@@ -306,6 +308,19 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
     words = (word.partition("=") for word in options)
     said = [f"{name}={value if name in ('chunk', 'faults') else _full_step(value)}" for name, _, value in words]
     return " ".join([_full_step(step), *said])
+
+
+def _refuse_integers(text: str) -> None:
+    """Raise PolicyError for an accumulator, a product or a combination of integers, whose words are fixed point."""
+    found = re.search(r"(?:^|=)((u?)int([0-9]{1,2}))(?![0-9(:])", text)
+    if found is None:
+        return
+    word, sign, bits = found[1], found[2], int(found[3])
+    raise PolicyError(
+        f"accumulate = {shown(text)}: {word} is scaled, and a scale depends on values that are not known before a sum "
+        f"has ended; an accumulator of integers is {sign}fixed({min(bits, 52)},0), with up to 52 bits, and "
+        f"{sign}fixed(bits,f) holds multiples of 2^-f; {sign}fixed({min(bits, 48)},0)/nearest_even/wrap wraps"
+    )
 
 
 def faults_of(accumulate: str | None) -> str | None:

@@ -177,6 +177,8 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.parse("Half"), "did you mean 'binary16'"),
         (lambda: Rule(rounding=torch.int8), "rounding = 'torch.int8': .*is a dtype of integers"),  # type: ignore[arg-type]
         (lambda: Rule(rounding=3), "rounding is a text"),  # type: ignore[arg-type]
+        (lambda: Rule(rounding="fp8"), r"fp8 is a policy, .* scaled\(e4m3fn;tensor,binary32,inverse\)"),
+        (lambda: Rule(rounding="mxfp9"), "or did you mean mxfp8 or mxfp6"),
         (lambda: Rule(rounding="native"), "no format is named 'native'"),
         (lambda: Rule(accumulate="identity"), "no format is named 'identity'"),
         (lambda: Rule(order="random"), "order = 'random'"),

@@ -192,6 +192,9 @@ def test_what_cannot_be_an_accumulator_is_refused_with_its_reason() -> None:
     for text, said in (
         ("mxfp8", "a scale depends on values that are not known before a sum has ended"),
         ("int8:scale=0.1", "a power of two"),
+        ("int32/stochastic", r"int32 is scaled, .* is fixed\(32,0\), .*; fixed\(32,0\)/nearest_even/wrap wraps"),
+        ("uint64", r"is ufixed\(52,0\), .*; ufixed\(48,0\)/nearest_even/wrap wraps"),
+        ("fixed(24,12) product=int8", r"is fixed\(8,0\)"),
         ("fixed(53,3)", "expected 2 to 52 bits"),
         ("fixed(16,8)/nearest_even/inf", "it can: saturate, wrap"),
         ("fixed(16,8)-flush", "no subnormals"),
