@@ -88,6 +88,17 @@ def test_geometry() -> None:
     assert geometry((0, 4), (1, 2)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_scale_of_a_tensor_is_read_as_the_tensor_stores_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 16, bias=False).to(dtype).eval()
+    net = fxround.compile(model, Policy("blocks", (Rule(operator="contraction", operands="nvfp4"),)))
+    for seed in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        want = fxround.round(x, "nvfp4") @ fxround.round(model.weight.detach(), "nvfp4").T
+        assert want.abs().max() > 0.1 and torch.equal(net(x), want)
+
+
 def test_a_compiled_rounding_is_one_kernel_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(
         "blocks",

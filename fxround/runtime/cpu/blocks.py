@@ -89,10 +89,12 @@ def run_blocks(
     """Run a kernel over a tensor in blocks of these sizes; None if there is no such code for it.
 
     x: without gaps between its elements, else None is returned. shared: the numbers that all blocks share, of one
-    element each. out: a row-major tensor to write the elements into, which may be x.
+    element each, of any dtype. out: a row-major tensor to write the elements into, which may be x.
     """
     if any(s.numel() != 1 for s in shared):
         return None
+    # The kernel reads them in the carrier; that of a 16-bit tensor is wider.
+    shared = [s.to(dtype_of(load)) for s, load in zip(shared, kernel.figure.loads[1:], strict=True)]
     if not x.is_contiguous():
         return _in_memory_order(kernel, x, sizes, shared, out)
     call = _call(kernel, x.shape, tuple(sizes), current_set())
