@@ -9,6 +9,7 @@ the value (``passes.known``) lies in that format. Any other edge is a leak, with
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,12 +196,11 @@ def _beside_blocks(operands: Origins, consumer: fx.Node) -> Iterator[Edge]:
 
 def _keeps(rounding: ScaledRounding, own: Known, origin: fx.Node) -> bool:
     """Whether a value of one magnitude and zeros, as a constant or a mask, has its own values in blocks."""
-    sizes, value = {abs(number) for number in own.numbers} - {0.0}, float_value(origin)
+    sizes, value = {abs(number) for number in own.numbers if number}, float_value(origin)
     if own.formats or value is None or (len(sizes) > 1 and rounding.format.scaling is not None):
         return False
-    plain = replace(rounding, mode=MODES["nearest_even"])
-    numbers = sorted(own.numbers)
-    return round_block(numbers, plain, Format.parse(FORMAT_OF[value.dtype])) == numbers
+    plain, stored = replace(rounding, mode=MODES["nearest_even"]), Format.parse(FORMAT_OF[value.dtype])
+    return all(math.isnan(number) or round_block([number], plain, stored) == [number] for number in own.numbers)
 
 
 def _returned(output: fx.Node) -> list[fx.Node]:
