@@ -281,16 +281,36 @@ def test_loops_within_loops() -> None:
     assert _same(drawn(x, us), drawn(x, us))
 
 
-def test_a_scan_within_a_scan_has_a_gradient() -> None:
-    def nested(x: Tensor, us: Tensor) -> Any:
-        return scan(lambda c, block: (scan(lambda c, u: (c * u, u * 2), c, block)[0], c * 2), x, us)[0]
+def test_loops_within_loops_have_gradients() -> None:
+    def inner(c: Tensor, u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return c * u, c * w
 
-    x, us = torch.rand(5, requires_grad=True), torch.randn(3, 4, 5)
-    fxround.compile(nested, "reproducible")(x, us).sum().backward()
-    product = torch.ones(5)
-    for u in us.reshape(-1, 5).flip(0):
-        product = product * u
-    assert torch.equal(_grad(x), product)
+    def nested(x: Tensor, us: Tensor, w: Tensor) -> Any:
+        def outer(c: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+            last, rows = scan(lambda c, u: inner(c, u, w), c, block)  # PyTorch differentiates no scan of this one
+            return last, rows.sum(0)
+
+        return scan(outer, x, us)
+
+    def unrolled(x: Tensor, us: Tensor, w: Tensor) -> Any:
+        results = []
+        for block in us.unbind(0):
+            rows = []
+            for u in block.unbind(0):
+                x, row = inner(x, u, w)
+                rows.append(row)
+            results.append(torch.stack(rows).sum(0))
+        return x, torch.stack(results)
+
+    whole = torch.Generator().manual_seed(0)  # small integers, on which PyTorch's own arithmetic is exact
+    given = tuple(torch.randint(-2, 3, s, generator=whole).float() for s in ((5,), (2, 3, 5), (5,)))
+    gradients = []
+    for function in (fxround.compile(nested, "reproducible"), unrolled):
+        leaves = [x.clone().requires_grad_() for x in given]
+        last, rows = function(*leaves)
+        (last.sum() + rows.sum()).backward()
+        gradients.append([_grad(x) for x in leaves])
+    assert _same(*gradients) and all(x.any() for x in gradients[0])
 
 
 def test_views_show_the_body(tmp_path: Path) -> None:
@@ -319,11 +339,20 @@ def test_files_copies_and_backends_have_the_same_bits(tmp_path: Path) -> None:
         assert _same(narrow(*given), again(*given))
 
 
-def test_a_state_that_changes_is_refused() -> None:
-    with pytest.raises(Exception, match=r"shape|metadata"):  # PyTorch's own error
-        fxround.compile(lambda x, us: scan(lambda c, u: (torch.cat([c, u]), u * 2), x, us), "bfloat16")(
-            torch.rand(3), torch.rand(4, 3)
-        )
+def test_a_state_that_changes_and_an_if_in_a_step_are_refused_with_the_line() -> None:
+    def longer(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.cat([x, x])
+
+    def branch(c: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return (c if c.sum() > 0 else -c), u * 2
+
+    x, us = torch.rand(3), torch.rand(4, 3)
+    with pytest.raises(CaptureError, match=r"part 0 .* dtype torch.float32 before a step and torch.float64 after it"):
+        fxround.compile(lambda x, us: scan(lambda c, u: (c.double(), u * 2), x, us), "bfloat16")(x, us)
+    with pytest.raises(CaptureError, match=r"part 1 of the state of a loop has the shape"):
+        fxround.compile(lambda x: while_loop(lambda i, _: i < 3, longer, (torch.tensor(0), x)), "bfloat16")(x)
+    with pytest.raises(CaptureError, match=r"(?s)test_loops.py:\d+: return \(c if .*reason  Data-dep.*torch.where"):
+        fxround.compile(lambda x, us: scan(branch, x, us), "bfloat16")(x, us)
 
 
 def test_strict_policies_refuse_what_a_body_cannot_round() -> None:

@@ -129,6 +129,14 @@ def _first_tensor(value: Any, depth: int = 4) -> torch.Tensor | None:
     return next((t for t in (_first_tensor(part, depth - 1) for part in inner) if t is not None), None)
 
 
+# What PyTorch says where a step of scan or while_loop changes its state: which part, what, and both values, of which a
+# scan gives the state first, a while_loop the result.
+_CHANGED_STATE: Final = re.compile(
+    r"Expected (init|body_fn_output) and \w+ to have same metadata but found:\s*"
+    r"pair\[(\d+)\] differ in '(\w+): (.*?) vs (.*?)'"
+)
+# What PyTorch says before the reason, where the body of a loop cannot be traced.
+_OF_LOOPS: Final = re.compile(r"This higher order operator doesn't work unless [^\n]*\n\s*")
 # What PyTorch says where an operation refuses the sizes of its operands in a trace.
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
@@ -138,7 +146,7 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "") -> Cap
 
     called: the sizes of the arguments, if they are known.
     """
-    text = str(error)
+    text = _OF_LOOPS.sub("", str(error))
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     frames = list(getattr(error, "real_stack", None) or ())
@@ -151,6 +159,12 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "") -> Cap
     advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
     explanation = re.search(r"Explanation: ([^\n]+)", text)
     said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    changed = _CHANGED_STATE.search(text)
+    if changed:
+        loop, part, what, *values = changed.groups()
+        before, after = values if loop == "init" else reversed(values)
+        said = f"part {part} of the state of a loop has the {what} {before} before a step and {after} after it"
+        advice = "return the shape and dtype that the step was given"
     refused = _REFUSED_SIZES.search(text)
     if refused and called:
         said = f"{refused[2]}\n  called  with {called}"

@@ -71,6 +71,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch(f"{decompositions}._upsample_get_cubic_coefficients", _cubic_coefficients))
         stack.enter_context(_shapes_of_cells())
         stack.enter_context(_shared_inputs())
+        stack.enter_context(_undifferentiated_loops())
         # A module with two names is swapped twice. Undo the swaps in reverse order, else it keeps the trace's tensors.
         swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
         stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))
@@ -254,6 +255,44 @@ def _shared_inputs() -> Iterator[None]:
         return type(info)(False, "") if info.msg.startswith("Input-to-input") else info
 
     with mock.patch.object(tracer, "has_aliasing", has_aliasing):
+        yield
+
+
+class _Opaque(torch.autograd.Function):
+    """A loop of fake tensors whose results require gradients and have none."""
+
+    @staticmethod
+    def forward(_: Any, loop: Any, args: Any, *__: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return loop(*args)
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise AssertionError("Dynamo differentiated the shapes of a loop")
+
+
+@contextlib.contextmanager
+def _undifferentiated_loops() -> Iterator[None]:
+    """Keep Dynamo from differentiating the loops that it traces, of which it reads the shapes of the results alone.
+
+    PyTorch cannot differentiate loops of some loops; ``capture.loops`` can, and does it later.
+    """
+    key = torch._C.DispatchKey.Autograd
+
+    def opaque(loop: Any, original: Any) -> Any:
+        def shapes(*args: Any) -> Any:
+            tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if not all(isinstance(x, fake_tensor.FakeTensor) for x in tensors):
+                return original(*args)
+            return _Opaque.apply(loop, args, *tensors)  # type: ignore[no-untyped-call]
+
+        return shapes
+
+    with contextlib.ExitStack() as stack:
+        for loop in (torch.ops.higher_order.scan, torch.ops.higher_order.cond, torch.ops.higher_order.map_impl):
+            own = {key: opaque(loop, loop.py_kernels[key])}
+            stack.enter_context(mock.patch.dict(loop.py_kernels, own))
+            stack.enter_context(mock.patch.dict(loop._dispatch_cache, clear=True))
         yield
 
 

@@ -200,6 +200,12 @@ def _require_inputs(inputs: Any, steps: int) -> None:
             raise ValueError(f"{name} has shape {tuple(leaf.shape)}; expected {steps} rows, one for each step")
 
 
+def _structure(state: Any) -> str:
+    """Return a state with an x in place of each tensor, as {'position': x, 'speed': x}."""
+    spelled = repr(pytree.tree_map(lambda _: "\0", state))
+    return spelled.replace("'\\x00'", "x")
+
+
 def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> Watched:
     """Return what a step reads from outside. Copies are passed to the step.
 
@@ -219,7 +225,8 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> Watched
         found = step(*given)
     results, other = pytree.tree_flatten(found)
     if other != spec:
-        raise ValueError(f"a step returns {other}, and was given the state {spec}: return the next state alone")
+        old, new = _structure(state), _structure(found)
+        raise ValueError(f"a step returns {new}, and was given the state {old}: return the next state alone")
     for (path, before), after in zip(leaves, results, strict=True):
         name = f"state{pytree.keystr(path)}"
         if not isinstance(after, Tensor):

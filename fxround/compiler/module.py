@@ -444,7 +444,7 @@ class RoundedModule(Exporting):
             refusal = error
         else:
             return self._lowered(captured)
-        asked(self.source, args, kwargs)
+        asked(self.source, args, kwargs, traced=True)
         raise refusal
 
     def _varying(self, args: Any, kwargs: Any, key: Any) -> set[Dimension]:

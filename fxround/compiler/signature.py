@@ -101,11 +101,15 @@ def _listed(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype) for dtype in dtypes))
 
 
-def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
+def asked(model: nn.Module, args: Any, kwargs: Any, traced: bool = False) -> bool:
     """Call a copy of the model, and raise what it raises for these arguments; return False if it cannot be copied.
 
     A copy is called because a call may change buffers and arguments. It records gradients, which a model may ask for.
+    traced: whether Dynamo has refused the model already. PyTorch traces the bodies of its loops with Dynamo even in a
+    plain call, so that what Dynamo raises then is no answer of the model.
     """
+    from torch._dynamo.exc import TorchDynamoException
+
     try:
         copied = copy.deepcopy(model)
     except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer
@@ -115,6 +119,8 @@ def asked(model: nn.Module, args: Any, kwargs: Any) -> bool:
         try:
             copied(*args, **kwargs)
         except Exception as error:
+            if traced and isinstance(error, TorchDynamoException):
+                return False
             error.add_note(REFUSED)
             raise
     return True

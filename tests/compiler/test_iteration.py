@@ -101,7 +101,7 @@ def test_gradients_flow_through_all_steps() -> None:
         ({"state": ()}, ValueError, r"no tensor"),
         ({"step": lambda s: torch.cat([s, s])}, ValueError, r"state is torch.float32 of shape \(3,\).*shape \(6,\)"),
         ({"step": lambda s: s.double()}, ValueError, r"torch.float64"),
-        ({"step": lambda s: (s, s)}, ValueError, r"return the next state alone"),
+        ({"step": lambda s: (s, s)}, ValueError, r"returns \(x, x\), and was given the state x: return"),
         ({"step": lambda s, u: s, "inputs": torch.rand(4, 3)}, ValueError, r"expected 5 rows"),
         ({"step": lambda s, u: s, "inputs": [1.0]}, TypeError, r"inputs\[0\] is a float"),
     ],
