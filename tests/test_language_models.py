@@ -118,6 +118,16 @@ def test_a_cache_changes_no_bit_and_lengths_and_batches_need_no_capture(kind: st
     assert len(compiled.captures()) == 3
 
 
+def test_hidden_states_of_the_first_call_are_recorded_once() -> None:
+    model, ids = build("llama"), prompts(2, 5)
+    compiled, head = fxround.compile(model, "reproducible"), fxround.compile(model.lm_head, "reproducible")
+    with torch.no_grad():
+        found = compiled(ids, use_cache=False, output_hidden_states=True)
+        first, last = found.hidden_states
+        assert torch.equal(first, model.get_input_embeddings()(ids)) and torch.equal(head(last), found.logits)
+    assert len(model.model.layers[0]._forward_hooks) == 1
+
+
 def test_prompts_alone_padded_and_with_a_static_cache_have_the_same_bits() -> None:
     compiled = fxround.compile(build("llama"), "reproducible")
     ids = prompts(2, 19)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import aside, capturing
+from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.call_context import check_context
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
@@ -382,6 +383,7 @@ class RoundedModule(Exporting):
         arguments' leaves and their spec, if the caller has them.
         """
         require_ieee_arithmetic()
+        record_outputs(self.source, kwargs)
         flat = flat or pytree.tree_flatten((args, kwargs))
         leaves = flat[0]
         if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
