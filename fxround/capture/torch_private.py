@@ -481,6 +481,13 @@ def _unasked(functional: Any) -> Callable[..., Any]:
     return constructed
 
 
+def is_of_dynamo(error: Exception) -> bool:
+    """Whether Dynamo raised an error, and not the code that it traced."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` (grad, vmap) is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None

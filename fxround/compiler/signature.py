@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.capture.packed import packed_among
+from fxround.capture.torch_private import is_of_dynamo
 from fxround.compiler.executable import Function, Method
 from fxround.errors import CaptureError, type_of
 
@@ -102,14 +103,12 @@ def _listed(dtypes: set[torch.dtype]) -> str:
 
 
 def asked(model: nn.Module, args: Any, kwargs: Any, traced: bool = False) -> bool:
-    """Call a copy of the model, and raise what it raises for these arguments; return False if it cannot be copied.
+    """Call a copy of the model, and raise what it raises for these arguments; return False if there is no answer.
 
     A copy is called because a call may change buffers and arguments. It records gradients, which a model may ask for.
     traced: whether Dynamo has refused the model already. PyTorch traces the bodies of its loops with Dynamo even in a
-    plain call, so that what Dynamo raises then is no answer of the model.
+    plain call, so that what Dynamo raises then is no answer of the model; nor has a model that cannot be copied one.
     """
-    from torch._dynamo.exc import TorchDynamoException
-
     try:
         copied = copy.deepcopy(model)
     except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer
@@ -119,7 +118,7 @@ def asked(model: nn.Module, args: Any, kwargs: Any, traced: bool = False) -> boo
         try:
             copied(*args, **kwargs)
         except Exception as error:
-            if traced and isinstance(error, TorchDynamoException):
+            if traced and is_of_dynamo(error):
                 return False
             error.add_note(REFUSED)
             raise
