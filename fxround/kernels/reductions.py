@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from fxround.kernels.accumulators import (
@@ -26,7 +27,8 @@ from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
-from fxround.numerics.scalar import Expr, Function, Type, bits, const, param, select, substitute
+from fxround.numerics.scalar import Expr, Function, Type, bits, const, param, rarely, select, substitute
+from fxround.numerics.single_steps import has_single_steps, held, is_single, single_of, single_sum, value_of
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 
@@ -86,7 +88,7 @@ def chain_kernel(
     accumulator = accumulator_of(how.step, (CARRIER_OF[load_as],))
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
     last = after_faults(step, how.flips)
-    return Reduce(
+    found = Reduce(
         step=add_function("step", step, accumulator, load_as, load_as != "f64", how.flips),
         combine=add_function("combine", step, accumulator, None, load_as != "f64", how.flips),
         finish=finish_function(last, rounding, accumulator, result),
@@ -97,6 +99,37 @@ def chain_kernel(
         draws=how.of_sums.random,
         finish_draws=finish_draws(last, rounding),
     )
+    if not _has_single_sums(how, step):
+        return found
+    single = replace(
+        found,
+        step=_single_sum("step", step, found.step, load_as),
+        combine=_single_sum("combine", step, found.combine, None),
+        finish=_single_finish(how.step, rounding, found.finish, result),
+    )
+    return replace(found, single=single)
+
+
+def _has_single_sums(how: Accumulation, step: Rounding) -> bool:
+    """Whether sums under a chain's rounding have steps in binary32; it is the chain's own over binary32 elements."""
+    return how.flips is None and step != how.step and has_single_steps(step)
+
+
+def _single_sum(name: str, step: Rounding, general: Function, loaded: Storage | None) -> Function:
+    """Return the addition of a stored element, or of another accumulator, to an accumulator that is held."""
+    acc, x, random = general.params
+    value, operands = load(x, loaded) if loaded else x, {acc: value_of(acc)}
+    (wide,) = substitute(general.results, operands if loaded else operands | {x: value_of(x)})
+    return Function(name, general.params, (single_sum(step, acc, value, random, wide),))
+
+
+def _single_finish(accumulate: Rounding, rounding: Rounding, general: Function, result: Storage) -> Function:
+    """Return the store of an accumulator that is held."""
+    acc, random = general.params
+    (wide,) = substitute(general.results, {acc: value_of(acc)})
+    short = finish_function(accumulate, rounding, "f32", result)
+    (single,) = substitute(short.results, {short.params[0]: single_of(acc)})
+    return Function("finish", (acc, random), (rarely(~is_single(acc), wide, single),))
 
 
 @lru_cache(maxsize=1024)
@@ -116,6 +149,7 @@ def _scan_of(whole: Reduce) -> Scan:
         draws=whole.draws,
         finish_draws=whole.finish_draws,
         first=whole.first,
+        single=None if whole.single is None else _scan_of(whole.single),
     )
 
 
@@ -202,15 +236,26 @@ def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Sca
     accumulator = accumulator_of(how.step, (CARRIER_OF[storage],))
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[storage],), how.flips)
     last = after_faults(step, how.flips)
-    return Scatter(
+    store_rounding = Rounding.parse(str(FORMAT_OF[storage]))
+    found = Scatter(
         lift=lift_function(storage, accumulator, step),
         step=add_function("step", step, accumulator, storage, storage != "f64", how.flips, on_grid=False),
-        finish=finish_function(last, Rounding.parse(str(FORMAT_OF[storage])), accumulator, storage),
+        finish=finish_function(last, store_rounding, accumulator, storage),
         loads=(storage,),
         result=storage,
         accumulator=accumulator,
         draws=how.of_sums.random,
     )
+    if not _has_single_sums(how, step):
+        return found
+    (element,) = found.lift.params
+    single = replace(
+        found,
+        lift=Function("lift", (element,), (held(load(element, storage)),)),
+        step=_single_sum("step", step, found.step, storage),
+        finish=_single_finish(how.step, store_rounding, found.finish, storage),
+    )
+    return replace(found, single=single)
 
 
 @lru_cache(maxsize=1024)

@@ -96,7 +96,8 @@ class Reduce:
     """A reduction: step(acc, x, random), combine(acc, acc, random), finish(acc, random). ``loads`` is one storage.
 
     ``draws``: whether step and combine advance the stream. ``finish_draws``: whether finish does. ``first``: the value
-    that every chain starts from.
+    that every chain starts from. ``single``: a kernel with this one's bits, whose steps are in binary32 where that is
+    possible and whose accumulators are held as ``numerics.single_steps`` says; or None.
     """
 
     step: Function
@@ -109,6 +110,7 @@ class Reduce:
     draws: bool
     finish_draws: bool
     first: float = 0
+    single: Reduce | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -121,7 +123,7 @@ class Reduce:
 class Scan:
     """A prefix operation: step(acc, x, random) and finish(acc, random) for every prefix, k ascending.
 
-    ``first``: the value of acc at the start.
+    ``first``: the value of acc at the start. ``single``: as a reduction's.
     """
 
     step: Function
@@ -132,6 +134,7 @@ class Scan:
     draws: bool
     finish_draws: bool
     first: float = 0
+    single: Scan | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -186,7 +189,7 @@ class Contract:
 class Scatter:
     """An accumulating scatter: lift(self's element), step(acc, x, random), finish(acc, 0).
 
-    There is one stream per destination element.
+    There is one stream per destination element. ``single``: as a reduction's.
     """
 
     lift: Function
@@ -196,6 +199,7 @@ class Scatter:
     result: Storage
     accumulator: Type
     draws: bool
+    single: Scatter | None = None
 
     @cached_property
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""A multiply-add in binary32 alone, rounded to 24 bits at random: for devices whose binary64 is slow.
+"""A multiply-add or a sum in binary32 alone, rounded to 24 bits at random: for devices whose binary64 is slow.
 
 The general step (``operators``) computes in binary64. Here h is the nearest binary32 value of S = a b + acc, and r is
 what it lost, by error-free transformations: p + e = a b exactly, t + d = p + acc exactly, and r = (t - h) + (d + e).
@@ -13,6 +13,13 @@ less than 2^-34 q. The general step rounds S to 53 bits, 2^-30 q, and adds 29 ra
 less by up to 2^-23. The sum z = r / q + 1 + u is rounded, 2^-23. Together z is off by less than 2^-20, and its integer
 part is right unless z is as near as that to an integer. The quantum below a power of two is half as large: if h is one
 and r leads below it, the general step runs too.
+
+**Sums.** In S = acc + x, h = t and r = d (Dekker), so that z is off by less. A chain of sums goes on in binary64 where
+a sum leaves the range, and comes back: its accumulator is a binary64 value, or one of binary32 as an encoding whose
+high half is zero (``held``). No accumulator but +0 has such an encoding as a value of its own, which would be less than
+2^-1042: elements are multiples of 2^-149. Of an element that is not zero and an accumulator, one is at least 2^-150,
+and has a quantum of 2^-173 at least; their sum is as large, or zero. Sums of two accumulators lose 48 bits each, and a
+chain has six at most; 2^30 steps in one direction change less than 2^8 bits. That is more than 2^-720.
 """
 
 from __future__ import annotations
@@ -20,14 +27,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, negate, rarely, select
+from fxround.numerics.scalar import (
+    BITS_OF,
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    narrow,
+    negate,
+    rarely,
+    select,
+    widen,
+)
 from fxround.numerics.truncation import neighbour
 
-# 2^-90 and 2^126: sums of this range are normal, and so is everything that a step makes of them.
-_LEAST: Final = 127 - 90 << 23
-_PAST: Final = 127 + 126 << 23
-_MAGNITUDE: Final = (1 << 31) - 1
+# Sums of this range are normal, and so is everything that a step makes of them.
+_RANGE: Final = 2.0**-90, 2.0**126
 _DOUBT: Final = 2.0**-20
 # Added to a small number, it leaves the nearest integer.
 _TO_INTEGER: Final = 1.5 * 2.0**23
@@ -35,10 +54,15 @@ _TO_INTEGER: Final = 1.5 * 2.0**23
 
 @dataclass(frozen=True)
 class SingleStep:
-    """The value of a step, and whether a chain can go on from it in binary32."""
+    """The value of a step, and whether it is one that binary32 decides and can go on from."""
 
     value: Expr
     inside: Expr
+
+
+def has_single_steps(rounding: Rounding) -> bool:
+    """Whether there are steps in binary32 for this rounding, to 24 bits and binary64's exponents."""
+    return rounding.format.precision == 24 and str(rounding.mode) in ("stochastic", "up_down")
 
 
 def single_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr, general: Expr) -> SingleStep | None:
@@ -46,28 +70,24 @@ def single_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr, g
 
     rounding: to 24 bits and binary64's exponents. general: the same step in binary64, narrowed.
     """
-    if rounding.format.precision != 24 or str(rounding.mode) not in ("stochastic", "up_down"):
+    if not has_single_steps(rounding):
         return None
     nearest, product = fma(a, b, acc), a * b
     error = fma(a, b, negate(product))
-    ordinary = (bits(nearest) & _MAGNITUDE) - _LEAST < const("u32", _PAST - _LEAST)
     # A zero is right if a factor is zero, or if a product within the range cancels.
     exact = nearest.equals(0.0) & (product + acc).equals(0.0) & error.equals(0.0)
     of_zeros = a.equals(0.0) | b.equals(0.0) | (acc < 0.0) | (acc > 0.0)
-    outside = ordinary ^ 1
+    outside = ~_in_range(nearest)
     inside = rarely(outside, exact & of_zeros, const("bool", 1))
     if rounding.mode.jitter:
         return SingleStep(neighbour(nearest, random), inside)
-    stepped = _stochastic(nearest, product, error, acc, random, general)
-    return SingleStep(rarely(outside, nearest, stepped), inside)
+    total, part = _fast_two_sum(product, acc)
+    found = _stochastic(nearest, (total - nearest) + (part + error), random)
+    return SingleStep(rarely(outside, nearest, rarely(~found.inside, general, found.value)), inside)
 
 
-def _stochastic(nearest: Expr, product: Expr, error: Expr, acc: Expr, random: Expr, general: Expr) -> Expr:
-    """Return the stochastic step from the nearest value, which is inside of the range."""
-    product_is_larger = absolute(acc) < absolute(product)
-    large, small = select(product_is_larger, product, acc), select(product_is_larger, acc, product)
-    total = large + small
-    lost = (total - nearest) + (((large - total) + small) + error)
+def _stochastic(nearest: Expr, lost: Expr, random: Expr) -> SingleStep:
+    """Return the stochastic step from the nearest value, which is inside of the range, and whether it is proved."""
     code = bits(nearest)
     # r / q towards h's own sign; the power of two is 2^23 less h's exponent.
     scale = const("u32", 254 + 23 << 23) - (code & (0xFF << 23))
@@ -78,4 +98,61 @@ def _stochastic(nearest: Expr, product: Expr, error: Expr, acc: Expr, random: Ex
     steps = bits(shifted) - bits(const("f32", _TO_INTEGER)) - select(below < 0.0, const("u32", 1), 0)
     power = (code & (1 << 23) - 1).equals(0) & (outward < 0.0)
     doubtful = (absolute(below) < _DOUBT) | power
-    return rarely(doubtful, general, from_bits(code + steps - 1))
+    return SingleStep(from_bits(code + steps - 1), ~doubtful)
+
+
+def _in_range(x: Expr) -> Expr:
+    """Whether a value is inside of the range."""
+    least, past = map(CARRIERS[x.type].ordinal, _RANGE)
+    return bits(absolute(x)) - least < const(BITS_OF[x.type], past - least)
+
+
+# ---- sums ----
+
+
+def single_sum(rounding: Rounding, acc: Expr, x: Expr, random: Expr, general: Expr) -> Expr:
+    """Return R(acc + x), held, for a rounding that ``has_single_steps``.
+
+    acc: held. x: a binary32 value, or held. general: the sum of the values of both in binary64.
+    """
+    both = is_single(acc)
+    if x.type == "f64":
+        both, x = both & is_single(x), single_of(x)
+    total, lost = _fast_two_sum(single_of(acc), x)
+    found = SingleStep(neighbour(total, random), both) if rounding.mode.jitter else _stochastic(total, lost, random)
+    # A sum of +0 stays.
+    inside = both & (_in_range(total) | bits(total).equals(0)) & found.inside
+    return rarely(~inside, held(general), _hold(found.value))
+
+
+def _fast_two_sum(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """Return the nearest value of a + b, and what it lost, or next to it where that is no binary32 value."""
+    a_is_larger = absolute(b) < absolute(a)
+    large, small = select(a_is_larger, a, b), select(a_is_larger, b, a)
+    total = large + small
+    return total, (large - total) + small
+
+
+def held(x: Expr) -> Expr:
+    """Return a value of 24 bits as the accumulator of a sum."""
+    wide, single = (widen(x), x) if x.type == "f32" else (x, narrow(x))
+    return rarely(~(_in_range(x) | bits(x).equals(0)), wide, _hold(single))
+
+
+def _hold(x: Expr) -> Expr:
+    return from_bits(widen(bits(x)))
+
+
+def is_single(acc: Expr) -> Expr:
+    """Whether an accumulator holds a binary32 value."""
+    return narrow(bits(acc) >> 32).equals(0)
+
+
+def single_of(acc: Expr) -> Expr:
+    """Return the binary32 value that an accumulator holds."""
+    return from_bits(narrow(bits(acc)))
+
+
+def value_of(acc: Expr) -> Expr:
+    """Return an accumulator's value."""
+    return select(is_single(acc), widen(single_of(acc)), acc)

@@ -13,11 +13,13 @@ from itertools import product
 import numpy as np
 import pytest
 from cuda_host import Functions, built
-from neighbours import Array
+from neighbours import Array, encodings
 
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.reductions import chain_kernel, scatter_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
+from fxround.numerics.orders import Order
 
 STEPS = ["binary32/stochastic", "binary32/up_down"]
 COUNT = 1 << 18
@@ -40,6 +42,13 @@ def functions(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functi
         general = contract_kernel(Accumulation.parse(step), Rounding.parse("binary32"), ("f32", "f32"), "f32")
         assert general.single is not None
         found |= {step: general.step, f"{step}, single": general.single.step}
+        sums = chain_kernel(Order("lanes", 16), step, Rounding.parse("binary32"), "f32", "f32")
+        rows = scatter_kernel(Rounding.parse(step), "f32")
+        for kernel, roles in ((sums, ("step", "combine", "finish")), (rows, ("lift",))):
+            assert kernel.single is not None
+            for role in roles:
+                found |= {f"{step} {role}": getattr(kernel, role)}
+                found |= {f"{step} {role}, single": getattr(kernel.single, role)}
     return built(found, compiler, tmp_path_factory.mktemp("steps"))
 
 
@@ -125,6 +134,57 @@ def test_a_stochastic_step_is_the_specification(functions: Functions) -> None:
         got, inside = functions.run("binary32/stochastic, single", a, b, acc, random)
         for i in np.flatnonzero(inside):
             assert got[i] == drawn(Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(acc[i])), random[i])
+
+
+def accumulators(rng: np.random.Generator, values: Array) -> tuple[Array, Array]:
+    """Values of 24 bits in binary64 and as sums hold them; some are out of binary32's range."""
+    wide = values.astype(np.float64) * np.where(rng.random(COUNT) < 0.1, np.exp2(rng.integers(-300, 300, COUNT)), 1.0)
+    return wide, held(wide)
+
+
+def held(wide: Array) -> Array:
+    magnitude = np.abs(wide)
+    near = (magnitude >= 2.0**-90) & (magnitude < 2.0**126) | (wide.view(np.uint64) == 0)
+    codes = wide.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return np.where(near, codes.view(np.float64), wide)
+
+
+def values_of(accumulators: Array) -> Array:
+    codes = accumulators.view(np.uint64)
+    return np.where(codes >> 32 == 0, codes.astype(np.uint32).view(np.float32).astype(np.float64), accumulators)
+
+
+def assert_same(got: Array, want: Array) -> None:
+    """The encodings are equal, with one for all NaNs."""
+    np.testing.assert_array_equal(encodings(got), encodings(want))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_sum_has_the_bits_of_the_general_one(
+    functions: Functions, step: str, source: Callable[..., tuple[Array, ...]]
+) -> None:
+    """The addition of an element and of another accumulator, the store, and a destination as an accumulator."""
+    rng = np.random.default_rng(7)
+    with np.errstate(all="ignore"):
+        a, b, acc = (x.astype(np.float32) for x in source(rng))
+        x, random = a * b, words(rng).astype(np.uint32)
+        wide, sums = accumulators(rng, acc)
+        others = accumulators(rng, x)
+        for role, operands in (("step", (x, x)), ("combine", others)):
+            (want,) = functions.run(f"{step} {role}", wide, operands[0], random)
+            (got,) = functions.run(f"{step} {role}, single", sums, operands[1], random)
+            assert_same(values_of(got), want)
+            # Sums return to binary32; those that a step takes out of the range may still be in it.
+            well_inside = (np.abs(want) >= 2.0**-89) & (np.abs(want) < 2.0**125)
+            assert np.all(got.view(np.uint64)[well_inside] >> 32 == 0)
+        (want,), (got,) = (
+            functions.run(f"{step} finish", wide, random),
+            functions.run(f"{step} finish, single", sums, random),
+        )
+        assert_same(got, want)
+        (lifted,) = functions.run(f"{step} lift, single", acc)
+        assert_same(lifted, held(acc.astype(np.float64)))
 
 
 def drawn(value: Fraction, random: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, Loop, Staging, loop_name
 from fxround.runtime.cuda.cpp.loops import loop_text, parts_size
-from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.launcher import Text, device_of, has_slow_binary64, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse
 from fxround.runtime.operands import storage_of
+
+K = TypeVar("K", Reduce, Scan, Scatter)
 
 _LONGEST_EXACT: Final = 1 << 35
 # The least elements of an exact sum that a block of threads shares, where there are few sums: one thread would read all
@@ -68,6 +70,8 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
     if isinstance(kernel, Exact) and length >= _LONGEST_EXACT:
         raise ValueError(f"an exact sum of {length} elements: its limbs hold sums of fewer than 2^35")
     result = buffers.empty(shape, dtype_of(kernel.result), x.device)
+    if isinstance(kernel, Reduce):
+        kernel = for_device(kernel, x.device)
     if lines:
         x = x.detach()
         found = _lines(x, (kept,), dims)
@@ -81,7 +85,7 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
 def scan(call: ScanCall[Tensor]) -> Tensor:
     """Every prefix sum or product along ``dim``, k ascending."""
     x = call.x.detach()
-    kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
+    kernel = for_device(call.kernel((storage_of(x, f"{call.name}'s operand"),)), x.device)
     (axis,) = dims_of(x, [call.dim]) or (0,)
     result = buffers.empty(x.shape or (1,), dtype_of(kernel.result), x.device)
     if result.numel():
@@ -93,6 +97,11 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
             found = _lines(x, around, (axis,))
         _run_lines(kernel, x, found, result, Draw.unread(call.rng, call.node))
     return result.reshape(call.x.shape)
+
+
+def for_device(kernel: K, device: torch.device) -> K:
+    """The kernel that has the bits of this one and suits a device's arithmetic."""
+    return kernel.single if kernel.single is not None and has_slow_binary64(device) else kernel
 
 
 def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> Lines | None:
@@ -182,6 +191,7 @@ def scatter(call: ScatterCall[Tensor]) -> Tensor:
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
     """x with the contributions added, row-major."""
     x = x.detach().contiguous()
+    kernel = for_device(kernel, x.device)
     result = buffers.empty(x.shape, x.dtype, x.device)
     if result.numel():
         source = contributions.source.contiguous()

@@ -22,6 +22,7 @@ from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
 from fxround.runtime.cuda.launcher import Text, device_of, launch, out_of_memory
 from fxround.runtime.cuda.pointwise import on_device
+from fxround.runtime.cuda.reduction import for_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.rows import Chain, Stage
@@ -60,8 +61,11 @@ class RowsCall:
         return results
 
 
-def plan_rows(chain: Chain, inputs: Sequence[Tensor]) -> RowsCall | None:
-    """The call for inputs of these layouts; None if the chain is to run kernel by kernel."""
+def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> RowsCall | None:
+    """The call for inputs of these layouts; None if the chain is to run kernel by kernel.
+
+    device: the one that it will run on.
+    """
     # The random state is no operand; the other values keep their order.
     place = {i: i - (i > chain.rng) for i in range(chain.inputs + sum(len(s.results) for s in chain.stages))}
     shapes = {i: tuple(x.shape) for i, x in enumerate(inputs)}
@@ -72,6 +76,8 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor]) -> RowsCall | None:
         kernel = _kernel(stage, [dtypes[i] for i in stage.operands])
         if isinstance(kernel, Exact):
             return None
+        if isinstance(kernel, Reduce):
+            kernel = for_device(kernel, device)
         made = shape if isinstance(kernel, Map) else (*shape[:-1], 1)
         kinds = kernel.results if isinstance(kernel, Map) else (kernel.result,)
         for i, storage in zip(stage.results, kinds, strict=True):

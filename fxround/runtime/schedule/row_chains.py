@@ -39,7 +39,7 @@ from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Loops, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of, scratch, spread
-from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.launcher import has_slow_binary64, runs_texts
 from fxround.runtime.cuda.row_chain import RowsCall, plan_rows
 from fxround.runtime.draw import NO_KEY
 from fxround.runtime.rows import Chain, Stage
@@ -220,10 +220,11 @@ class Rows(nn.Module):
 
     def _as_text(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run as one CUDA kernel, or as the graph says where there is none: the same bits."""
-        key = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        device = next((x.device for x in inputs if x.is_cuda), inputs[0].device)
+        key = has_slow_binary64(device), *((x.shape, x.stride(), x.dtype) for x in inputs)
         call = self.calls.get(key, _UNKNOWN)
         if isinstance(call, str):
-            call = plan_rows(self.chain, inputs)
+            call = plan_rows(self.chain, inputs, device)
             if len(self.calls) > _LONGEST:
                 self.calls.clear()
             self.calls[key] = call
