@@ -22,6 +22,7 @@ from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import HARDWARE, apply
 from fxround.numerics.randomness import width_of
 from fxround.numerics.scalar import Expr, Function, Type, const, param
+from fxround.numerics.single_steps import has_single_value, single_value
 from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 _OR_ITS_NUMBERS: Final = ", or list numbers of this dtype, as fxround.table(torch.tensor([...])) does"
@@ -94,6 +95,22 @@ def _map_kernel(
     words: tuple[Word, ...],
     powers: tuple[str, ...] = (),
 ) -> Map:
+    found = _map_of(program, loads, results, words, powers)
+    stepped = [s for s in program.statements if s.rounding is not None and has_single_value(s.operator, s.rounding)]
+    if not stepped or {CARRIER_OF[s] for s in (*loads, *results)} != {"f32"}:
+        return found
+    return replace(found, single=_map_of(program, loads, results, words, powers, single=True))
+
+
+def _map_of(
+    program: Program,
+    loads: tuple[Storage, ...],
+    results: tuple[Storage, ...],
+    words: tuple[Word, ...],
+    powers: tuple[str, ...],
+    single: bool = False,
+) -> Map:
+    """Return the kernel. single: its sums and products are in binary32 where that is possible."""
     carrier = program_carrier(program, loads, results)
     elements = tuple(param(f"x{i}", ELEMENT_OF[s]) for i, s in enumerate(loads))
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
@@ -111,6 +128,8 @@ def _map_kernel(
         value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
         short = plain and s.rounding is not None and short_rounding.is_short(s.rounding)
         values[s.target] = _short(s, operands, free, powers, value) if short else value
+        if single and s.rounding is not None and random is not None and has_single_value(s.operator, s.rounding):
+            values[s.target] = single_value(s.operator, operands, s.rounding, random, value)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
     computed = tuple(values[s.target] for s in program.statements)
     return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn), computed)

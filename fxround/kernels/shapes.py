@@ -53,6 +53,7 @@ class Map:
     """A pointwise kernel: body(stored operands..., one u32 random word per draw) -> stored results.
 
     ``values``: what the statements of its program compute, in order, where a long body may be cut (``body_stages``).
+    ``single``: a kernel with this one's bits, whose sums and products are in binary32 where that is possible; or None.
     """
 
     body: Function
@@ -60,6 +61,7 @@ class Map:
     results: tuple[Storage, ...]
     draws: tuple[Word, ...]
     values: tuple[Expr, ...] = ()
+    single: Map | None = None
 
     @property
     def nodes(self) -> int:

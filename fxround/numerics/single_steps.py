@@ -20,6 +20,8 @@ high half is zero (``held``). No accumulator but +0 has such an encoding as a va
 2^-1042: elements are multiples of 2^-149. Of an element that is not zero and an accumulator, one is at least 2^-150,
 and has a quantum of 2^-173 at least; their sum is as large, or zero. Sums of two accumulators lose 48 bits each, and a
 chain has six at most; 2^30 steps in one direction change less than 2^8 bits. That is more than 2^-720.
+
+**Values of maps** are sums and products of any binary32 values. What a product of the range loses is a binary32 value.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
 from fxround.numerics.scalar import (
     BITS_OF,
@@ -105,6 +108,33 @@ def _in_range(x: Expr) -> Expr:
     """Whether a value is inside of the range."""
     least, past = map(CARRIERS[x.type].ordinal, _RANGE)
     return bits(absolute(x)) - least < const(BITS_OF[x.type], past - least)
+
+
+# ---- values of maps ----
+
+
+def has_single_value(operator: str, rounding: Rounding) -> bool:
+    """Whether there is a way in binary32 for a pointwise operator of binary32 operands and this rounding."""
+    return operator in ("add", "sub", "mul") and rounding.format == FORMATS["binary32"] and has_single_steps(rounding)
+
+
+def single_value(operator: str, operands: tuple[Expr, ...], rounding: Rounding, random: Expr, general: Expr) -> Expr:
+    """Return R(f(x, y)) of any two binary32 values, where ``has_single_value``. general: the same, in binary64."""
+    x, y = operands
+    if operator == "mul":
+        nearest = x * y
+        lost, zero = fma(x, y, negate(nearest)), x.equals(0.0) | y.equals(0.0)
+    else:
+        nearest, lost = _fast_two_sum(x, negate(y) if operator == "sub" else y)
+        zero = const("bool", 1)
+    if rounding.mode.jitter:
+        found = SingleStep(neighbour(nearest, random), const("bool", 1))
+    else:
+        found = _stochastic(nearest, lost, random)
+    # An exact zero has the sign that IEEE 754 gives it. A sum of zero is exact.
+    zero = zero & nearest.equals(0.0)
+    inside = zero | (_in_range(nearest) & found.inside)
+    return rarely(~inside, general, select(zero, nearest, found.value))
 
 
 # ---- sums ----

@@ -16,13 +16,15 @@ from cuda_host import Functions, built
 from neighbours import Array, encodings
 
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.maps import map_kernel
+from fxround.kernels.program import Program
 from fxround.kernels.reductions import chain_kernel, scatter_kernel
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 
 STEPS = ["binary32/stochastic", "binary32/up_down"]
-COUNT = 1 << 18
+COUNT = 1 << 17
 CORNERS = np.array(
     [
         *(0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x127FFFFF, 0x12800000, 0x33800000, 0x34000000),
@@ -49,6 +51,10 @@ def functions(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functi
             for role in roles:
                 found |= {f"{step} {role}": getattr(kernel, role)}
                 found |= {f"{step} {role}, single": getattr(kernel.single, role)}
+        for operator in ("add", "sub", "mul"):
+            value = map_kernel(Program.parse(f"t0 = {operator}(x0, x1) @ {step}"), ("f32", "f32"), "f32")
+            assert value.single is not None
+            found |= {f"{step} {operator}": value.body, f"{step} {operator}, single": value.single.body}
     return built(found, compiler, tmp_path_factory.mktemp("steps"))
 
 
@@ -185,6 +191,21 @@ def test_a_sum_has_the_bits_of_the_general_one(
         assert_same(got, want)
         (lifted,) = functions.run(f"{step} lift, single", acc)
         assert_same(lifted, held(acc.astype(np.float64)))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_value_of_a_map_has_the_bits_of_the_general_one(
+    functions: Functions, step: str, source: Callable[..., tuple[Array, ...]]
+) -> None:
+    rng = np.random.default_rng(8)
+    with np.errstate(all="ignore"):
+        a, b, acc = (x.astype(np.float32) for x in source(rng))
+        random = words(rng).astype(np.uint32)
+        for operator, x, y in (("add", a * b, acc), ("sub", acc, a * b), ("mul", a, b), ("mul", a, acc)):
+            (want,) = functions.run(f"{step} {operator}", x, y, random)
+            (got,) = functions.run(f"{step} {operator}, single", x, y, random)
+            np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
 def drawn(value: Fraction, random: int) -> float:

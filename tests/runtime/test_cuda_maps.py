@@ -105,3 +105,18 @@ def test_a_piece_that_is_not_aligned_is_found(prepared: HostLauncher, monkeypatc
     monkeypatch.setattr(pointwise, "_aligned", lambda tensors: True)
     with pytest.raises(AssertionError, match="a piece that is not aligned"), launching(prepared):
         run([filled(6, 8), filled(9)[1:]])
+
+
+def test_maps_in_binary32(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose binary64 is slow adds and multiplies in binary32: the same bits, of subnormal numbers too."""
+    steps = "t0 = mul(x0, x1) @ binary32/stochastic; t1 = add(t0, x1) @ binary32/up_down"
+    own = map_kernel(Program.parse(f"{steps}; t2 = sub(t1, x0) @ binary32/stochastic"), ("f32", "bf16"), "f32")
+    ends = [0.0, -0.0, 1e-45, 1e-38, 3e38, torch.inf, -torch.inf, torch.nan]
+    x = torch.tensor(ends + [s * 2.0**e for e in range(-130, 127, 16) for s in (1, -1.5)]).repeat(40)
+    y = x.repeat_interleave(40)[: len(x)].bfloat16()
+    monkeypatch.setattr(host, "slow_binary64", True)
+    host.launched.clear()
+    with launching(host):
+        (got,) = pointwise.run_kernel(own, [x, y], KEY)
+    assert_same(got, reference.map_(own, [stored(x), stored(y)], KEY))
+    assert own.single is not None and own.single.digest[:16] in host.launched[0]

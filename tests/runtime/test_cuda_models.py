@@ -142,6 +142,7 @@ def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of two dtypes, with parameters of many chunks, of no elements, and one that is not aligned."""
+    monkeypatch.setattr(host, "slow_binary64", policy == "stochastic")
 
     def run() -> list[Tensor]:
         weights = [torch.linspace(-1, 1, 9000).reshape(60, 150), torch.ones(7), torch.ones(0, 3), torch.ones(())]

@@ -23,7 +23,7 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, After, Tile, contract_name, contract_text
 from fxround.runtime.cuda.cpp.copies import THREADS, Way
 from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, MapVariant
-from fxround.runtime.cuda.launcher import Text, copies_async, device_of, has_slow_binary64, launch
+from fxround.runtime.cuda.launcher import Text, copies_async, device_of, for_device, has_slow_binary64, launch
 from fxround.runtime.cuda.pointwise import access_of, on_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
@@ -101,6 +101,7 @@ def run_followed(
     """
     kernel, after = product.kernel, following.after
     device = device_of([product.a, *operands], "a contraction and the map after it")
+    after = replace(after, variant=replace(after.variant, kernel=for_device(after.variant.kernel, device)))
     operands = [on_device(x, device) for x in operands]
     kept = buffers.empty(product.size, dtype_of(kernel.result), device) if after.kept else None
     made = [buffers.empty(following.shape, dtype_of(storage), device) for storage in after.variant.kernel.results]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,17 @@ class Launcher(Protocol):
         """Whether a device copies to shared memory asynchronously (``cp.async``)."""
 
 
+class Kernel(Protocol):
+    """A kernel that may have one with the same bits for devices whose binary64 is slow."""
+
+    @property
+    def single(self) -> Self | None:
+        """That kernel."""
+
+
+K = TypeVar("K", bound=Kernel)
+
+
 class _Chosen(threading.local):
     launcher: Launcher | None = None
 
@@ -76,6 +87,11 @@ def runs_texts(tensors: Sequence[Any]) -> bool:
 def has_slow_binary64(device: torch.device) -> bool:
     """Whether texts for a device should avoid binary64, which changes no bit."""
     return (_CHOSEN.launcher or _DEVICE).has_slow_binary64(device)
+
+
+def for_device(kernel: K, device: torch.device) -> K:
+    """The kernel that has the bits of this one and suits a device's arithmetic."""
+    return kernel.single if kernel.single is not None and has_slow_binary64(device) else kernel
 
 
 def copies_async(device: torch.device) -> bool:

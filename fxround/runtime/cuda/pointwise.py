@@ -21,7 +21,7 @@ from fxround.runtime.cuda.arguments import key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, Access, MapVariant, map_name, map_text
-from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.operands import loads_of, writable
@@ -80,6 +80,7 @@ def run_kernel(
     (seed, sample) that the kernel reads, in place of those in the key.
     """
     device = device_of(operands, "a pointwise operator")
+    kernel = for_device(kernel, device)
     operands = [on_device(x, device) for x in operands]
     for out in outs or ():
         if out is not None and out.device != device:

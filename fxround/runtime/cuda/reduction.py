@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, Loop, Staging, loop_name
 from fxround.runtime.cuda.cpp.loops import loop_text, parts_size
-from fxround.runtime.cuda.launcher import Text, device_of, has_slow_binary64, launch
+from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse
 from fxround.runtime.operands import storage_of
-
-K = TypeVar("K", Reduce, Scan, Scatter)
 
 _LONGEST_EXACT: Final = 1 << 35
 # The least elements of an exact sum that a block of threads shares, where there are few sums: one thread would read all
@@ -97,11 +95,6 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
             found = _lines(x, around, (axis,))
         _run_lines(kernel, x, found, result, Draw.unread(call.rng, call.node))
     return result.reshape(call.x.shape)
-
-
-def for_device(kernel: K, device: torch.device) -> K:
-    """The kernel that has the bits of this one and suits a device's arithmetic."""
-    return kernel.single if kernel.single is not None and has_slow_binary64(device) else kernel
 
 
 def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> Lines | None:

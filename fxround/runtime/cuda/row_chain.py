@@ -20,9 +20,8 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
-from fxround.runtime.cuda.launcher import Text, device_of, launch, out_of_memory
+from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch, out_of_memory
 from fxround.runtime.cuda.pointwise import on_device
-from fxround.runtime.cuda.reduction import for_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
 from fxround.runtime.rows import Chain, Stage
@@ -76,8 +75,7 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> R
         kernel = _kernel(stage, [dtypes[i] for i in stage.operands])
         if isinstance(kernel, Exact):
             return None
-        if isinstance(kernel, Reduce):
-            kernel = for_device(kernel, device)
+        kernel = for_device(kernel, device)
         made = shape if isinstance(kernel, Map) else (*shape[:-1], 1)
         kinds = kernel.results if isinstance(kernel, Map) else (kernel.result,)
         for i, storage in zip(stage.results, kinds, strict=True):

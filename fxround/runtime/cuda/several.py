@@ -12,7 +12,7 @@ from torch import Tensor
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.several import CHUNK, TABLE, THREADS, SeveralVariant, several_text
-from fxround.runtime.cuda.launcher import Text, device_of, launch
+from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.cuda.pointwise import CODES
 from fxround.runtime.several import Several
 
@@ -25,8 +25,8 @@ def run_several(several: Several) -> None:
     if not kept:
         return
     width = len(several.entries[0])
-    variant = SeveralVariant(several.kernel, several.columns, several.targets, width)
     device = device_of([several.entries[i][0] for i in kept], "an optimizer's step")
+    variant = SeveralVariant(for_device(several.kernel, device), several.columns, several.targets, width)
     numbers = [_number(x) for x in several.numbers if x is not None]
     nodes = [ctypes.c_uint32(n) for n in (several.sample, *several.nodes)][: 1 + several.kernel.nodes]
     for start in range(0, len(kept), variant.most):
