@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import fxround
 from benchmarks.harness import machine, table, versions
 from fxround import Policy, Rule
-from fxround.runtime.cuda.driver import compiled
+from fxround.runtime.cuda.driver import compiled, devices_found
 from fxround.runtime.cuda.launcher import Text, launching
 
 # Threads, blocks and bytes of shared memory of a multiprocessor at most (CUDA C++ Programming Guide, "Technical
@@ -473,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.compile:
         return min(1, compile_texts(options.arch))
     if not torch.cuda.is_available():
-        print("no GPU is available to PyTorch: python -m benchmarks.cuda --compile needs none", file=sys.stderr)
+        print(f"{devices_found()}. Without one: python -m benchmarks.cuda --compile", file=sys.stderr)
         return 2
     return min(1, run_on_gpu(options.output))
 

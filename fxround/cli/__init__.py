@@ -305,12 +305,14 @@ def _device(name: str) -> Any:
     """Return a device of the command line. Raises ValueError for one that this machine does not have."""
     import torch
 
+    from fxround.runtime.cuda.driver import devices_found
+
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"--device {name}: expected cpu or cuda, cuda:1, ...") from error
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        raise ValueError(f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+        raise ValueError(f"--device {name}: {devices_found()}")
     return device
 
 

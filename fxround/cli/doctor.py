@@ -25,6 +25,7 @@ from fxround.float_state import require_ieee_arithmetic
 from fxround.runtime import disk_cache
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cuda.driver import devices_found, problem_of
 from fxround.significance.provenance import processor, version_of
 from fxround.views.table import Table, Tabled
 
@@ -45,7 +46,7 @@ class Diagnosis(Tabled):
     torch           whether the version of PyTorch is tested, and the probe's answer if it is not
     machine         the system, the processor, its cores, PyTorch's threads, the instruction sets of kernels
     cache           the directory ("" if it is off), its entries, their bytes, and why it cannot be written to, if so
-    gpus            names; kernels for them need the extra "cuda"
+    gpus            names, each with the reason why kernels cannot run on it; "" if they can
     missing         by extra, the packages that are not installed; empty if fxround itself is not an installed package
     problems        the defects of the core, each with what to do; empty if it works
     """
@@ -54,7 +55,7 @@ class Diagnosis(Tabled):
     torch: Standing
     machine: dict[str, Any]
     cache: dict[str, Any]
-    gpus: tuple[str, ...]
+    gpus: dict[str, str]
     missing: dict[str, tuple[str, ...]]
     problems: tuple[str, ...]
 
@@ -67,7 +68,9 @@ class Diagnosis(Tabled):
         versions = {**self.versions, "torch": f"{self.torch.version}, {_STANDING[self.torch.verdict]}"}
         rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in versions.items()]
         rows += [(name, str(value)) for name, value in self.machine.items()]
-        rows += [("cache", self._cached()), ("GPU", ", ".join(self.gpus) or "none that PyTorch finds")]
+        rows.append(("cache", self._cached()))
+        rows += [("GPU", f"{name}: {problem or 'usable'}") for name, problem in self.gpus.items()]
+        rows += [] if self.gpus else [("GPU", devices_found())]
         for extra, packages in self.missing.items():
             what = f"{', '.join(packages)} missing: pip install 'fxround[{extra}]'" if packages else "complete"
             rows.append((f"extra {extra}", what))
@@ -103,7 +106,7 @@ def diagnose() -> Diagnosis:
         standing,
         machine,
         asdict(found) | {"directory": str(found.directory or "")},
-        tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        {f"cuda:{i}, {torch.cuda.get_device_name(i)}": problem_of(i) for i in range(torch.cuda.device_count())},
         {extra: tuple(name for name in packages if not version_of(name)) for extra, packages in _extras().items()},
         tuple(_problems(standing)),
     )

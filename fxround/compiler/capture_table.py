@@ -146,7 +146,8 @@ def _differences(call: Call, near: Any) -> Iterator[str]:
             count = "1 sequence" if kind.sequences == 1 else f"{kind.sequences} sequences"
             yield f"a packed sequence of {count}; before, it had {before.sequences}"
         elif kind != before:
-            yield f"{name} is {_kind(kind)}; before, it was {_kind(before)}"
+            moved = len({_device_of(kind), _device_of(before)} - {None}) > 1
+            yield f"{name} is {_kind(kind, moved)}; before, it was {_kind(before, moved)}"
     if gradients != gradients_before:
         yield "gradients are wanted" if gradients else "no gradients are wanted"
     (modules, tensors, dtype, cast), (modules_before, tensors_before, dtype_before, cast_before) = state, state_before
@@ -157,11 +158,12 @@ def _differences(call: Call, near: Any) -> Iterator[str]:
     if len(modules) != len(modules_before):
         yield "modules were added or removed"
     if tensors != tensors_before:
-        yield "parameters or buffers have another dtype, shape or requires_grad"
+        yield "parameters or buffers have another dtype, shape, device or requires_grad"
     if dtype != dtype_before:
         yield f"the default dtype is {dtype}; before, it was {dtype_before}"
     if cast != cast_before:
-        yield f"autocast is {cast or 'off'}; before, it was {cast_before or 'off'}"
+        now, then = (next((str(c) for c in casts if c), "off") for casts in (cast, cast_before))
+        yield f"autocast is {now}; before, it was {then}"
 
 
 def _changed(module: nn.Module, now: Any, before: Any) -> Iterator[str]:
@@ -183,13 +185,18 @@ def _name(path: Any) -> str:
     return name + pytree.keystr(tuple(rest))
 
 
-def _kind(kind: Any) -> str:
-    """Return a leaf's part of the key for a reader."""
+def _device_of(kind: Any) -> Any:
+    return kind[3] if kind is not None and isinstance(kind[0], torch.dtype) else None
+
+
+def _kind(kind: Any, placed: bool = False) -> str:
+    """Return a leaf's part of the key for a reader. placed: with the device of a tensor."""
     if kind is None:
         return "missing"
     if isinstance(kind[0], torch.dtype):
-        dtype, rank, gradient, _ = kind
-        return f"{str(dtype)[6:]} of {rank} dimensions{' that wants a gradient' if gradient else ''}"
+        dtype, rank, gradient, device = kind
+        told = f"{' that wants a gradient' if gradient else ''}{f' on {device}' if placed else ''}"
+        return f"{str(dtype)[6:]} of {rank} dimensions{told}"
     cls, *values = kind
     value = values[0] if values else ""
     return str(float.fromhex(value) if cls is float else value)

@@ -1,14 +1,14 @@
 """What a captured graph depends on beside its arguments, as a key.
 
-The key holds the modules with their plain attributes and hooks, the dtypes and shapes of the state, and autocast. To
-read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is made again
+The key holds the modules with their plain attributes and hooks, the dtypes, shapes and devices of the state, and
+autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is made again
 only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is compared
 for each graph (``capture/constants.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxround.compiler.executable import Function, Sharing
 from fxround.compiler.signature import MODULE, baked, constant
+from fxround.graph.dtypes import DEVICES
 
 # The attributes of every module on whose content the key depends.
 _CONTENTS: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -37,7 +38,7 @@ class StateKeys:
         latest = self._latest
         if latest is None or not latest.holds():
             latest = self._latest = _Reading(model.get_submodule(self._path) if self._path else model)
-        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        cast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in DEVICES)
         return latest.modules, latest.state, torch.get_default_dtype(), cast
 
 
@@ -52,7 +53,7 @@ class _Reading:
         # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
         self.modules = tuple((m, baked(m)) for m in found)
         self._tensors: tuple[Tensor, ...] = (*model.parameters(), *model.buffers())
-        self.state = tuple((t.dtype, t.shape, t.requires_grad) for t in self._tensors)
+        self.state = _described(self._tensors)
         watched = [vars(owner) for m in found for owner in _owners(m)]
         self._chosen = [(own, len(own), *_read(own)) for own in watched]
         inner = [own[name] for own in watched for name in _CONTENTS if name in own]
@@ -78,7 +79,11 @@ class _Reading:
                 return False
         if self._texts and any(constant(value) != text for value, text in self._texts):
             return False
-        return self.state == tuple([(t.dtype, t.shape, t.requires_grad) for t in self._tensors])
+        return self.state == _described(self._tensors)
+
+
+def _described(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple([(t.dtype, t.shape, t.requires_grad, t.device) for t in tensors])
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:

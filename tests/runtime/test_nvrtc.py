@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import re
 import sys
@@ -20,6 +21,9 @@ pytest.importorskip("cuda.core", reason="needs the extra cuda: pip install 'fxro
 
 import fxround
 from benchmarks.cuda import ARCHITECTURES, faults_of, resources, sanitized, texts_of
+from benchmarks.cuda import main as benchmark
+from fxround import cli
+from fxround.cli.doctor import diagnose
 from fxround.errors import FxroundError
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import map_kernel
@@ -340,3 +344,26 @@ def test_a_failed_launch_is_named(gpu: SimpleNamespace) -> None:
     gpu.driver = Driver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"))
     with pytest.raises(FxroundError, match=r"the launch of iterations_1 on cuda:0 with 3 blocks failed: CUDA_ERROR_"):
         driver.DeviceLauncher().launch(iterations._text(), 3, [ctypes.c_int64(1)], torch.device("cuda", 0))
+
+
+def test_the_doctor_says_whether_a_gpu_can_be_used(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    assert "a GPU: usable" in str(diagnose())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
+    assert diagnose().gpus == {"cuda:0, a GPU": "this GPU has compute capability 6.1; fxround needs 7.5 or later"}
+    gpu.driver.version = 12_040
+    assert "install a driver for CUDA 13 or later" in diagnose().gpus["cuda:0, a GPU"]
+
+
+@pytest.mark.parametrize("built, said", [(None, "one without CUDA"), ("13.0", "nvidia-smi")])
+def test_where_there_is_no_gpu(built: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and the benchmark say what is missing."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        assert cli.main(["selftest", "--device", "cuda"]) == benchmark([]) == 2
+    assert output.getvalue().count(said) == 2
+    assert said in str(diagnose())

@@ -185,6 +185,50 @@ def moved() -> None:
     there = compiled.to(DEVICE).reseed(1)(x.to(DEVICE))
     equal(here, there)
     assert fxround.hash(compiled.to("cpu").reseed(1)(x)) == fxround.hash(here)
+    # Each device has its graph, and each graph its plans and kernels, when the model comes back.
+    host: Any = launcher._DEVICE
+    captures, texts = len(compiled.captures().rows), {*host.functions}
+    for device in (DEVICE, "cpu", DEVICE):
+        assert fxround.hash(compiled.to(device).reseed(1)(x.to(device)).cpu()) == fxround.hash(here)
+    assert len(compiled.captures().rows) == captures == 2 and {*host.functions} == texts
+
+
+def moved_without_arguments() -> None:
+    """A model that takes no tensors runs where its own are."""
+
+    class Ramp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.tensor([0.3, 0.7]))
+
+        def forward(self) -> Tensor:
+            return self.slope * torch.arange(2, device=self.slope.device) + torch.ones(2).to(self.slope.device)
+
+    compiled = fxround.compile(Ramp(), "stochastic", seed=1)
+    here = compiled()
+    for device in (DEVICE, "cpu", DEVICE):
+        got = compiled.to(device).reseed(1)()
+        assert got.device.type == device
+        assert torch.equal(got.cpu(), here)
+
+
+def autocast() -> None:
+    """A graph of one autocast, of the CPU or of the device, is used under that one alone."""
+    layer = nn.Linear(8, 6)
+    x = torch.randn(5, 8)
+    compiled = fxround.compile(layer, "stochastic")
+    found = []
+    for device in ("cpu", DEVICE):
+        compiled.to(device)
+        for on in (False, True, False):
+            with torch.autocast(device, torch.float16, enabled=on):
+                found.append(compiled.reseed(1)(x.to(device)))
+            assert found[-1].dtype == (torch.float16 if on else torch.float32)
+    equal(found[:3], found[3:])
+    assert [row[5] for row in compiled.captures().rows][2:] == [
+        "argument 0 is float32 of 2 dimensions on cuda:0; before, it was float32 of 2 dimensions on cpu",
+        "autocast is torch.float16; before, it was off",
+    ]
 
 
 def moved_before_backward() -> None:
@@ -350,6 +394,8 @@ ALONE: dict[str, Callable[[], None]] = {
         commands,
         roundings,
         moved,
+        moved_without_arguments,
+        autocast,
         moved_before_backward,
         replayed,
         captured_step,

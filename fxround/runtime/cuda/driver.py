@@ -94,6 +94,28 @@ class DeviceLauncher:
             return found
 
 
+def devices_found() -> str:
+    """What PyTorch finds, and what to do where that is nothing."""
+    count = torch.cuda.device_count()
+    if count:
+        return f"PyTorch finds {count} CUDA device{'s' if count > 1 else ''} here"
+    if torch.version.cuda is None:
+        return (
+            "PyTorch finds no CUDA device here: this build of PyTorch is one without CUDA (pytorch.org has the others)"
+        )
+    return "PyTorch finds no CUDA device here: see whether nvidia-smi lists one, which NVIDIA's driver brings"
+
+
+def problem_of(index: int) -> str:
+    """Why kernels cannot run on a CUDA device; "" if they can."""
+    try:
+        require_driver()
+        architecture(torch.cuda.get_device_capability(index))
+    except FxroundError as error:
+        return str(error)
+    return ""
+
+
 def require_driver() -> None:
     """Raise FxroundError for a driver that is older than NVRTC, whose binaries it may not load."""
     version, (wanted, _) = int(_bindings().cuDriverGetVersion()[1]), map(int, _version().split("."))
