@@ -1,9 +1,9 @@
 """What a captured graph depends on beside its arguments, as a key.
 
 The key holds the modules with their plain attributes and hooks, the dtypes, shapes and devices of the state, and
-autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is made again
-only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is compared
-for each graph (``capture/constants.py``).
+autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is
+made again only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is
+compared for each graph (``capture/constants.py``).
 """
 
 from __future__ import annotations

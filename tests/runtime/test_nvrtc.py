@@ -84,6 +84,8 @@ def texts() -> tuple[Text, ...]:
         exact_kernel(BINARY32, BINARY32, "f32", "f32"),
     )
     found += [reduction._text(kernel) for kernel in loops]
+    # Those of a device whose binary64 is slow.
+    found += [reduction._text(kernel.single) for kernel in (loops[0], loops[2], loops[3]) if kernel.single is not None]
     found += [reduction._text(loops[-1], Loop(exact=way)) for way in ("shared", "parts", "joined")]
     found += [reduction._text(kernel, shape) for kernel, shape in zip(loops, SHAPES, strict=False)]
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
@@ -98,8 +100,8 @@ def optimizers() -> list[Text]:
     weight = torch.nn.Parameter(torch.ones(5))
     weight.grad = torch.ones(5)
     adam = fxround.compile_optimizer(torch.optim.AdamW([weight]), "stochastic")
-    found = texts_of(adam.step)
-    assert [text.name[:8] for text in found] == ["several_"]
+    found = [*texts_of(adam.step), *texts_of(adam.step, slow_binary64=True)]
+    assert [text.name[:8] for text in found] == ["several_"] * 2
     return found
 
 
