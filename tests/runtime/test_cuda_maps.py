@@ -12,6 +12,7 @@ from kernel_operands import stored
 from neighbours import Array
 from torch import Tensor
 
+from benchmarks.cuda import texts_of
 from fxround.graph.dtypes import LOADS
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
@@ -98,6 +99,22 @@ def test_a_result_may_begin_anywhere(prepared: HostLauncher) -> None:
     assert_same(got, expected(operands))
     assert whole[0] == whole[136] == 0 and whole[1:136].all()
     assert prepared.launched[0].endswith("_cc1")
+
+
+def test_a_result_may_be_an_operand(prepared: HostLauncher) -> None:
+    """A compiler may read again what a ``__restrict__`` pointer says that nothing writes."""
+    for name in ("contiguous, three left over", "columns"):
+        operands = CASES[name][0]()
+        want = expected(operands)
+        if not operands[0].is_contiguous():
+            operands = [operands[0].contiguous(), operands[1].mT.contiguous().mT]
+        texts = texts_of(lambda xs=operands: run(xs, xs[0]), lambda xs=operands: run(xs))
+        assert ["* __restrict__ out" in text.source() for text in texts] == [False, True]
+        assert ["* __restrict__ x0" in text.source() for text in texts] == [False, True]
+        with launching(prepared):
+            got = run(operands, operands[0])
+        assert got is operands[0]
+        assert_same(got, want)
 
 
 def test_a_piece_that_is_not_aligned_is_found(prepared: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,9 @@ def run_kernel(
             raise ValueError(f"a pointwise operator on {device} cannot write into a tensor on {out.device}")
     layouts = tuple((x.shape, x.stride()) for x in operands)
     aligned = _aligned(operands) and _aligned([out for out in outs or () if out is not None])
-    call = _map_call(kernel, layouts, aligned)
+    written = {out.untyped_storage().data_ptr() for out in outs or () if out is not None}
+    in_place = bool(written) and any(x.untyped_storage().data_ptr() in written for x in operands)
+    call = _map_call(kernel, layouts, aligned, in_place)
     if call is None:
         shape = broadcast("a pointwise operator", *(x.shape for x in operands))
         return run_kernel(kernel, [x.expand(shape).contiguous() for x in operands], key, outs, state)
@@ -105,10 +107,13 @@ def run_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _map_call(kernel: Map, layouts: tuple[tuple[Sequence[int], Sequence[int]], ...], aligned: bool) -> MapCall | None:
+def _map_call(
+    kernel: Map, layouts: tuple[tuple[Sequence[int], Sequence[int]], ...], aligned: bool, in_place: bool
+) -> MapCall | None:
     """The call for operands of these shapes and strides; None if they have too many dimensions.
 
-    aligned: whether all operands and results begin at multiples of 16 bytes.
+    aligned: whether all operands and results begin at multiples of 16 bytes. in_place: whether one shares memory with
+    a result.
     """
     shape = broadcast("a pointwise operator", *(shape for shape, _ in layouts))
     total = math.prod(shape)
@@ -123,7 +128,7 @@ def _map_call(kernel: Map, layouts: tuple[tuple[Sequence[int], Sequence[int]], .
         pieces = [_in_pieces(access, whole, sizes, own) for access, own in zip(accesses, steps, strict=True)]
         found = tuple(access for access in pieces if access is not None)
         accesses, piece = (found, whole) if len(found) == len(pieces) else (accesses, 1)
-    variant = MapVariant(kernel, accesses, len(sizes), total >= 1 << 31, piece)
+    variant = MapVariant(kernel, accesses, len(sizes), total >= 1 << 31, piece, in_place)
     text = Text(map_name(variant), lambda: preamble(SHAPE) + LAYOUT + map_text(variant))
     return MapCall(text, layout(total, sizes, steps), shape, total, piece)
 

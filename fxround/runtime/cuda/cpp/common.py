@@ -100,9 +100,9 @@ def global_(name: str, parameters: Sequence[str], body: str, threads: int = 0, b
     return f'extern "C" __global__ void{bounds} {name}({", ".join(parameters)}) {{\n{body}}}\n'
 
 
-def pointer(storage: Storage, name: str, readonly: bool = True) -> str:
-    """A parameter that points to stored elements."""
-    return f"{'const ' if readonly else ''}{MEMORY[storage]}* __restrict__ {name}"
+def pointer(storage: Storage, name: str, readonly: bool = True, alone: bool = True) -> str:
+    """A parameter that points to stored elements. alone: what it points to is written through no other parameter."""
+    return f"{'const ' if readonly else ''}{MEMORY[storage]}* {'__restrict__ ' if alone else ''}{name}"
 
 
 def element(storage: Storage, place: str) -> str:

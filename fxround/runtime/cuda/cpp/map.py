@@ -30,6 +30,8 @@ class MapVariant:
     dims        the dimensions of a strided operand, after neighbours were merged
     wide        whether an index needs 64 bits
     piece       the elements that a thread reads and writes at once; more than one only without strided operands
+    in_place    whether a result is written over an operand, so that no pointer is ``__restrict__``: a compiler may read
+                again what nothing writes
     """
 
     kernel: Map
@@ -37,6 +39,7 @@ class MapVariant:
     dims: int
     wide: bool
     piece: int = 1
+    in_place: bool = False
 
     @property
     def walked(self) -> list[int]:
@@ -75,22 +78,23 @@ def map_name(variant: MapVariant) -> str:
 def how_read(variant: MapVariant) -> str:
     """How operands are read, as a part of a text's name."""
     how = "".join(access[0] if access != "strided" else "d" for access in variant.accesses)
-    return f"{how}{variant.dims}{'w' if variant.wide else ''}{f'p{variant.piece}' if variant.piece > 1 else ''}"
+    piece = f"p{variant.piece}" if variant.piece > 1 else ""
+    return f"{how}{variant.dims}{'w' if variant.wide else ''}{piece}{'i' if variant.in_place else ''}"
 
 
 def map_text(variant: MapVariant) -> str:
     """The text of a map and of the device functions that are its own."""
     kernel, name = variant.kernel, map_name(variant)
     nodes = ["key.node", *(f"node{n}" for n in range(1, kernel.nodes))]
-    outs = ["out", *(f"out{n}" for n in range(1, len(kernel.results)))]
+    outs, alone = ["out", *(f"out{n}" for n in range(1, len(kernel.results)))], not variant.in_place
     own_seeds = seeds(kernel, nodes)
     body = (
         _in_pieces(variant, name, outs, own_seeds) if variant.piece > 1 else _one_by_one(variant, name, outs, own_seeds)
     )
     parameters = [
         f"const Layout<{len(kernel.loads)}> layout",
-        *(pointer(s, out, readonly=False) for s, out in zip(kernel.results, outs, strict=True)),
-        *(pointer(s, f"x{n}") for n, s in enumerate(kernel.loads)),
+        *(pointer(s, out, readonly=False, alone=alone) for s, out in zip(kernel.results, outs, strict=True)),
+        *(pointer(s, f"x{n}", alone=alone) for n, s in enumerate(kernel.loads)),
         KEY,
         *(f"const u32 {node}" for node in nodes[1:]),
     ]
