@@ -136,13 +136,16 @@ def test_gates_of_every_step_are_operations_of_an_unrolled_layer() -> None:
 def test_localize_names_a_gate_of_a_step() -> None:
     torch.manual_seed(0)
     layer, x = nn.LSTM(3, 4).eval(), torch.rand(3, 2, 3)
-    narrow = fxround.Policy("gates", (fxround.Rule(operator="sigmoid", rounding="e4m3fn"),))
+    # Without the first rule tanh would be PyTorch's, which differs from the quiet policy's on some processors.
+    rules = (fxround.Rule(rounding="dtype", accumulate="wide"), fxround.Rule(operator="sigmoid", rounding="e4m3fn"))
+    narrow = fxround.Policy("gates", rules)
     with torch.no_grad():
         wanted = fxround.compile(layer, "reproducible")(x)[0]
 
     # The first result depends on the first step alone, and its cell is zero, which the gate of the state multiplies.
     report = fxround.localize(layer, x, lambda out: bool(torch.equal(out[0][0], wanted[0])), narrow)
-    assert [[site.node for site in culprits.sites] for culprits in report.sets] == [["sigmoid"], ["sigmoid_2"]]
+    found = [[site.node for site in culprits.sites] for culprits in report.sets]
+    assert sorted(found) == [["sigmoid"], ["sigmoid_2"]]
 
 
 def test_a_function_may_read_a_layer_from_outside() -> None:
