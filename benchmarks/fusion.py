@@ -49,12 +49,28 @@ class Tail(nn.Module):
         return x + nn.functional.gelu(self.norm(x), approximate="tanh")
 
 
+class Causal(nn.Module):
+    """A softmax of scores of which those of later tokens are masked, as in attention: about a half."""
+
+    mask: Tensor
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(tokens, tokens).triu(1).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, tokens] to the same shape; rows is a multiple of tokens."""
+        scores = x.view(-1, *self.mask.shape).masked_fill(self.mask, float("-inf"))
+        return torch.softmax(scores, -1)
+
+
 # Name, module, rows and columns of the input, and the goals for the time as a multiple of stock PyTorch's:
 # reproducible, stochastic.
 CHAINS: tuple[tuple[str, nn.Module, tuple[int, int], str], ...] = (
     ("relu(x * 2 + 1), 4096x1024", Applied(lambda x: torch.relu(x * 2 + 1)), (4096, 1024), "-"),
     ("gelu(tanh), 1e6", nn.GELU(approximate="tanh"), (1000, 1000), "1.5, -"),
     ("softmax 4096x1024", nn.Softmax(-1), (4096, 1024), "1.2, 3.5"),
+    ("softmax 4096x1024, a causal mask", Causal(1024), (4096, 1024), "-"),
     ("layer_norm 4096x1024", nn.LayerNorm(1024), (4096, 1024), "1.2, 5"),
     ("x + gelu(layer_norm(x)), 1024x1024", Tail(1024), (1024, 1024), "-, 4"),
     ("20 times x - mean(x), 1e7", Applied(lambda x: _steps(x)), (1000, 10000), "-"),

@@ -78,6 +78,15 @@ class Mode:
         past = Lost(negative, not negative, True, False, True, False, True, True, True, False)
         return bool(self.away(past))
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether a positive value below 2^-33 of a quantum becomes zero, for all random bits.
+
+        No I makes more than zero of lost 2^n for n up to 32, so that nothing is drawn.
+        """
+        tiny = Lost(False, True, False, True, True, False, False, False, True, False)
+        return not self.away(tiny)
+
     @staticmethod
     def parse(text: str) -> Mode:
         """Parse a mode's name.

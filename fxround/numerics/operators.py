@@ -249,19 +249,32 @@ def apply(
     if {*carriers, out} != {"f32"} or operator.quick is None:
         return value
     if str(rounding) == HARDWARE:
-        return _short(operator, args, value)
+        return _short(operator, args, value, rounding)
     return _bracketed(operator.quick(*operands), value, rounding, random)
 
 
-def _short(operator: Operator, args: tuple[Expr, ...], value: Expr) -> Expr:
+def _short(operator: Operator, args: tuple[Expr, ...], value: Expr, rounding: Rounding) -> Expr:
     """Return ``value`` by shorter evaluations where these suffice: binary32 to nearest even, of binary32 operands."""
-    if operator.quick:
-        quick = operator.quick(*map(widen_exactly, args))
-        value = rarely(quick.doubtful(), value, narrow(quick.value))
-    if operator.single:
-        single = operator.single(*args)
-        value = rarely(single.doubtful(), value, single.value)
-    return value
+    if operator.quick is None:
+        return value
+    quick = operator.quick(*map(widen_exactly, args))
+    if operator.single is None:
+        return _unless(quick.doubtful(), quick, rounding, value, narrow(quick.value))
+    single = operator.single(*args)
+    value = rarely(quick.doubtful(), value, narrow(quick.value))
+    return _unless(single.doubtful(), quick, rounding, value, single.value)
+
+
+def _unless(doubtful: Expr, quick: Quick, rounding: Rounding, value: Expr, short: Expr) -> Expr:
+    """Return ``short``, an f32, but ``value`` where ``doubtful``, and zero where the exact value vanishes.
+
+    The second test is within the branch of the first, so that other lanes do not pay for it. A softmax of masked scores
+    has many lanes of this kind.
+    """
+    fmt = rounding.format
+    if quick.vanishes is not None and rounding.mode.vanishes and fmt.quantum_exponent >= _BINARY32.quantum_exponent:
+        value = rarely(doubtful & ~quick.vanishes, value, const("f32", 0.0))
+    return rarely(doubtful, value, short)
 
 
 def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | None) -> Expr:
@@ -273,7 +286,7 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
         return value
     low, high = (round_inside(end, rounding, random) for end in quick.ends())
     doubtful = ~bits(low).equals(bits(high)) | ~quick.near | near_the_ends(quick.value, rounding, CARRIERS["f64"])
-    return rarely(doubtful, value, narrow(low))
+    return _unless(doubtful, quick, rounding, value, narrow(low))
 
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:

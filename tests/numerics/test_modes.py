@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from neighbours import ALL_FORMATS, ALL_MODES
 
+from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Lost, Mode, Rounding
 
@@ -78,6 +80,13 @@ def test_no_rule_moves_an_exact_value(name: str) -> None:
 def test_past_the_maximum(name: str) -> None:
     leaves = LEAVES.get(name, "11")
     assert [MODES[name].overflows(negative) for negative in (False, True)] == [c == "1" for c in leaves]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES, ids=str)
+def test_a_mode_says_whether_tiny_values_vanish(mode: Mode) -> None:
+    rounding = Rounding(FORMATS["binary32"], mode, "inf")
+    words = (0, 1, 2**31 - 1, 2**31, 2**32 - 1) if mode.random_bits else (0,)
+    assert mode.vanishes == ({round_exact(Fraction(1, 2**182), False, rounding, word) for word in words} == {0.0})
 
 
 def test_random_bits() -> None:

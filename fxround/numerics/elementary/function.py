@@ -55,6 +55,8 @@ class Elementary:
         args = tuple(map(widen, params))
         found = self.quick(*args) if self.quick else None
         short = [found.value, found.doubtful()] if found else []
+        if found and found.vanishes is not None:
+            short.append(found.vanishes)
         if self.single:
             first = self.single(*params)
             short += [first.value, first.doubtful()]

@@ -8,7 +8,8 @@ from a midpoint and needs no full evaluation.
 
 Each error is the sum of a polynomial's (at most 2^-37, stated next to its ``Fit``) and of a few roundings of binary64;
 the tests measure the sum against mpmath. ``trusted`` holds only where the result is a normal number of binary32, or
-exact. Where tanh and erf are cut off, value and exact value lie above the last midpoint below 1.
+exact. Where erf is cut off, value and exact value lie above the last midpoint below 1; tanh and sigmoid are cut off
+where they differ from 1 by less than 2^-56.
 ``benchmarks.exhaustive`` compares the results of these kernels for all binary32 inputs.
 """
 
@@ -32,6 +33,8 @@ HALF_PI: Final = (1.5707963267341256, 6.077100506506192e-11)
 """pi/2: the first part has 33 bits, so that k times it is exact for |k| < 2^20."""
 WINDOW: Final = 1 << 18
 """2^-35 of the value, in binary64 ulps of the upper end of a binade."""
+_VANISHING: Final = -127.0
+"""exp of what is below is less than 2^-182."""
 _SQRT_HALF_BITS: Final = 0x3FE6A09E667F3BCD
 _EXPONENT: Final = 0xFFF << 52
 
@@ -41,11 +44,14 @@ class Quick:
     """A value within 2^-36 of the exact one where ``trusted`` (bool) holds; or both lie between 1 - 2^-25 and 1.
 
     ``inside`` (bool): where both lie between 1 - 2^-25 and 1, the value is still within 2^-36; None means everywhere.
+    ``vanishes`` (bool): where the exact value lies between 0 and 2^-182, 2^-33 of binary32's least quantum, or is 0;
+    None means nowhere. The value means nothing there.
     """
 
     value: Expr
     trusted: Expr
     inside: Expr | None = None
+    vanishes: Expr | None = None
 
     @property
     def near(self) -> Expr:
@@ -85,7 +91,7 @@ def _powers(x: Expr) -> tuple[Expr, Expr]:
 def exp(x: Expr) -> Quick:
     """2^k (1 + r Q(r)), trusted up to 87, where the result is normal."""
     power, rest = _powers(x)
-    return Quick(from_bits(bits(rest + 1.0) + power), absolute(x) < 87.0)
+    return Quick(from_bits(bits(rest + 1.0) + power), absolute(x) < 87.0, vanishes=x < _VANISHING)
 
 
 def _reciprocal(d: Expr) -> Expr:
@@ -99,20 +105,21 @@ def _reciprocal(d: Expr) -> Expr:
 
 
 def sigmoid(x: Expr) -> Quick:
-    """1 / (1 + exp(-x))."""
-    return Quick(_reciprocal(exp(negate(x)).value + 1.0), absolute(x) < 87.0)
+    """1 / (1 + exp(-x)). x beyond 87 counts as 87, whose result is 1 - 2^-125."""
+    kept = select(x > 87.0, 87.0, x)
+    return Quick(_reciprocal(exp(negate(kept)).value + 1.0), x > -87.0, vanishes=x < _VANISHING)
 
 
 def tanh(x: Expr) -> Quick:
-    """(E - 1) / (E + 1), E = exp(2 x), where E - 1 = 2^k (exp(r) - 1) + (2^k - 1)."""
-    size = clamped(x, -10.0, 10.0)
+    """(E - 1) / (E + 1), E = exp(2 x), where E - 1 = 2^k (exp(r) - 1) + (2^k - 1). |x| beyond 20 counts as 20."""
+    size = clamped(x, -20.0, 20.0)
     power, rest = _powers(size + size)
     scale = from_bits(power + bits(f64(1.0)))
     numerator = fma(scale, rest, scale - 1.0)
     value = numerator * _reciprocal(numerator + 2.0)
     # The numerator of -0 is +0.
     signed = from_bits(bits(value) | (bits(x) & SIGN))
-    return Quick(signed, _zero_or_within(x, 2.0**-100, 2.0**127), absolute(x) < 10.0)
+    return Quick(signed, _zero_or_within(x, 2.0**-100, 2.0**127))
 
 
 def _logarithm(x: Expr, name: str) -> tuple[Expr, Expr]:
