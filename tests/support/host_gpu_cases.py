@@ -457,7 +457,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     enable(folder)
     # The device lacks the cells' own kernels, which a GPU has.
-    compiled_module.asked = lambda *_: True  # type: ignore[attr-defined]
+    compiled_module.asked = lambda *_, **__: True  # type: ignore[attr-defined]
     for name in LAYERS if names == ["layers"] else names:
         try:
             run(name)
