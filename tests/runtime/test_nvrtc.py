@@ -269,13 +269,13 @@ def test_a_launch_passes_grid_stream_and_arguments(gpu: SimpleNamespace) -> None
     assert len(gpu.loaded) == 2 and all(code.startswith(b"\x7fELF") for code in gpu.loaded)
 
 
-def test_a_binary_is_kept_on_disk(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_binary_is_kept_on_disk(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Under the architecture and NVRTC's version: another process, or another device of the kind, compiles nothing."""
     text = iterations._text()
     texts_compiled: list[str] = []
     compile = driver.compiled
     monkeypatch.setattr(driver, "compiled", lambda source, arch: texts_compiled.append(arch) or compile(source, arch))
-    monkeypatch.setattr(disk_cache, "key", lambda *parts, key=disk_cache.key: key("a test", *parts))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
     for capability in ((9, 0), (9, 0), (8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
         driver.DeviceLauncher().launch(text, 1, [ctypes.c_int64(1)], torch.device("cuda", 0))
