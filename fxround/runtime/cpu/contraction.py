@@ -34,9 +34,8 @@ _CONTRACT: Final = signature(2, len(contract.POINTERS))
 _DIRECT: Final = signature(2, len(direct.POINTERS))
 # The steps that make another thread worth its start: of a general kernel, and of one whose step is an instruction or
 # two.
-_ENOUGH: Final = 1 << 15
-_ENOUGH_QUICK: Final = 1 << 18
-# The longest chain: the bounds of ``numerics.truncation.up_or_down`` hold for 2^30 steps.
+_ENOUGH: Final = 1 << 17
+_ENOUGH_QUICK: Final = 1 << 19
 # Steps of a block: a packed panel of them stays in the first-level cache, the packed rows of an item in the second one.
 # A multiple of 32, because steps that share a word of coins begin at multiples of 32 (``Steps.along``).
 _BLOCK: Final = 192

@@ -29,7 +29,7 @@ from fxround.runtime.operands import writable
 
 _MAP: Final = signature(4, 5)
 # The elements that make another thread worth its start.
-ENOUGH: Final = 1 << 15
+ENOUGH: Final = 1 << 16
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from fxround.runtime.draw import Draw
 
 _REDUCE: Final = signature(2, 4)
 # The scalar steps that make another thread worth its start.
-_ENOUGH: Final = 1 << 15
+_ENOUGH: Final = 1 << 16
 
 
 def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) -> Tensor:

@@ -27,7 +27,7 @@ from fxround.kernels.shapes import Exact, Map, Reduce
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work
 from fxround.runtime.cpu.llvm.rows import build_rows
-from fxround.runtime.cpu.pointwise import array, call_for
+from fxround.runtime.cpu.pointwise import ENOUGH, array, call_for
 from fxround.runtime.cpu.reduction import reduction_for
 from fxround.runtime.cpu.threads import pieces_of
 from fxround.runtime.draw import NO_KEY, Draw
@@ -45,8 +45,6 @@ VIEWS: Final = frozenset(
     }
 )
 _ROWS: Final = signature(2, 4)
-# The elements that make another thread worth its start.
-_ENOUGH: Final = 1 << 15
 
 
 class NoPlan(Exception):
@@ -247,7 +245,7 @@ class Planner(ABC):
 
     def _kernel(self, kernel: Map, values: tuple[Value, ...], results: tuple[Value, ...], key: Key) -> None:
         call = call_for(kernel, [value.tensor for value in values])
-        if call is None or (call.total and pieces_of(call.blocks, _ENOUGH // call.unit) > 1):
+        if call is None or (call.total and pieces_of(call.blocks, ENOUGH // call.unit) > 1):
             raise NoPlan
         if call.total == 0:
             return

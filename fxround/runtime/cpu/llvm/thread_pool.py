@@ -29,12 +29,22 @@ _ENTER: Final = 1 + (1 << 16)
 _OPEN: Final = 1 << 32
 _AWAITED: Final = 1 << 33
 _LIMIT: Final = 40
-# Pauses, of 40 to 140 cycles each, before a thread sleeps and leaves the processor to others.
-_PATIENCE: Final = 500
+# How long a thread with nothing to do pauses and looks again before it sleeps, in cycles of the processor's clock. To
+# wake a thread takes 5 to 50 us, the latter in a virtual machine, so a thread of the pool waits a millisecond for the
+# next task; a caller waits for the last pieces of its own. A thread that was disturbed (the system gave its processor
+# to others for longer than an interrupt takes) sleeps at once, has little patience the next time, and twice as much
+# each time after that.
+_PATIENCE: Final = 3_200_000
+_LITTLE: Final = 50_000
+_CALLER: Final = 400_000
+_DISTURBED: Final = 1 << 17
 _PAUSE: Final[dict[str, tuple[str, str]]] = {
     "x86-64": ("call void @llvm.x86.sse2.pause()", "declare void @llvm.x86.sse2.pause()"),
     "aarch64": ("call void @llvm.aarch64.isb(i32 15)", "declare void @llvm.aarch64.isb(i32)"),
 }
+# On other processors a turn of the loop counts as 100 cycles: no thread sees that it was disturbed, so that all have
+# little patience.
+_READ_CLOCK: Final = "call i64 @llvm.readcyclecounter()"
 
 _NUMBERS: Final = {
     "inside": _INSIDE,
@@ -45,12 +55,18 @@ _NUMBERS: Final = {
     "limit": _LIMIT,
     "alone": _INSIDE | _AWAITED,
     "last": 1 | _AWAITED,
+    "little": _LITTLE,
 }
 
 # What a thread does as long as it is patient before it sleeps: it pauses, and looks again.
 _STAY: Final = """\
 stay:
-  %patient = icmp ult i64 %turn, {patience}
+  %clock = {clock}
+  %gap = sub i64 %clock, %previous
+  %calm = icmp ult i64 %gap, {disturbed}
+  %waited = sub i64 %clock, %began
+  %early = icmp ult i64 %waited, {patience}
+  %patient = and i1 %calm, %early
   br i1 %patient, label %pause, label %{otherwise}
 pause:
   {pause}
@@ -63,6 +79,8 @@ pause:
 _TEXT: Final = """\
 ; ModuleID = "thread pool"
 {declaration}
+declare i64 @llvm.readcyclecounter()
+declare i64 @llvm.umin.i64(i64, i64)
 
 define void @share(i64 %pool, i64 %function, i64 %task, i64 %members) {{
 entry:
@@ -97,9 +115,11 @@ waken:
 work:
   call void %run(i64 %task)
   %closed = atomicrmw and ptr %gate.at, i64 {shut} seq_cst
+  %began = {began}
   br label %look
 look:
   %turn = phi i64 [ 0, %work ], [ %turn.next, %pause ]
+  %previous = phi i64 [ %began, %work ], [ %clock, %pause ]
   %now = load atomic i64, ptr %gate.at seq_cst, align 8
   %inside = and i64 %now, {inside}
   %empty = icmp eq i64 %inside, 0
@@ -126,16 +146,22 @@ entry:
   br label %next
 next:
   %seen = phi i64 [ 0, %entry ], [ %seen, %awake ], [ %now, %served ]
+  %patience = phi i64 [ {most}, %entry ], [ %patience.left, %awake ], [ %patience.grown, %served ]
+  %patience.double = shl i64 %patience, 1
+  %patience.grown = call i64 @llvm.umin.i64(i64 %patience.double, i64 {most})
+  %began = {began}
   %stopping = load atomic i64, ptr %stopping.at seq_cst, align 8
   %stop = icmp ne i64 %stopping, 0
   br i1 %stop, label %end, label %look
 look:
   %turn = phi i64 [ 0, %next ], [ %turn.next, %pause ]
+  %previous = phi i64 [ %began, %next ], [ %clock, %pause ]
   %now = load atomic i64, ptr %generation.at seq_cst, align 8
   %new = icmp ne i64 %now, %seen
   br i1 %new, label %try, label %stay
 {stay_or_rest}
 rest:
+  %patience.left = select i1 %calm, i64 %patience.grown, i64 {little}
   %sleepers = atomicrmw add ptr %asleep.at, i64 1 seq_cst
   %missed = load atomic i64, ptr %generation.at seq_cst, align 8
   %idle = icmp eq i64 %missed, %seen
@@ -192,6 +218,8 @@ def build_thread_pool(architecture: Architecture) -> str:
     not zero and it is awake.
     """
     pause, declaration = _PAUSE.get(architecture, ("", ""))
+    has_clock = architecture == "x86-64"
+    began, clock = (_READ_CLOCK, _READ_CLOCK) if has_clock else ("add i64 0, 0", "mul i64 %turn, 100")
     addresses = [f"%{name}.at = getelementptr i64, ptr %pool.at, i64 {place}" for name, place in PLACE.items()]
     functions = [
         line
@@ -199,7 +227,10 @@ def build_thread_pool(architecture: Architecture) -> str:
         for line in (f"%{name}.word = load i64, ptr %{name}.at", f"%{name} = inttoptr i64 %{name}.word to ptr")
     ]
     places = "\n  ".join(("%pool.at = inttoptr i64 %pool to ptr", *addresses, *functions))
+    patience = {"ask": _CALLER if has_clock else _LITTLE, "rest": "%patience"}
     stay = {
-        f"stay_or_{name}": _STAY.format(patience=_PATIENCE, pause=pause, otherwise=name) for name in ("ask", "rest")
+        f"stay_or_{name}": _STAY.format(clock=clock, patience=limit, disturbed=_DISTURBED, pause=pause, otherwise=name)
+        for name, limit in patience.items()
     }
-    return _TEXT.format(places=places, declaration=declaration, **stay, **_NUMBERS)
+    numbers = {**_NUMBERS, "most": _PATIENCE if has_clock else _LITTLE, "began": began}
+    return _TEXT.format(places=places, declaration=declaration, **stay, **numbers)
