@@ -284,8 +284,8 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
     """
     if not has_wide_range(rounding.format, CARRIERS["f64"]):
         return value
-    low, high = (round_inside(end, rounding, random) for end in quick.ends())
-    doubtful = ~bits(low).equals(bits(high)) | ~quick.near | near_the_ends(quick.value, rounding, CARRIERS["f64"])
+    low, high = (round_inside(end, rounding, random) for end in quick.ends(rounding.mode.deterministic))
+    doubtful = ~bits(low).equals(bits(high)) | ~quick.trusted | near_the_ends(quick.value, rounding, CARRIERS["f64"])
     return _unless(doubtful, quick, rounding, value, narrow(low))
 
 

@@ -41,27 +41,30 @@ _EXPONENT: Final = 0xFFF << 52
 
 @dataclass(frozen=True)
 class Quick:
-    """A value within 2^-36 of the exact one where ``trusted`` (bool) holds; or both lie between 1 - 2^-25 and 1.
+    """A value within 2^-36 of the exact one where ``trusted`` (bool) holds and ``saturates`` (bool) does not.
 
-    ``inside`` (bool): where both lie between 1 - 2^-25 and 1, the value is still within 2^-36; None means everywhere.
+    Where the function ``saturates`` (None: nowhere), the value's magnitude is more than 1 - 2^-25, and the exact
+    one lies between it and 1.
     ``vanishes`` (bool): where the exact value lies between 0 and 2^-182, 2^-33 of binary32's least quantum, or is 0;
     None means nowhere. The value means nothing there.
     """
 
     value: Expr
     trusted: Expr
-    inside: Expr | None = None
+    saturates: Expr | None = None
     vanishes: Expr | None = None
 
-    @property
-    def near(self) -> Expr:
-        """Whether the value is within 2^-36 of the exact one."""
-        return self.trusted if self.inside is None else self.trusted & self.inside
+    def ends(self, deterministic: bool) -> tuple[Expr, Expr]:
+        """Return the ends of an interval that holds the exact value where it is ``trusted``, and is no zero.
 
-    def ends(self) -> tuple[Expr, Expr]:
-        """Return the ends of an interval that holds the exact value where it is ``near``, and is no zero."""
+        deterministic: of the mode that rounds them. Where the function saturates, a mode that draws starts from the
+        nearest binary64 number, which may be 1; for the others all values between 1's predecessor and 1 are alike.
+        """
         code = bits(self.value)
-        return from_bits(code - WINDOW), from_bits(code + WINDOW)
+        far = code + WINDOW
+        if self.saturates is not None:
+            far = select(self.saturates, (code & SIGN) | (_ordinal(1.0) - int(deterministic)), far)
+        return from_bits(code - WINDOW), from_bits(far)
 
     def doubtful(self) -> Expr:
         """Whether the exact value may round to another binary32 number than ``value`` does."""
@@ -139,7 +142,7 @@ def erf(x: Expr) -> Quick:
     """x P(x^2) up to 4, where the result rounds to 1."""
     size = clamped(x, -4.0, 4.0)
     value = size * polynomial(fma(size, size, -FITS["quick_erf"].centre), COEFFICIENTS["quick_erf"])
-    return Quick(value, _zero_or_within(x, 2.0**-100, 2.0**127), absolute(x) < 4.0)
+    return Quick(value, _zero_or_within(x, 2.0**-100, 2.0**127), saturates=absolute(x) >= 4.0)
 
 
 def _turned(x: Expr, quarter: int) -> Quick:
