@@ -1,7 +1,7 @@
 """Run every benchmark of the package, or the one that is named: each module that has a ``main``.
 
 Modules that write into docs/ and measure nothing run only if they are named. ``--isa`` runs every kernel of fxround as
-code for an instruction set; with ``avx2``, PyTorch's own kernels and oneDNN's are limited to AVX2 too. MKL's are not.
+code for an instruction set; with ``avx2``, the kernels of PyTorch, oneDNN and MKL are limited to AVX2 too.
 
 python -m benchmarks [--isa avx2] [NAME [its own arguments]]
 """
@@ -15,12 +15,11 @@ import pkgutil
 import sys
 
 import benchmarks
+from fxround.invariance.cases import STOCK_SETS
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 
 WRITERS = ("pictures", "walk")
-# PyTorch reads these at the first use of a kernel.
-STOCK_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 def main() -> None:
@@ -38,7 +37,8 @@ def main() -> None:
         parser.error(f"no benchmark is named {chosen.named[0]!r}; there are {', '.join(known)}")
     names, sys.argv[1:] = chosen.named[:1], chosen.named[1:]
     if chosen.isa == "avx2":
-        os.environ.update(STOCK_AVX2)
+        # PyTorch, oneDNN and MKL read these at the first use of a kernel.
+        os.environ.update(STOCK_SETS[chosen.isa])
     with instruction_set(chosen.isa):
         for name in names or [name for name in known if name not in WRITERS]:
             run = getattr(importlib.import_module(f"benchmarks.{name}"), "main", None)
