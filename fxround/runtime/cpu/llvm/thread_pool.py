@@ -30,11 +30,11 @@ _OPEN: Final = 1 << 32
 _AWAITED: Final = 1 << 33
 _LIMIT: Final = 40
 # How long a thread with nothing to do pauses and looks again before it sleeps, in cycles of the processor's clock. To
-# wake a thread takes 5 to 50 us, the latter in a virtual machine, so a thread of the pool waits a millisecond for the
-# next task; a caller waits for the last pieces of its own. A thread that was disturbed (the system gave its processor
-# to others for longer than an interrupt takes) sleeps at once, has little patience the next time, and twice as much
-# each time after that.
-_PATIENCE: Final = 3_200_000
+# wake a thread takes 5 to 50 us, the latter in a virtual machine, so a thread of the pool waits some 100 us for the
+# next task (more slows down PyTorch's own threads, which may need the processor), and a caller waits for the last
+# pieces of its own. A thread that was disturbed (the system gave its processor to others for longer than an interrupt
+# takes) sleeps at once, has little patience the next time, and twice as much each time after that.
+_PATIENCE: Final = 250_000
 _LITTLE: Final = 50_000
 _CALLER: Final = 400_000
 _DISTURBED: Final = 1 << 17
