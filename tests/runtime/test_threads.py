@@ -114,6 +114,20 @@ def test_threads_sleep_and_wake() -> None:
         torch.set_num_threads(before)
 
 
+def test_threads_without_work_leave_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for the next task, but not for ever."""
+    pool = threads._Pool()
+    monkeypatch.setattr(threads, "_POOL", [pool])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for _ in range(20):
+        assert visits(range(24), 24)[0].eq(1).all()
+    end = time.monotonic() + 60
+    while (asleep := pool._word("asleep").value) < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert asleep == len(pool._threads) == 2
+    pool.close()
+
+
 def test_a_closed_pool_lets_its_callers_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = threads._Pool()
     monkeypatch.setattr(threads, "_POOL", [pool])
