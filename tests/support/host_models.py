@@ -77,7 +77,10 @@ def differing(host: HostLauncher, run: Callable[[], list[Tensor]]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run everything; returns the number of runs that differ."""
+    """Run everything, or what has one of the words as its model or policy; returns the number of runs that differ."""
+    known = {*models.ZOO, *POLICIES}
+    if unknown := {*words} - known:
+        raise SystemExit(f"no model or policy is named {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     failed = 0
     with TemporaryDirectory() as folder:
         host = HostLauncher(Path(folder), COMPILER)
