@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
 import gc
 import os
 import signal
@@ -121,11 +122,21 @@ def test_threads_without_work_leave_the_processors(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for _ in range(20):
         assert visits(range(24), 24)[0].eq(1).all()
-    end = time.monotonic() + 60
-    while (asleep := pool._word("asleep").value) < 2 and time.monotonic() < end:
-        time.sleep(0.001)
-    assert asleep == len(pool._threads) == 2
-    pool.close()
+    try:
+        end = time.monotonic() + 60
+        while (asleep := pool._word("asleep").value) < 2 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert asleep == len(pool._threads) == 2
+        # A post without a task, as callers leave them while a thread is delayed, wakes none.
+        work, left = ctypes.byref(pool._word("work")), ctypes.c_int(1)
+        for _ in range(1000):
+            pool._libc.sem_post(work)
+        while left.value and time.monotonic() < end:
+            assert pool._word("asleep").value == 2
+            pool._libc.sem_getvalue(work, ctypes.byref(left))
+        assert left.value == 0 and visits(range(24), 24)[0].eq(1).all()
+    finally:
+        pool.close()
 
 
 def test_a_closed_pool_lets_its_callers_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:

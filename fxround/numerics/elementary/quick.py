@@ -44,7 +44,7 @@ class Quick:
     """A value within 2^-36 of the exact one where ``trusted`` (bool) holds and ``saturates`` (bool) does not.
 
     Where the function ``saturates`` (None: nowhere), the value's magnitude is more than 1 - 2^-25, and the exact
-    one lies between it and 1.
+    one is at most 1, and no less than the value's, but for 2^-36.
     ``vanishes`` (bool): where the exact value lies between 0 and 2^-182, 2^-33 of binary32's least quantum, or is 0;
     None means nowhere. The value means nothing there.
     """

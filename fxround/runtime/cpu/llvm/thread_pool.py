@@ -29,7 +29,7 @@ _ENTER: Final = 1 + (1 << 16)
 _OPEN: Final = 1 << 32
 _AWAITED: Final = 1 << 33
 _LIMIT: Final = 40
-# How long a thread with nothing to do pauses and looks again before it sleeps, in cycles of the processor's clock. To
+# How long a thread with nothing to do pauses and looks again before it sleeps, in cycles of the time stamp counter. To
 # wake a thread takes 5 to 50 us, the latter in a virtual machine, so a thread of the pool waits some 100 us for the
 # next task (more slows down PyTorch's own threads, which may need the processor), and a caller waits for the last
 # pieces of its own. A thread that was disturbed (the system gave its processor to others for longer than an interrupt
@@ -168,7 +168,12 @@ rest:
   br i1 %idle, label %sleep, label %awake
 sleep:
   %slept = call i32 %wait(ptr %work.at)
-  br label %awake
+  %woken.to = load atomic i64, ptr %generation.at seq_cst, align 8
+  %nothing = icmp eq i64 %woken.to, %seen
+  %ending = load atomic i64, ptr %stopping.at seq_cst, align 8
+  %going.on = icmp eq i64 %ending, 0
+  %surplus = and i1 %nothing, %going.on
+  br i1 %surplus, label %sleep, label %awake
 awake:
   %sleepers.left = atomicrmw sub ptr %asleep.at, i64 1 seq_cst
   br label %next
