@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -66,7 +68,9 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
         target: Any = node.target
         call = None if kwargs else CALLS.get(target)
-        with mode:
+        # As in a capture: PyTorch's C++ kernels of some operators, such as padding, would replace a symbolic size by
+        # the number that it stands for, or fail.
+        with mode, enable_python_dispatcher() if call is None else nullcontext():
             # What the dispatcher would call for an operator of the dialect, without the dispatcher.
             value = target(*args, **kwargs) if call is None else call.of(args).fake()
         if free_unbacked_symbols(value):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+import fxround
 from fxround.capture import capture
 from fxround.graph.dialect import CALLS, Fused, Pointwise
 from fxround.graph.values import evaluate, fake_mode
@@ -62,6 +63,27 @@ def test_equal_calls_share_a_value_and_others_do_not() -> None:
 def test_numbers_that_are_equal_and_of_other_types_are_different() -> None:
     dtypes = [value.dtype for value in values(aten.full.default, ([2], 1), ([2], True), ([2], 1.0))]
     assert dtypes == [torch.int64, torch.bool, torch.float32]
+
+
+@pytest.mark.parametrize("pads", [[0, 1], [0, -1], [2, -1, 1, 0]])
+def test_a_symbolic_size_stays_one_in_a_pad_that_a_pass_changed(pads: list[int]) -> None:
+    """PyTorch's C++ kernel would fix it to the number that the batch had at the capture, or fail for negative pads."""
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, pads)
+
+    compiled = fxround.compile(forward, "bfloat16")
+    for batch in (2, 5):
+        x = torch.randn(batch, 8, 6).requires_grad_()
+        padded = compiled(x)
+        padded.sum().backward()
+        assert torch.equal(padded, torch.nn.functional.pad(x.bfloat16().float(), pads))
+    entry = compiled._latest
+    assert entry is not None
+    assert len(compiled.captures()) == 1
+    padded = [node for node in entry.lowered.graph.nodes if node.target is aten.constant_pad_nd.default]
+    assert len(padded) == 2
+    assert all(node.meta["val"].shape[0].node.expr.free_symbols for node in padded)
 
 
 def test_sizes_that_depend_on_data_are_not_shared() -> None:
