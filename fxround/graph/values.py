@@ -118,8 +118,9 @@ class _Known:
 
 def _described(value: Any) -> tuple[Any, ...]:
     """Return everything of a fake value that an operator can ask for; the object itself where that is not known."""
-    if isinstance(value, torch.SymInt):
-        return torch.SymInt, value.node.expr
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        # The hash of the value itself would make its present number a condition of the graph.
+        return type(value), value.node.expr
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.constant is not None:
         return type(value), value if isinstance(value, Hashable) else id(value)
     sizes = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (*value.shape, *value.stride())]

@@ -86,6 +86,18 @@ def test_a_symbolic_size_stays_one_in_a_pad_that_a_pass_changed(pads: list[int])
     assert all(node.meta["val"].shape[0].node.expr.free_symbols for node in padded)
 
 
+def test_the_reciprocal_of_a_symbolic_size_stays_one() -> None:
+    class Mean(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(0)
+
+    captured = capture(Mean(), (torch.randn(2, 4, requires_grad=True),), {}, decompositions("repdl"))
+    mode = fake_mode(captured.graph)
+    before = [str(guard.expr) for guard in mode.shape_env.guards]
+    lower(captured.graph, Plan(Policy.preset("repdl"), strict=False))
+    assert [str(guard.expr) for guard in mode.shape_env.guards] == before
+
+
 def test_sizes_that_depend_on_data_are_not_shared() -> None:
     first, second = values(aten.nonzero.default, ("x",), ("z",))
     assert str(first.shape[0]) != str(second.shape[0])
