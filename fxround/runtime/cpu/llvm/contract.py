@@ -23,6 +23,9 @@ SIZES: Final = ("rows", "columns", "length", "panels", "chunk", "wide", "block",
 STRIDES: Final = ("a_batch", "a_row", "a_k", "b_batch", "out_batch", "out_row")
 POINTERS: Final = ("layout", "a", "b", "b_k", "b_n", "out_n", "out", "scratch", "key", "flags")
 
+# The panels whose results are finished row by row together: a power of two.
+_TOGETHER: Final = 8
+
 
 def build_contract(variant: ContractVariant) -> str:
     """The LLVM text of ``contract(begin, end, POINTERS...)``; the array ``layout`` holds SIZES and STRIDES as int64.
@@ -78,6 +81,15 @@ def _block(work: Item, block: Block) -> None:
             with count(b, row, end, rows) as r:
                 work.multiply(r, rows, block)
             row = end
-        waiting = b.not_(work.whole) if variant.stores_from_registers else ir.Constant(ir.IntType(1), 1)
-        with b.if_then(b.and_(block.last, waiting)):
-            work.each_row(work.finish_parked)
+        if variant.stores_from_registers:
+            with b.if_then(b.and_(block.last, b.not_(work.whole))):
+                work.each_row(work.finish_parked)
+        else:
+            done = b.add(panel, I64(1))
+            behind = b.and_(b.sub(panel, work.first_panel), I64(_TOGETHER - 1))
+            ends = b.or_(b.icmp_signed("==", behind, I64(_TOGETHER - 1)), b.icmp_signed("==", done, work.last_panel))
+            with b.if_then(b.and_(block.last, ends)), count(b, work.first_row, work.last_row) as row:
+                with count(b, b.sub(panel, behind), done) as one:
+                    work.enter_panel(one)
+                    for vector in range(variant.vectors):
+                        work.finish_parked(row, vector)
