@@ -179,6 +179,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._export.utils import _compiling_state_context
 
+    traced = _without_graph(model)
     # As in PyTorch's dynamo_graph_capture_for_export, except that what it warns of is an error here.
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling_state_context())
@@ -186,8 +187,8 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fullgraph_capture"))
         found = stack.enter_context(_changes())
-        captured = fullgraph_capture(model, args, kwargs)
-    graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, model, args, kwargs)
+        captured = fullgraph_capture(traced, args, kwargs)
+    graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, traced, args, kwargs)
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
     if captured.backend_input is not None:
         captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
@@ -199,6 +200,19 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     scope = {"L": _locals(model), "G": output.f_globals}
     constants = constants_of(output.output_graph.guards, scope, model)
     return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), constants
+
+
+def _without_graph(model: nn.Module) -> nn.Module:
+    """Return a model of ``torch.fx`` or ``torch.export`` as a plain module with the same forward and attributes.
+
+    PyTorch copies a model's attributes to the graph that Dynamo made, where the model's own graph would replace that one.
+    """
+    if not isinstance(model, fx.GraphModule):
+        return model
+    plain = nn.Module.__new__(type(type(model).__name__, (nn.Module,), {"forward": type(model).forward}))
+    of_graphs = vars(fx.GraphModule({}, fx.Graph())).keys() - vars(nn.Module()).keys()
+    vars(plain).update({name: value for name, value in vars(model).items() if name not in of_graphs})
+    return plain
 
 
 def _locals(model: nn.Module) -> dict[str, nn.Module]:

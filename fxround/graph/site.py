@@ -141,6 +141,12 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _module_path(path: str) -> str:
-    """Return ``layer1.0`` for Dynamo's ``L['self'].layer1.0``. The path of a compiled method is its module's."""
+    """Return ``layer1.0`` for Dynamo's ``L['self'].layer1.0``, or for ``getattr(L['self'].layer1, '0')``.
+
+    The path of a compiled method is its module's.
+    """
+    # The code of a traced model reads layers whose names are numbers in this way.
+    while (shorter := re.sub(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)) != path:
+        path = shorter
     path = re.sub(r"^function\.__self__\.?", "", re.sub(r"^L\['\w+'\]\.?", "", path))
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")

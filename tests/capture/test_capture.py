@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
 import pytest
 import torch
 from models import build
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxround
+from fxround import Policy, Rule
 from fxround.capture import Captured, capture
 from fxround.errors import CaptureError
 from fxround.graph.site import Port, located
@@ -263,3 +265,27 @@ def test_a_module_of_two_names_keeps_its_parameters() -> None:
     compiled = fxround.compile(model, "identity")
     torch.testing.assert_close(compiled(x), model(x))  # another order of the same sums
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [fx.symbolic_trace, lambda m: torch.export.export(m, (torch.rand(4, 3),)).module()])
+def test_a_traced_or_exported_model_is_compiled_like_the_model_and_not_changed(make: Any, inside: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    x = torch.rand(4, 3)
+    graph = make(copy.deepcopy(model))
+    traced = nn.Sequential(graph) if inside else graph
+    compiled = fxround.compile(traced, "stochastic", seed=1)
+    assert torch.equal(compiled(x), fxround.compile(model, "stochastic", seed=1)(x))
+    compiled(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in traced.parameters())
+    assert not graph.meta.get("tracing_context")
+    assert torch.equal(copy.deepcopy(traced).double()(x.double()).float(), model.double()(x.double()).float())
+
+
+def test_layers_of_a_traced_model_have_their_paths() -> None:
+    traced = fx.symbolic_trace(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 2)))
+    rules = (Rule(rounding="identity"), Rule("0.0", rounding="bfloat16"), Rule("1", rounding="binary16"))
+    compiled = fxround.compile(traced, Policy("p", rules))
+    compiled(torch.rand(4, 3))
+    found = {operation.module: operation.rounding for operation in compiled.summary().operations}
+    assert found["0.0"].startswith("bfloat16") and found["1"].startswith("binary16")
