@@ -205,11 +205,11 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
 def _without_graph(model: nn.Module) -> nn.Module:
     """Return a model of ``torch.fx`` or ``torch.export`` as a plain module with the same forward and attributes.
 
-    PyTorch copies a model's attributes to the graph that Dynamo made, where the model's own graph would replace that one.
+    PyTorch copies a model's attributes to the graph that Dynamo made; the model's own graph would replace that one.
     """
     if not isinstance(model, fx.GraphModule):
         return model
-    plain = nn.Module.__new__(type(type(model).__name__, (nn.Module,), {"forward": type(model).forward}))
+    plain: nn.Module = nn.Module.__new__(type(type(model).__name__, (nn.Module,), {"forward": type(model).forward}))
     of_graphs = vars(fx.GraphModule({}, fx.Graph())).keys() - vars(nn.Module()).keys()
     vars(plain).update({name: value for name, value in vars(model).items() if name not in of_graphs})
     return plain

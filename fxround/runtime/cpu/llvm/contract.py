@@ -85,11 +85,19 @@ def _block(work: Item, block: Block) -> None:
             with b.if_then(b.and_(block.last, b.not_(work.whole))):
                 work.each_row(work.finish_parked)
         else:
-            done = b.add(panel, I64(1))
-            behind = b.and_(b.sub(panel, work.first_panel), I64(_TOGETHER - 1))
-            ends = b.or_(b.icmp_signed("==", behind, I64(_TOGETHER - 1)), b.icmp_signed("==", done, work.last_panel))
-            with b.if_then(b.and_(block.last, ends)), count(b, work.first_row, work.last_row) as row:
-                with count(b, b.sub(panel, behind), done) as one:
-                    work.enter_panel(one)
-                    for vector in range(variant.vectors):
-                        work.finish_parked(row, vector)
+            _finish_together(work, panel, block)
+
+
+def _finish_together(work: Item, panel: Any, block: Block) -> None:
+    """After the last of some panels, round and store all of their results row by row: longer runs of memory each."""
+    b = work.b
+    others, end = b.and_(b.sub(panel, work.first_panel), I64(_TOGETHER - 1)), b.add(panel, I64(1))
+    ends = b.or_(b.icmp_signed("==", others, I64(_TOGETHER - 1)), b.icmp_signed("==", end, work.last_panel))
+    with (
+        b.if_then(b.and_(block.last, ends)),
+        count(b, work.first_row, work.last_row) as row,
+        count(b, b.sub(panel, others), end) as one,
+    ):
+        work.enter_panel(one)
+        for vector in range(work.variant.vectors):
+            work.finish_parked(row, vector)
