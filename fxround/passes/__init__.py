@@ -31,7 +31,7 @@ from fxround.passes.optimizations.hoist import hoist
 from fxround.passes.pointwise import lower_pointwise
 from fxround.passes.reductions import lower_reductions
 from fxround.passes.rewrite import Pass, Plan
-from fxround.passes.round_fallbacks import round_results, round_selections
+from fxround.passes.round_fallbacks import compare_selections, round_results, round_selections
 from fxround.passes.round_inputs import add_random_state, round_entries, round_operands
 from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.scaled_results import round_scaled_results
@@ -52,6 +52,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     round_entries,
     round_results,
     round_selections,
+    compare_selections,
     inject_faults,
 )
 

@@ -19,7 +19,7 @@ from fxround.graph.site import Site, float_value, site
 from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Fault, operator_of
 from fxround.numerics.formats import Format
-from fxround.passes.rewrite import Plan, decided, follow, locating, rng_of, sites
+from fxround.passes.rewrite import ROUND, Plan, decided, follow, locating, rng_of, sites
 
 FLIP: Final = "fxround.flip"
 # Streams of faults: above those of operands' roundings. A value has one for each field, and so have its scales,
@@ -78,5 +78,5 @@ def inject_faults(graph: fx.GraphModule, plan: Plan) -> None:
 def _is_rounded_later(node: fx.Node, place: Site) -> bool:
     """Whether a pass inserted a rounding of the value after it."""
     after = [site(user) for user in node.users if isinstance(call := read(user), Pointwise) and call.xs[0] is node]
-    rounds = [p for p in after if p is not None and p.operator == "fxround.round" and p.kind != "operand"]
+    rounds = [p for p in after if p is not None and p.operator == ROUND and p.kind != "operand"]
     return any(p.number == place.number for p in rounds)

@@ -34,12 +34,11 @@ from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.kept_blocks import regrouping, sizes_of
 from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
-from fxround.passes.rewrite import decided, source_of
+from fxround.passes.rewrite import ROUND, decided, source_of
 from fxround.passes.round_inputs import operands_of
 from fxround.passes.scaled_results import LEFT
 from fxround.policy import ENTERING, Policy, Rule
 
-_ROUND: Final = "fxround.round"
 _CONVERSION: Final = "aten._to_copy.default"
 # Operators that read the shape of their operand alone.
 _SHAPE_ONLY: Final = ("aten.rand_like.default", "aten.randn_like.default", "aten.randint_like.default")
@@ -125,7 +124,7 @@ def _computes(node: fx.Node) -> bool:
 def _rounds_only(node: fx.Node) -> bool:
     """Whether the node is a rounding or a fault that a pass inserted, which is no operation of the model."""
     place = site(node)
-    return place is not None and place.operator in (_ROUND, FLIP)
+    return place is not None and place.operator in (ROUND, FLIP)
 
 
 def _is_exempt(origin: fx.Node) -> bool:

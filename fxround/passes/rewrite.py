@@ -24,6 +24,8 @@ from fxround.operators.rules import rule_of
 from fxround.policy import Assignment, Policy
 
 RNG: Final = "rng"
+# The operator of a rounding that a pass inserts, as summaries show it.
+ROUND: Final = "fxround.round"
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def round_after(
     value, place = float_value(node), site(node)
     assert value is not None and place is not None
     call = rounded(graph, node, rounding, stream, dtype or value.dtype)
-    after = replace(place, operator="fxround.round", status="rounded", reason="")
+    after = replace(place, operator=ROUND, status="rounded", reason="")
     new = follow(graph, node, call, after, f"{node.name}_rounded")
     if dtype is not None:
         evaluate(graph, new)

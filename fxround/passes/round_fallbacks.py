@@ -7,21 +7,29 @@ to its result. Under ``strict`` an operator without a kernel is an error.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Final, cast
 
 from torch import fx
 
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, Site, float_value, float_values
+from fxround.graph.site import META, Site, float_value, float_values, site
 from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
-from fxround.passes.rewrite import Plan, decided, keeps, round_after, sites
+from fxround.passes.rewrite import ROUND, Plan, decided, insert, keeps, round_after, sites
 
 LEFT_ALONE = "the policy leaves it alone"
 OWN = "the model's own fxround.round"
 _ROUNDED = "; its result is rounded once"
+# The operators that choose some of many elements, and those by which gradients find the chosen ones.
+_CHOOSE: Final = (
+    *("aten.amax.default", "aten.amin.default", "aten.median.default", "aten.nanmedian.default"),
+    *("aten.scatter_reduce.two", "aten.segment_reduce.default"),
+)
+_COMPARISONS: Final = ("aten.eq.Tensor", "aten._segment_reduce_backward.default")
 
 
 def round_results(graph: fx.GraphModule, plan: Plan) -> None:
@@ -81,6 +89,49 @@ def round_selections(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         if not keeps(wanted[1], grids[node]) and not _unmoved(wanted[1], grids[node]):
             grids[round_after(graph, node, wanted[1], place.number)] = wanted[1].format
+
+
+def compare_selections(graph: fx.GraphModule, plan: Plan) -> None:
+    """Let gradients find the chosen elements by the value that was chosen, not by its rounding.
+
+    PyTorch's formulas for amax, median and others compare the operand with the result. A rounding of the result to a
+    narrower format than the operand's would equal no element.
+    """
+    for node in list(graph.graph.nodes):
+        place = site(node)
+        if place is None or place.direction != "backward" or str(node.target) not in _COMPARISONS:
+            continue
+        for operand in node.all_input_nodes:
+            chosen, moves = _chosen(operand)
+            if chosen is None:
+                continue
+            for move in reversed(moves):
+                chosen = insert(graph, node, move.target, (chosen, *move.args[1:]), **move.kwargs)
+            node.replace_input_with(operand, chosen)
+
+
+def _chosen(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """Return the selection whose rounding a value is, and what moved that, last first; None for any other value."""
+    moves, rounded = [], False
+    while (place := site(node)) is not None and node.op == "call_function":
+        if place.operator == ROUND:
+            node, rounded = node.all_input_nodes[0], True
+        elif place.kind == "movement" and isinstance(node.args[0], fx.Node):
+            moves.append(node)
+            node = node.args[0]
+        elif _spells(node):
+            node = cast(fx.Node, node.args[2])
+        else:
+            break
+    return (node if rounded and str(node.target) in _CHOOSE else None), moves
+
+
+def _spells(node: fx.Node) -> bool:
+    """Whether the node is the step of the formulas of amax and amin that gives zeros and NaNs their one encoding."""
+    if str(node.target) != "aten.where.self" or not isinstance(node.args[1], fx.Node):
+        return False
+    number = node.args[1].args[0] if str(node.args[1].target) == "aten.scalar_tensor.default" else None
+    return isinstance(number, float) and (number == 0 or math.isnan(number))
 
 
 def _unmoved(rounding: Rounding, grid: Format) -> bool:

@@ -37,6 +37,7 @@ from fxround.passes.inject_faults import flip_of, site_of
 from fxround.passes.loops import add_states
 from fxround.passes.rewrite import (
     RNG,
+    ROUND,
     Plan,
     decided,
     insert,
@@ -263,7 +264,7 @@ def _inserted(graph: fx.GraphModule, near: fx.Node, call: Call[fx.Node], place: 
         call.kernel(call.loads())
         new = insert(graph, near, call.overload, call.arguments())
     new._rename(f"{near.name}_operand")
-    new.meta[META] = replace(place, operator="fxround.round", kind="operand", status="rounded", reason="")
+    new.meta[META] = replace(place, operator=ROUND, kind="operand", status="rounded", reason="")
     return new
 
 

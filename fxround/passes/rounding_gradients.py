@@ -25,7 +25,7 @@ from fxround.numerics.gradients import Gradient, clamps, clamps_elements, unclam
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.inject_faults import before_flips
-from fxround.passes.rewrite import Plan, become, decided, insert, round_after, rounded
+from fxround.passes.rewrite import ROUND, Plan, become, decided, insert, round_after, rounded
 from fxround.passes.scaled_results import round_in_blocks
 from fxround.policy import Assignment
 
@@ -119,7 +119,7 @@ def _zero_clamped_elements(graph: fx.GraphModule, value: _Rounded, gradient: fx.
     program = clamped_program(blocks, Format.parse(FORMAT_OF[call.dtype]))
     flags = Pointwise(elements.xs, str(program), call.dtype, call.rng, call.node)
     flag = insert(graph, gradient, flags.overload, flags.arguments())
-    flag.meta[META] = replace(value.place, operator="fxround.round", kind="operand", status="rounded", reason="")
+    flag.meta[META] = replace(value.place, operator=ROUND, kind="operand", status="rounded", reason="")
     clamped = insert(graph, gradient, aten.gt.Scalar, (_moved(graph, value, flag, value.node, gradient), 0.0))
     gradient.update_arg(0, insert(graph, gradient, aten.masked_fill.Scalar, (gradient.args[0], clamped, 0.0)))
 
@@ -136,4 +136,4 @@ def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: 
         return
     become(graph, gradient, rounded(graph, source, rounding, place.number, dtype))
     own = replace(value.assignment, rounding=rounding, gradient=Gradient(), faults=None, blocks=None)
-    gradient.meta[META] = replace(place, operator="fxround.round", kind="pointwise", assignment=own, status="rounded")
+    gradient.meta[META] = replace(place, operator=ROUND, kind="pointwise", assignment=own, status="rounded")

@@ -25,7 +25,7 @@ from fxround.numerics.faults import Fault
 from fxround.numerics.formats import Format
 from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, TENSOR_FAULT_STREAMS, flip_of, site_of
-from fxround.passes.rewrite import Plan, last_placeholder, locating, rng_of, sites
+from fxround.passes.rewrite import ROUND, Plan, last_placeholder, locating, rng_of, sites
 
 # They yield operands, or numbers that only choose elements.
 LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
@@ -47,7 +47,7 @@ def round_in_blocks(
 ) -> fx.Node:
     """Insert the scaled rounding of a value after it, let every use read the elements, and return them."""
     readers = list(node.users)
-    writer = _After(graph, node, replace(place, operator="fxround.round", status="rounded", reason=""), stream)
+    writer = _After(graph, node, replace(place, operator=ROUND, status="rounded", reason=""), stream)
     value = node.meta["val"]
     x = node if value.dim() else writer.moved(torch.ops.aten.reshape.default, (node, [1]))
     made = scaled(x, max(1, value.dim()), value.dtype, rounding, (-1,), writer)

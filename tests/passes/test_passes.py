@@ -249,6 +249,32 @@ def test_a_selection_is_rounded_only_where_its_operands_may_lie_outside() -> Non
     assert [n for n in sites(lowered(select, torch.ones(3), policy="up_down")) if "rounded" in n] == []
 
 
+AT = torch.tensor([0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: x.amax(),
+        lambda x: x.reshape(1, 3).amin(1, keepdim=True),
+        lambda x: torch.stack([x.max(), x.median(), x.nanmedian()]),
+        lambda x: x.reshape(1, 3).aminmax(dim=1).max,
+        lambda x: torch.linalg.vector_norm(x, torch.inf),
+        lambda x: torch.zeros(2).scatter_reduce(0, AT, x, "amax", include_self=False),
+        lambda x: torch.zeros(2).index_reduce(0, AT, x, "amax"),
+        lambda x: torch.segment_reduce(x, "max", lengths=torch.tensor([2, 1])),
+    ],
+)
+@pytest.mark.parametrize("policy", [Policy("narrow", (Rule(rounding="bfloat16"),)), "stochastic"])
+@pytest.mark.filterwarnings("ignore:.*is in beta")
+def test_the_gradient_of_a_selection_finds_what_was_chosen_before_its_rounding(choose: Any, policy: Any) -> None:
+    x = torch.tensor([1.01, 3.03, 2.02], requires_grad=True)  # none is a bfloat16 number
+    fxround.compile(choose, policy, strict=False)(x).sum().backward()
+    found, x.grad = x.grad, None
+    choose(x).sum().backward()
+    assert torch.equal(found, x.grad)
+
+
 def test_native_accumulation_rounds_the_stock_result_once() -> None:
     policy = Policy("p", (Rule(operator="mm", rounding="e5m2", accumulate="native"),))
     x, model = torch.randn(4, 8), nn.Linear(8, 3, bias=False)

@@ -47,11 +47,11 @@ def scatter(x: Tensor, dim: int, index: Tensor, source: Tensor, *, reduce: str) 
 @formula(aten.index_reduce.default)
 def index_reduce(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Any:
     """index_reduce(x, i, s, mean) = (x + the sum of s at i) / the number of terms, x or 0 to begin with"""
-    if reduce != "mean" or not x.dim():
+    if reduce not in ("mean", "amax", "amin") or not x.dim():
         return NotImplemented
     shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
     wide = index.reshape(shape).expand(source.shape)
-    return scatter_reduce(x, dim, wide, source, "mean", include_self=include_self)
+    return torch.scatter_reduce(x, dim, wide, source, reduce, include_self=include_self)
 
 
 def _bags(indices: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
