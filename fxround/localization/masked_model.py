@@ -121,7 +121,8 @@ class Masked:
 
         blocks: for a site that is on, a bool tensor with as many elements as its result; where it is False the quiet
         version's value is used, computed from the same operands. observe: called with every captured node, in order,
-        the values of its operands, and its own value. Raises ValueError for a name that is no site.
+        the values of its operands, and its own value; the operand of what enters is that, before any rounding. Raises
+        ValueError for a name that is no site.
         """
         self._require_sites({*on, *(blocks or {})})
         rng = self._compiled.reseed(seed, sample).rng
@@ -136,12 +137,17 @@ class Masked:
                     values[node.name] = value = self._value(node, node.name in on, blocks or {}, known, rng)
                     room -= _bytes(value)
                     if observe is not None:
-                        observe(node, {used: known[used.name] for used in node.all_input_nodes}, value)
+                        observe(node, self._operands(node, known), value)
                 if room < 0:
                     _forget(values, self._last_uses[node.name])
         if room > 0:
             self._kept = values
         return self._result(known)
+
+    def _operands(self, node: fx.Node, known: Values) -> dict[fx.Node, Any]:
+        if node.op == "placeholder":
+            return {node: self._given[node.name]} if node.name in self._given else {}
+        return {used: known[used.name] for used in node.all_input_nodes}
 
     @cached_property
     def shapes(self) -> Mapping[str, torch.Size]:

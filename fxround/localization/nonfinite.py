@@ -1,8 +1,8 @@
 """Find the operations that create NaNs and infinities, in one run.
 
 An operation creates a NaN if it yields one and has none among its operands, and an infinity if all its operands are
-finite; operations that pass them on are not reported. Operands of pointwise operations are compared element by element,
-those of others as a whole. A number that the program contains (-inf in a mask) is not reported. Example::
+finite; operations that pass them on are not reported. What enters the model creates one if the policy's rounding does.
+Operands of pointwise operations are compared element by element, those of others as a whole. A number that the program contains (-inf in a mask) is not reported. Example::
 
     first_nonfinite(model, x)      # exp in loss.py:12: inf at [0, 3] from 97.2; it reaches the output
 """
@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.compiler.module import PolicyLike
-from fxround.graph.site import located
+from fxround.graph.site import PORT, located
 from fxround.localization.masked_model import Masked
 from fxround.operators.rules import CONSTANTS, rule_of
 from fxround.views.table import Table, Tabled
@@ -114,22 +114,23 @@ def first_nonfinite(
 
 
 def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:
-    if node.op != "call_function" or not isinstance(value, Tensor) or str(node.target) in CONSTANTS:
+    entering = node.op == "placeholder"
+    if not (entering or node.op == "call_function") or not isinstance(value, Tensor) or str(node.target) in CONSTANTS:
         return None
     given = [*(x for o in operands.values() for x in _floats(o)), *_numbers(node)]
-    rule = rule_of(node)
-    pointwise = rule is not None and rule.kind in ("pointwise", "elementary")
+    rule = None if entering else rule_of(node)
+    pointwise = entering or (rule is not None and rule.kind in ("pointwise", "elementary"))
     nans, infinite = (_any(given, value, kind, pointwise) for kind in (torch.isnan, lambda x: ~torch.isfinite(x)))
     born = (value.isnan() & ~nans) | (value.isinf() & ~infinite)
     if not bool(born.any()):
         return None
     index = tuple(int(i) for i in born.nonzero()[0])
     here = [float(x.expand(value.shape)[index]) for x in given] if pointwise else []
-    place = located(node)
+    place, port = located(node), node.meta.get(PORT)
     return Birth(
         node=node.name,
-        operator=place.operator,
-        module=place.path,
+        operator=place.operator if port is None else f"rounding of {port.kind} {port.name or port.index}",
+        module=place.path if port is None else port.name.rpartition(".")[0],
         source=place.source,
         code=place.code,
         value=float(value[index]),

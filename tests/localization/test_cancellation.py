@@ -160,3 +160,15 @@ def test_the_operation_of_the_first_step_that_overflows_is_named() -> None:
 def test_a_choice_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOperator, match=r"cond in the root module.* chooses at run time"):
         first_nonfinite(Growing(chooses=True), (torch.zeros(2), torch.ones(6, 1)))
+
+
+def test_an_infinity_is_born_where_the_policy_rounds_what_enters() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1e6)
+    report = first_nonfinite(layer, torch.tensor([[1.0, 1e10], [torch.inf, 1.0]]), "binary16")
+    found = [(b.operator, b.index, b.many, b.operands, b.reaches) for b in report.births]
+    assert found == [
+        ("rounding of parameter weight", (0, 0), 2, (1e6,), True),
+        ("rounding of argument 0", (0, 1), 1, (1e10,), True),
+    ]
