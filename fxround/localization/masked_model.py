@@ -144,7 +144,7 @@ class Masked:
             self._kept = values
         return self._result(known)
 
-    def _operands(self, node: fx.Node, known: Values) -> dict[fx.Node, Any]:
+    def _operands(self, node: fx.Node, known: Mapping[str, Any]) -> dict[fx.Node, Any]:
         if node.op == "placeholder":
             return {node: self._given[node.name]} if node.name in self._given else {}
         return {used: known[used.name] for used in node.all_input_nodes}

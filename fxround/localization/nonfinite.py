@@ -2,7 +2,8 @@
 
 An operation creates a NaN if it yields one and has none among its operands, and an infinity if all its operands are
 finite; operations that pass them on are not reported. What enters the model creates one if the policy's rounding does.
-Operands of pointwise operations are compared element by element, those of others as a whole. A number that the program contains (-inf in a mask) is not reported. Example::
+Operands of pointwise operations are compared element by element, those of others as a whole. A number that the program
+contains (-inf in a mask) is not reported. Example::
 
     first_nonfinite(model, x)      # exp in loss.py:12: inf at [0, 3] from 97.2; it reaches the output
 """
