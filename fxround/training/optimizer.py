@@ -9,7 +9,7 @@ taken is the sample: the bits of a step are a function of (seed, step), which ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.random_state import random_state, state_of
-from fxround.errors import FxroundError, type_of
+from fxround.errors import FxroundError, PolicyError, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
@@ -52,7 +52,8 @@ def compile_optimizer(
             that a scheduler of either works. Parameters and gradients are dense real tensors of any shape.
         policy: as for ``fxround.compile``. Its rules see the roles ``weight`` (the new parameter), ``state``,
             ``gradient`` (the incoming gradient) and ``update`` (all other operations), with the direction ``update``.
-        model: the module whose parameters are optimized, so that rules can match module paths; None: every path is "".
+        model: the module whose parameters are optimized, so that rules can match module paths; needed for a rule that
+            names a module and may round updates.
         strict: whether an operation that cannot be rounded is an error; None takes the policy's setting.
         seed: 0 to 2^63 - 1, the seed of the stochastic modes.
 
@@ -60,10 +61,11 @@ def compile_optimizer(
         A ``RoundedOptimizer``.
 
     Raises:
-        TypeError: for another optimizer.
-        PolicyError: for a policy that does not parse, and at the first step for a rule of the direction ``update`` that
-            matches nothing.
-        ValueError: at the first step, for the options ``capturable`` and ``differentiable``, which have no formula.
+        TypeError: for another optimizer, or a model that is no module.
+        PolicyError: for a policy that does not parse, for a rule that needs ``model``, and at the first step for a rule
+            of the direction ``update`` that matches nothing.
+        ValueError: for a model that has none of the parameters; at the first step, for the options ``capturable`` and
+            ``differentiable``, which have no formula.
 
     Example::
 
@@ -78,7 +80,24 @@ def compile_optimizer(
     if type(optimizer) not in UPDATES:
         known = ", ".join(kind.__name__ for kind in UPDATES)
         raise TypeError(f"optimizer is {type_of(optimizer)}; expected one of torch.optim's {known}")
-    return RoundedOptimizer(optimizer, Policy.parse(policy), model, strict, seed)
+    parsed = Policy.parse(policy)
+    _require_paths(parsed, model, {id(p) for group in optimizer.param_groups for p in group["params"]})
+    return RoundedOptimizer(optimizer, parsed, model, strict, seed)
+
+
+def _require_paths(policy: Policy, model: Any, parameters: Collection[int]) -> None:
+    """Raise TypeError, PolicyError or ValueError if rules that name modules cannot find the parameters."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type_of(model)}; expected the torch.nn.Module whose parameters are optimized")
+    if model is not None and not any(id(p) in parameters for p in model.parameters()):
+        raise ValueError("model has none of the optimizer's parameters; pass the module whose parameters are optimized")
+    for position, rule in enumerate(policy.rules if model is None else ()):
+        updates = "update" in rule.directions and rule.operator is None and not rule.optional
+        if rule.match != "*" and updates:
+            raise PolicyError(
+                f"policy {policy.name!r}: rule {position + 1}, {str(rule)!r}, names a module, and the optimizer knows "
+                "the modules of its parameters only with model=...: pass the module whose parameters are optimized"
+            )
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,28 @@ def test_what_has_no_formula_is_refused() -> None:
     optimizer.param_groups[0]["differentiable"] = True
     with pytest.raises(ValueError, match="differentiable=True has no formula"):
         optimizer.step()
+    layer = nn.Linear(3, 1)
+    layer.weight.grad = torch.ones(1, 3)
     lost = Policy("lost", (Rule("fc", direction="update", rounding="bfloat16"),))
     with pytest.raises(PolicyError, match="matches no operation"):
-        compile_optimizer(optim.SGD([p], lr=0.1), lost).step()
+        compile_optimizer(optim.SGD(layer.parameters(), lr=0.1), lost, model=layer).step()
+
+
+def test_rules_that_name_modules_need_the_model() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer, policy = optim.SGD(layers.parameters(), lr=0.1), Policy("p", (Rule("0", rounding="bfloat16"),))
+    with pytest.raises(PolicyError, match=r"rule 1, .* names a module, .* pass the module whose parameters"):
+        compile_optimizer(optimizer, policy)
+    with pytest.raises(ValueError, match="model has none of the optimizer's parameters"):
+        compile_optimizer(optimizer, policy, model=nn.Linear(3, 3))
+    with pytest.raises(TypeError, match=r"model is a str; expected the torch\.nn\.Module"):
+        compile_optimizer(optimizer, policy, model="layers")
+    rounded = compile_optimizer(optimizer, policy, model=layers)
+    layers(torch.rand(2, 3)).sum().backward()
+    rounded.step()
+    narrow = [torch.equal(layer.weight, layer.weight.bfloat16().float()) for layer in layers]
+    assert narrow == [True, False]
+    compile_optimizer(optimizer, Policy("p", (Rule("0", role="activation", rounding="bfloat16"),)))
 
 
 def test_a_closure_is_called_with_gradients() -> None:
