@@ -35,6 +35,8 @@ RNG_KEY: Final = "fxround_rng"
 # Knuth's multiplicative constant: parameter k draws with seed + (k + 1) * this, modulo 2^63.
 _APART: Final = 0x9E3779B97F4A7C15
 _EXAMPLE: Final = 8
+# The roles of values in a step.
+_ROLES: Final = ("weight", "state", "gradient", "update")
 
 
 def compile_optimizer(
@@ -92,8 +94,8 @@ def _require_paths(policy: Policy, model: Any, parameters: Collection[int]) -> N
     if model is not None and not any(id(p) in parameters for p in model.parameters()):
         raise ValueError("model has none of the optimizer's parameters; pass the module whose parameters are optimized")
     for position, rule in enumerate(policy.rules if model is None else ()):
-        updates = "update" in rule.directions and rule.operator is None and not rule.optional
-        if rule.match != "*" and updates:
+        updates = "update" in rule.directions and rule.role in (None, *_ROLES) and rule.operator is None
+        if rule.match != "*" and updates and not rule.optional:
             raise PolicyError(
                 f"policy {policy.name!r}: rule {position + 1}, {str(rule)!r}, names a module, and the optimizer knows "
                 "the modules of its parameters only with model=...: pass the module whose parameters are optimized"
