@@ -229,7 +229,9 @@ class RoundedModule(Exporting):
             positions = [places.index((port.name, port.index)) for port in joint.captured.entering]
             return joint.step, positions, state.multipliers(joint.delayed)
 
-        results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
+        # Stock kernels that the policy left alone must not record a graph of their own.
+        with torch.no_grad():
+            results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
         later = differentiable_later(results, step, resolved(sources.values()), self.rng)
         return pytree.tree_unflatten(later, spec)
 

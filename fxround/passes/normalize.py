@@ -9,15 +9,15 @@ rewriting keeps the bits of every value under PyTorch's own kernels.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from fxround.errors import CaptureError
-from fxround.graph.site import float_value, is_complex, located
+from fxround.graph.site import PORT, float_value, is_complex, located
 from fxround.operators.rules import rule_of
-from fxround.passes.rewrite import Plan, insert
+from fxround.passes.rewrite import Plan, insert, source_of
 
 aten = torch.ops.aten
 
@@ -28,6 +28,7 @@ _COMPLEX_MOVEMENT: Final = frozenset(
         *(aten.complex.default, aten.view_as_complex.default, aten.view_as_complex_copy.default),
     }
 )
+_ROW_MAJOR: Final = torch.contiguous_format
 _LAYOUT_BOUND: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 # The position of the scattered values among the arguments.
 _SCATTERS: Final = {"aten.scatter_add.default": 3, "aten.index_put.default": 2, "aten._unsafe_index_put.default": 2}
@@ -47,10 +48,19 @@ def normalize(graph: fx.GraphModule, plan: Plan) -> None:
             node.target = aten.zeros.default
         elif node.target is aten.as_strided.default:
             _restore_strides(graph, node)
+        elif node.target is aten.view_as_complex.default and _is_tangent(node.args[0]):
+            # The gradient that comes in may have any strides: a sum expands one number.
+            node.update_arg(0, insert(graph, node, aten.clone.default, (node.args[0],), memory_format=_ROW_MAJOR))
         elif _computes_complex(node):
             _expose_parts(graph, node)
         elif float_value(node) is not None and not any(map(is_complex, node.all_input_nodes)):
             _cast_operands(graph, node)
+
+
+def _is_tangent(node: Any) -> bool:
+    """Whether the node is an incoming gradient, or moves one."""
+    port = source_of(node).meta.get(PORT)
+    return port is not None and port.kind == "tangent"
 
 
 def _computes_complex(node: fx.Node) -> bool:
@@ -83,7 +93,7 @@ def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
         raise CaptureError(f"{located(node)}: as_strided of a tensor with gaps reads memory by layout; clone it first.")
     inverse = [order.index(d) for d in range(value.dim())]
     permuted = insert(graph, node, aten.permute.default, (source, order))
-    copy = insert(graph, node, aten.clone.default, (permuted,), memory_format=torch.contiguous_format)
+    copy = insert(graph, node, aten.clone.default, (permuted,), memory_format=_ROW_MAJOR)
     node.update_arg(0, insert(graph, node, aten.permute.default, (copy, inverse)))
 
 

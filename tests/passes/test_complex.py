@@ -179,3 +179,28 @@ def test_a_strict_policy_moves_complex_numbers_and_refuses_to_compute_them(spect
 def test_shapes_that_depend_on_data_are_captured() -> None:
     x = torch.randn(4, 8)
     assert fxround.compile(lambda x: x[x > 0].sum(), "identity")(x) == x[x > 0].sum()
+
+
+@pytest.mark.parametrize("policy", ["identity", "stochastic"])
+def test_a_gradient_of_any_strides_comes_into_complex_numbers(policy: str) -> None:
+    x = torch.randn(2, 2, requires_grad=True)
+    # A sum expands one number to the gradient of the result.
+    fxround.compile(lambda x: torch.view_as_real(torch.view_as_complex(x) * 2j), policy)(x).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[2.0, -2.0], [2.0, -2.0]]))
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x * 2) * 2j)
+
+
+@pytest.mark.parametrize("model, shape", [(Turned(), (2, 2)), (nn.RNN(4, 3), (2, 4, 4)), (nn.LSTM(4, 3), (2, 4, 4))])
+def test_what_the_policy_leaves_alone_has_gradients_in_eval_mode(model: nn.Module, shape: tuple[int, ...]) -> None:
+    found = []
+    for compiled in (fxround.compile(model.train(), "identity"), fxround.compile(model.eval(), "identity").eval()):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        result = compiled(x)
+        first = result if isinstance(result, Tensor) else result[0]
+        (first * first).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
