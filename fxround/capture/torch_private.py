@@ -28,6 +28,8 @@ from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
+from fxround.capture.batch_norm import averages_of_all_batches
+
 
 def composite_operators() -> tuple[str, ...]:
     """Return the names of the operators that are registered as compositions of others; libraries may add some."""
@@ -63,6 +65,8 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         )
         stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         stack.enter_context(_kept_checks())
+        # Its checks read data, so that torch.compile switches them off for the rest of the process.
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         if not by_dynamo:
             stack.enter_context(asked_sizes())
             stack.enter_context(_unread_numbers())
@@ -70,6 +74,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         decompositions = "torch._decomp.decompositions"
         stack.enter_context(mock.patch(f"{decompositions}._upsample_get_cubic_coefficients", _cubic_coefficients))
         stack.enter_context(_shapes_of_cells())
+        stack.enter_context(averages_of_all_batches())
         stack.enter_context(_shared_inputs())
         stack.enter_context(_undifferentiated_loops())
         # A module with two names is swapped twice. Undo the swaps in reverse order, else it keeps the trace's tensors.

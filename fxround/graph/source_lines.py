@@ -9,6 +9,8 @@ from typing import Final
 import torch
 
 TORCH: Final = str(PurePath(torch.__file__).parent)
+# The folders whose code calls a model or stands for PyTorch's.
+_OWN: Final = tuple(str(PurePath(__file__).parents[1] / folder) + "/" for folder in ("capture", "compiler"))
 
 
 def source_line(stack_trace: str) -> tuple[str, str]:
@@ -18,6 +20,10 @@ def source_line(stack_trace: str) -> tuple[str, str]:
 
 
 def innermost(stack_trace: str) -> tuple[str, int, str] | None:
-    """Return (path of the file, line, code) of the innermost frame of a stack trace, or None if it has no frame."""
+    """Return (path of the file, line, code) of the innermost frame of a stack trace, or None if it has no frame.
+
+    Frames of fxround's own code, through which a model is called, count only where there are no others.
+    """
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
-    return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else None
+    path, line, code = next((f for f in reversed(frames) if not f[0].startswith(_OWN)), (*frames, ("", "0", ""))[0])
+    return (path, int(line), code.strip()) if path else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -289,3 +291,25 @@ def test_layers_of_a_traced_model_have_their_paths() -> None:
     compiled(torch.rand(4, 3))
     found = {operation.module: operation.rounding for operation in compiled.summary().operations}
     assert found["0.0"].startswith("bfloat16") and found["1"].startswith("binary16")
+
+
+def test_batch_norm_averages_all_batches_where_its_momentum_is_none() -> None:
+    """PyTorch's own code makes a number of the count of batches, which no graph can."""
+    stock = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=None))
+    model = copy.deepcopy(stock)
+    compiled = fxround.compile(model, "reproducible")
+    for seed in range(3):
+        x = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(seed)) * (seed + 1)
+        stock(x)
+        compiled(x).sum().backward()
+    assert len(compiled.captures()) == 1 and int(model[1].num_batches_tracked) == 3
+    for ours, theirs in zip(model[1].buffers(), stock[1].buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # stock PyTorch's order of sums is not declared
+    torch.optim.swa_utils.update_bn([torch.randn(4, 2, 3, 3)], compiled)
+    assert model[1].momentum is None and int(model[1].num_batches_tracked) == 1
+
+
+def test_a_distribution_is_captured_whatever_was_captured_before() -> None:
+    command = "import torch, fxround; f = lambda x: torch.distributions.Normal(0.0, 1.0).log_prob(x)\n"
+    command += "x = torch.zeros(2); assert torch.allclose(fxround.compile(f, 'reproducible')(x), f(x))"
+    subprocess.run([sys.executable, "-c", command], check=True)
