@@ -282,17 +282,20 @@ def _unscaled(written: _Statements, rounding: ScaledRounding, stored: Format) ->
     Return the target of the element.
     """
     form, carrier = rounding.format, carrier_of(stored)
+    if form.unit is None and not form.element.within(stored):
+        least, most = form.span or (-form.element.maximum, form.element.maximum)
+        raise ValueError(
+            f"numbers from {least:g} to {most:g} in steps of 2^{form.element.quantum_exponent} have "
+            f"{form.element.precision} significant bits, and a {stored} tensor cannot store all; use a wider dtype"
+        )
     used = rounding.multiples(carrier) if rounding.overflow == "wrap" else rounding.element
     found = written.add("identity", "x0", used) if form.unit is None else written.add("div", "x0", form.unit, used)
-    fits = form.element.within(stored)
     if rounding.overflow == "wrap":
-        found = _wrapped(written, found, form, stored if form.unit is None and fits else carrier, carrier)
+        found = _wrapped(written, found, form, stored if form.unit is None else carrier, carrier)
     elif form.span is not None:
         found = written.add("clamp", found, *form.span, None)
     if form.unit is not None:
         written.add("mul", found, form.unit, _nearest(stored))
-    elif not fits:
-        written.add("identity", found, _nearest(stored))
     return found
 
 

@@ -38,6 +38,17 @@ UNSURE: Final = MappingProxyType(
         **dict.fromkeys(("fp6", "float6"), ("e3m2fn", "e2m3fn")),
     }
 )
+# How formats with arguments are written.
+SPELT: Final = MappingProxyType(
+    {
+        "ieee": "ieee(exponent_bits,precision)",
+        "table": "table(value,value,...)",
+        "posit": "posit(bits,exponent_bits)",
+        "fixed": "fixed(bits,fraction)",
+        "ufixed": "ufixed(bits,fraction)",
+        "bfp": "bfp(bits,block)",
+    }
+)
 _OTHER_TYPES: Final = re.compile(
     r"(torch\.)?((?P<complex>c(omplex|float|double|half)[0-9]*)|bool_?|q?u?int[0-9]*(_t)?|q?u?int[0-9]+x[0-9]+"
     r"|bits[0-9x]+|long|short|byte|char|ulong)"

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fxround.errors import shown
-from fxround.numerics.format_names import ALIASES, FLUSH, UNSURE, other_numbers, own_name
+from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
 from fxround.numerics.format_text import description
 from fxround.numerics.posit_codes import are_posits, posit_value
 
@@ -438,26 +438,12 @@ class Format:
                 f"{shown(text)} is a dtype of {numbers}, which are not rounded: expected a floating-point format, like "
                 "'bfloat16', 'float16' or 'e4m3fn'"
             )
-        spelt = _SPELT.get(base.partition("(")[0]) if "(" in base else None
-        if spelt is not None:
+        if "(" in base and (spelt := SPELT.get(base.partition("(")[0])):
             raise ValueError(f"no format is named {shown(text)}; expected {spelt}")
         near = candidates(base) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise ValueError(
-            f"no format is named {shown(text)}{hint} Known: {', '.join((*FORMATS, *TABLES))}, "
-            f"{', '.join(_SPELT[name] for name in ('ieee', 'table', 'posit', 'fixed', 'bfp'))}, binary8p3se"
-        )
-
-
-# How formats with arguments are written; ``fxround.numerics.scaled`` parses the blocks of bfp.
-_SPELT: Final = {
-    "ieee": "ieee(exponent_bits,precision)",
-    "table": "table(value,value,...)",
-    "posit": "posit(bits,exponent_bits)",
-    "fixed": "fixed(bits,fraction)",
-    "ufixed": "ufixed(bits,fraction)",
-    "bfp": "bfp(bits,block)",
-}
+        known = ", ".join((*FORMATS, *TABLES, *SPELT.values(), "binary8p3se"))
+        raise ValueError(f"no format is named {shown(text)}{hint} Known: {known}")
 
 
 _ROWS: Final[tuple[Format, ...]] = (
