@@ -15,14 +15,14 @@ import os
 import secrets
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.caches import CACHES
@@ -34,14 +34,16 @@ from fxround.compiler.exported_caches import CacheArgument, Cached, given, retur
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
 from fxround.compiler.random_state import advance, state_of, write
 from fxround.compiler.signature import packed_kinds, signature_of
-from fxround.errors import FxroundError, shown
+from fxround.errors import FxroundError, shown, type_of
 from fxround.float_state import require_ieee_arithmetic
+from fxround.graph.dialect.loops import COND
 
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"
 # Not under extra/, whose files PyTorch reads as text.
 _GRADIENTS: Final = "/fxround/gradients.pt2"
 RNG_BUFFER: Final = "fxround_rng"
+_DENSE: Final = torch.strided
 
 # A program may return packed sequences; PyTorch writes no type of a result that has no name in files.
 if PackedSequence not in pytree.SUPPORTED_SERIALIZED_TYPES:
@@ -85,6 +87,7 @@ def save(
     """
     if not keep_inputs:
         program._example_inputs = None
+    _spell_choices(program)
     memory = io.BytesIO()
     torch.export.save(program, memory)
     with zipfile.ZipFile(memory, "a") as archive:
@@ -117,9 +120,17 @@ def save(
     return Path(path)
 
 
+def _spell_choices(program: Any) -> None:
+    """Make the results of every ``torch.cond`` a tuple: PyTorch writes no list of them."""
+    for part in program.graph_module.modules():
+        for node in part.graph.find_nodes(op="call_function", target=COND) if isinstance(part, fx.GraphModule) else ():
+            node.meta["val"] = tuple(node.meta["val"])
+
+
 def _saved(program: Any) -> bytes:
     """Return a program without example inputs, which would be the parameters."""
     program._example_inputs = None
+    _spell_choices(program)
     memory = io.BytesIO()
     torch.export.save(program, memory)
     return memory.getvalue()
@@ -227,7 +238,7 @@ def _digest(archive: zipfile.ZipFile) -> str:
     return whole.hexdigest()
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Iterable[Any]) -> str:
     return ", ".join(map(str, numbers)) or "no"
 
 
@@ -259,6 +270,9 @@ class LoadedModule(nn.Module):
         self.program, self.training = program, training
         self._sequences, self._caches = tuple(sequences), tuple(caches)
         self._gradients = LoadedGradients(*gradients, program) if gradients else None
+        # The arguments of the program: the name of each leaf and the dtype of a tensor.
+        entering = program.graph.find_nodes(op="placeholder") if isinstance(program, fx.GraphModule) else []
+        self._entering = {str(node.target): getattr(node.meta.get("val"), "dtype", None) for node in entering}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the exported module computes, bit for bit, for the same (seed, sample).
@@ -280,6 +294,8 @@ class LoadedModule(nn.Module):
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
+        if self._entering:
+            self._require(args, kwargs, len(leaves))
         if self._gradients is None or not self._gradients.wanted(leaves):
             return self._results(args, kwargs)
         spec: list[Any] = []
@@ -315,10 +331,35 @@ class LoadedModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def _require(self, args: Any, kwargs: Mapping[str, Any], number: int) -> None:
+        """Raise TypeError for another number of arguments, another kind or dtype than in the export's example."""
+        if number != len(self._entering):
+            raise self._refusal(args, kwargs)
+        named = {name: kwargs[name] for name in kwargs.keys() & self._entering.keys()}
+        for name, given_ in (*zip(self._entering, pytree.tree_leaves(args), strict=False), *named.items()):
+            dtype = self._entering[name]
+            if dtype is None or (isinstance(given_, Tensor) and given_.dtype == dtype and given_.layout == _DENSE):
+                continue
+            kind = f"a {given_.dtype} tensor ({given_.layout})" if isinstance(given_, Tensor) else type_of(given_)
+            raise TypeError(
+                f"argument {name!r} is {kind}, and the program was exported for a dense {dtype} tensor: convert the "
+                "argument, or export another program with an example of this kind"
+            )
+
+    def _refusal(self, args: Any, kwargs: Mapping[str, Any]) -> TypeError:
+        return TypeError(
+            f"the program takes the values {_listed(self._entering)}, given as in the example of the export; got "
+            f"{len(args)} positional arguments, and these keywords: {_listed(kwargs)}"
+        )
+
     def _results(self, args: Any, kwargs: Any) -> Any:
         with aside(), torch.no_grad():
             try:
                 return self.program(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                if "exported input tree spec" not in str(error) and "keywords" not in str(error):
+                    raise
+                raise self._refusal(args, kwargs) from error
             except AssertionError as error:
                 if not str(error).startswith("Guard failed"):
                     raise

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 
 import fxround
 from fxround.compiler.exported import VERSION
@@ -120,3 +121,46 @@ def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
     monkeypatch.setitem(sys.modules, "named_results", None)
     with pytest.raises(ImportError, match="types of the module named_results"):
         fxround.load(file)
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, said",
+    [
+        ((torch.rand(3, dtype=torch.float64),), {}, "'x' is a torch.float64 tensor .* for a dense torch.float32"),
+        ((torch.rand(3).to_sparse(),), {}, "'x' is a torch.float32 tensor .torch.sparse_coo., and the program"),
+        ((3,), {}, "'x' is an int, and the program"),
+        ((), {}, "takes the values x, given as in the example of the export; got 0 positional arguments"),
+        ((torch.rand(3),) * 2, {}, "got 2 positional arguments, and these keywords: no"),
+        ((), {"y": torch.rand(3)}, "got 0 positional arguments, and these keywords: y"),
+    ],
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_loaded_program_refuses_other_arguments(
+    tmp_path: Path, args: Any, kwargs: Any, said: str, gradients: bool
+) -> None:
+    compiled = fxround.compile(nn.Linear(3, 3), "reproducible")
+    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", torch.rand(2, 3), gradients=gradients))
+    with pytest.raises(TypeError, match=said.replace("'x'", "'input'").replace(" x,", " input,")):
+        loaded(*args, **kwargs)
+    assert torch.equal(loaded(torch.ones(5, 3)), compiled(torch.ones(5, 3)))
+
+
+class Choosing(nn.Module):
+    """A choice, alone and in every step of a scan."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def choose(y: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.cond(y.sum() > 0, lambda y: (y.sin(), y + 1), lambda y: (y.exp(), y - 1), (y,))
+
+        def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = choose(row)
+            return carry + first, second * 2
+
+        return *choose(x), *scan(step, torch.zeros(3), x)
+
+
+def test_a_program_that_chooses_is_written(tmp_path: Path) -> None:
+    compiled = fxround.compile(Choosing(), "bfloat16")
+    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", torch.rand(2, 3)))
+    for x in (torch.rand(4, 3), -torch.rand(2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(loaded(x), compiled(x), strict=True))
