@@ -17,12 +17,14 @@ interrupted by Ctrl-C with 130. Examples::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -273,15 +275,20 @@ def load_inputs(spec: str) -> Any:
     import torch
 
     path = Path(spec)
-    if path.suffix in (".pt", ".pth", ".npy", ".npz") and not path.is_file():
+    if path.suffix not in (".pt", ".pth", ".npy", ".npz"):
+        return _called(spec)
+    if not path.is_file():
         raise ValueError(f"--inputs {spec}: no such file")
-    if path.suffix in (".pt", ".pth"):
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.load(path))
+        if path.suffix == ".npz":
+            return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
         return torch.load(path, weights_only=True)
-    if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path))
-    if path.suffix == ".npz":
-        return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
-    return _called(spec)
+    except Exception as error:  # of pickle, struct, zipfile, NumPy or PyTorch
+        raise ValueError(
+            f"--inputs {spec}: no {path.suffix} file of tensors or arrays of numbers ({type(error).__name__})"
+        ) from error
 
 
 def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -329,7 +336,22 @@ def _built(spec: str) -> tuple[Any, Any]:
 
 def _called(spec: str) -> Any:
     """Call ``MODULE:CALLABLE`` and return its result."""
-    return _named(spec)()
+    function = _named(spec)
+    with _blamed(spec):
+        return function()
+
+
+@contextlib.contextmanager
+def _blamed(code: str) -> Iterator[None]:
+    """Turn what the user's code raises into a ValueError of one line, with the place where it was raised."""
+    try:
+        yield
+    except (ImportError, FxroundError):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" at {place.filename}:{place.lineno}" if not isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{code} raised {type(error).__name__}{where}: {error}") from error
 
 
 def _named(spec: str) -> Callable[..., Any]:
@@ -354,9 +376,11 @@ def _module(name: str) -> Any:
         if not path.is_file():
             raise ValueError(f"{name}: no such file")
         sys.path.insert(0, str(path.resolve().parent))
-        return importlib.import_module(path.stem)
-    sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
+        name = path.stem
+    else:
+        sys.path.insert(0, os.getcwd())
+    with _blamed(f"the import of {path}"):
+        return importlib.import_module(name)
 
 
 def _example(shape: str) -> Any:

@@ -19,8 +19,8 @@ from fxround.capture import Captured
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.outside_state import OutsideState
 from fxround.compiler.training_step import Step, differentiable
-from fxround.errors import FxroundError
-from fxround.graph.site import Port
+from fxround.errors import FxroundError, type_of
+from fxround.graph.site import PORT, Port
 from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.runtime.schedule.straight import Straight
@@ -108,8 +108,28 @@ class Entry:
 
     def entering(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> list[Any]:
         """Return what enters the lowered graph, but for (seed, sample): state, arguments, and gradients of results."""
-        given = [(tangents or {})[port.index] for port in self.captured.inputs if port.kind == "tangent"]
-        return [*self._inputs(leaves), *given, *self.multipliers()]
+        return [*self._inputs(leaves), *self._tangents(tangents), *self.multipliers()]
+
+    def _tangents(self, given: Any) -> list[Tensor]:
+        """Return the gradients of results in the order of the graph; TypeError or ValueError for others than these."""
+        nodes = self.captured.graph.graph.find_nodes(op="placeholder")
+        wanted = {node.meta[PORT].index: node.meta["val"] for node in nodes if node.meta[PORT].kind == "tangent"}
+        if not wanted:
+            return []
+        if not isinstance(given, Mapping) or not wanted.keys() <= given.keys():
+            has = f"{type_of(given)}" if not isinstance(given, Mapping) else f"a dict with {list(given) or 'nothing'}"
+            raise TypeError(f"tangents is {has}; expected a dict with the gradients of the results {list(wanted)}")
+        for index, like in wanted.items():
+            one = given[index]
+            if not isinstance(one, Tensor):
+                raise TypeError(f"tangents[{index}] is {type_of(one)}; expected a tensor shaped like result {index}")
+            fixed = [(m, n) for m, n in zip(one.shape, like.shape, strict=False) if isinstance(n, int)]
+            if one.dim() != like.dim() or any(m != n for m, n in fixed) or one.dtype != like.dtype:
+                raise ValueError(
+                    f"tangents[{index}] is a {one.dtype} tensor of shape {tuple(one.shape)}; result {index} is a "
+                    f"{like.dtype} tensor of shape {tuple(like.shape)}"
+                )
+        return [given[index] for index in wanted]
 
     def named(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> dict[str, Any]:
         """Return what enters the lowered graph by the names of its nodes, the tensors that it holds among them."""

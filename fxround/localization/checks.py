@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
@@ -47,20 +49,37 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
     """Raise unless the check has one of the three forms.
 
     TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an unknown
-    metric.
+    metric, and for a threshold that is NaN.
     """
     if (check is None) == (min_bits is None):
         raise TypeError(
             "a check is needed, in one of three forms: check=function, check=(metric, threshold) or min_bits="
         )
     if check is None or callable(check):
+        if check is None and not isinstance(min_bits, int | float):
+            raise TypeError(f"min_bits is {type_of(min_bits)}; expected a number of bits")
+        if isinstance(min_bits, float) and math.isnan(min_bits):
+            raise ValueError("min_bits is nan; expected a number of bits")
         return
     if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
         raise TypeError(
             f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
             "threshold) with a metric's name or a function of the output and the reference"
         )
+    if math.isnan(check[1]):
+        raise ValueError("the threshold is nan, and no value passes or fails it; expected a number")
     chosen(check[0], None)
+
+
+def require_reference(check: CheckLike, output: Any, reference: Any) -> None:
+    """Raise unless the reference of a named metric, or of bits, is shaped like the output. TypeError, ValueError."""
+    if callable(check) or (isinstance(check, tuple) and callable(check[0])):
+        return
+    if isinstance(reference, str) or not _tensors(reference):
+        raise TypeError(f"reference is {shown(reference)}; expected a tensor shaped like the output, or None")
+    asked, found = ([tuple(x.shape) for x in _tensors(value)] for value in (output, reference))
+    if asked != found:
+        raise ValueError(f"reference has the shapes {found}; the output has {asked}")
 
 
 def parse_check(

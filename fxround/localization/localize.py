@@ -20,7 +20,7 @@ from torch import nn
 
 from fxround.compiler.module import PolicyLike
 from fxround.compiler.signature import require_module
-from fxround.localization.checks import CheckLike, parse_check, require_check
+from fxround.localization.checks import CheckLike, parse_check, require_check, require_reference
 from fxround.localization.masked_model import QUIET, Masked
 from fxround.localization.report import LEVELS, Level, LocalizeReport
 from fxround.localization.search import NothingFails, Search
@@ -95,7 +95,10 @@ def localize(
         raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
     require_check(check, min_bits)
     masked = Masked(model, policy, inputs, quiet=quiet)
-    compared = masked.run(seed=seed) if reference is None else reference
+    compared = masked.run(seed=seed)
+    if reference is not None:
+        require_reference(check, compared, reference)
+        compared = reference
     judged = parse_check(check, min_bits, compared, masked.call)
     samples = runs if masked.random else 1
     verdicts = Verdicts(masked, judged, runs=samples, seed=seed, cache=Path(cache) if cache is not None else None)

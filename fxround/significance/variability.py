@@ -15,9 +15,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Literal
 
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.compiler.signature import require_module
+from fxround.errors import shown
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import Sequential
@@ -166,8 +168,10 @@ def _plan(
         raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
     if not automatic and samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
-    if isinstance(reference, str) and reference != BINARY64:
-        raise ValueError(f"reference is {reference!r}; expected 'binary64', None, or a tensor shaped like the results")
+    leaves = [] if isinstance(reference, str) else pytree.tree_leaves(reference)
+    if (isinstance(reference, str) and reference != BINARY64) or not all(isinstance(x, Tensor | None) for x in leaves):
+        kind = ValueError if isinstance(reference, str) else TypeError
+        raise kind(f"reference is {shown(reference)}; expected 'binary64', None, or a tensor shaped like the results")
     for name, value in (("probability", options.probability), ("confidence", options.confidence)):
         if value is not None and not 0 < value < 1:
             raise ValueError(f"{name} is {value}; expected more than 0 and less than 1")

@@ -116,6 +116,9 @@ number = 3
 
 def wrong():
     return "a model"
+
+def broken():
+    return {}["layer"]
 """
 
 
@@ -154,7 +157,13 @@ def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str],
         (("inspect", "{net}:bare", "--shape", "2,5"), "the model refuses these inputs: RuntimeError: "),
         (("inspect", "{net}:bare", "--shape=-2,4"), "--shape '-2,4': "),
         (("inspect", "{net}:bare", "--shape", "9" * 20), "--shape '9999"),
+        (("inspect", "{net}:broken"), ":broken raised KeyError at "),
+        (("inspect", "wrong.py:build"), "the import of wrong.py raised SyntaxError: "),
         (("inspect", "nosuch.py:build"), "no such file"),
+        (("variability", "{net}:bare", "--inputs", "text.npy"), "--inputs text.npy: no .npy file of tensors or arrays"),
+        (("variability", "{net}:bare", "--inputs", "text.pt"), "--inputs text.pt: no .pt file of tensors or arrays"),
+        (("variability", "{net}:build", "--samples", "2", "--min-bits", "nan"), "min_bits is nan; expected a number"),
+        (("variability", "{net}:build", "--samples", "2", "--max-flips", "2"), "expected a share from 0 to 1"),
         (("variability", "{net}:bare", "--inputs", "none.npy"), "--inputs none.npy: no such file"),
         (("localize", "{net}:build", "--metric", "sqnr", "x"), "--metric sqnr x: expected a number"),
         (("inspect", "{net}:build", "--policy", "stocastic"), "did you mean 'stochastic'"),
@@ -171,6 +180,8 @@ def test_mistakes_end_with_a_message(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("wrong.py", "text.npy", "text.pt"):
+        Path(name).write_text("def build(:")
     status, _, error = run(capsys, *(a.format(net=net) for a in arguments))
     assert status == 2
     assert error.strip().startswith("fxround: ")

@@ -408,3 +408,27 @@ def test_a_rule_with_faults_is_a_text() -> None:
 def test_formats_without_these_bits_are_refused(rule: Rule, message: str) -> None:
     with pytest.raises(fxround.UnsupportedRounding, match=message):
         fxround.compile(net().eval(), Policy("p", (rule,)), example_inputs=X)
+
+
+@pytest.mark.parametrize(
+    "tangents, error, said",
+    [
+        (None, TypeError, "expected a dict with the gradients of the results .0."),
+        ("a", TypeError, "tangents is a str; expected a dict"),
+        ({5: torch.rand(4, 3)}, TypeError, "tangents is a dict with .5.; expected a dict with the gradients"),
+        ({0: 1.0}, TypeError, r"tangents\[0\] is a float; expected a tensor shaped like result 0"),
+        ({0: torch.rand(3)}, ValueError, r"tangents\[0\] is a torch.float32 tensor of shape \(3,\); result 0 is a"),
+        ({0: torch.rand(4, 2)}, ValueError, r"of shape \(4, 2\); result 0 is a torch.float32 tensor of shape"),
+        ({0: torch.rand(4, 3).double()}, ValueError, r"is a torch.float64 tensor"),
+    ],
+)
+def test_gradients_of_results_are_checked(tangents: Any, error: type[Exception], said: str) -> None:
+    compiled, x = fxround.compile(nn.Linear(3, 3), "bfloat16"), torch.rand(4, 3)
+    compiled(x)
+    with pytest.raises(error, match=said):
+        list(compiled.observe_step(tangents, x))
+    if tangents is not None:
+        with pytest.raises(error, match=said):
+            compiled.leaks(x, tangents=tangents)
+        with pytest.raises(error, match=said):
+            compiled.flips(x, tangents=tangents)

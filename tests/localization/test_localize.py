@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -287,6 +288,13 @@ def test_a_check_must_pass_with_everything_off() -> None:
         localize(SMALL, X, lambda y: False)
     with pytest.raises(ValueError, match=r"fails with every site off .*\(0 bits, at least 8 asked\)"):
         localize(SMALL, X, min_bits=8, reference=torch.zeros(2, 8))
+    with pytest.raises(ValueError, match=r"reference has the shapes \[\(8,\)\]; the output has \["):
+        localize(SMALL, X, min_bits=8, reference=torch.zeros(8))
+    with pytest.raises(TypeError, match="reference is 'binary64'; expected a tensor shaped like the output"):
+        localize(SMALL, X, ("relative_error", 1.0), reference="binary64")
+    for check, bits in ((("relative_error", math.nan), None), (None, math.nan)):
+        with pytest.raises(ValueError, match="is nan"):
+            localize(SMALL, X, check, min_bits=bits)
 
 
 def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:

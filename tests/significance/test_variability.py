@@ -165,6 +165,12 @@ def test_few_samples_are_warned_of_and_their_cost_is_printed(model: nn.Module, x
         fxround.variability(model, x, samples=5, **PLAIN)
 
 
+@pytest.mark.parametrize("reference", [3, nn.Linear(2, 2), [[1.0, 2.0]], "binary46"])
+def test_a_reference_is_a_tensor_or_binary64(model: nn.Module, x: Tensor, reference: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="expected 'binary64', None, or a tensor shaped like the results"):
+        fxround.variability(model, x, samples=5, reference=reference)
+
+
 def test_ctrl_c_returns_what_there_is(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Moments.add
     seen: list[int] = []

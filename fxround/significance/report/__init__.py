@@ -9,6 +9,7 @@ reference. A figure without evidence is None, never the number of bits of the fo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Final
 import networkx as nx
 from torch import Tensor
 
+from fxround.errors import type_of
 from fxround.policy import Policy
 from fxround.significance.bits import decimal, general_probability, half_width, penalty, require
 from fxround.significance.figures import Figures, plain
@@ -306,12 +308,18 @@ class VariabilityReport:
 
         Raises:
             CheckFailed: an AssertionError that lists every failed condition. A report that was interrupted fails.
-            ValueError: for ``max_flips`` if label flips were not measured.
+            ValueError: for a bound that is NaN or a share beyond 0 to 1, and for ``max_flips`` if label flips were not
+                measured.
+            TypeError: for a bound that is no number.
 
         Example::
 
             fxround.variability(model, x).check(min_bits=10, max_flips=0.0)
         """
+        for name, bound in (("min_bits", min_bits), ("min_worst", min_worst)):
+            _require_bound(name, bound, -math.inf, math.inf)
+        for name, bound in (("max_flips", max_flips), ("max_outside", max_outside)):
+            _require_bound(name, bound, 0, 1)
         failures = [] if self.complete else [f"the study was interrupted ({self._partial})"]
         for f in self.outputs:
             failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
@@ -321,6 +329,16 @@ class VariabilityReport:
         if failures:
             raise CheckFailed("; ".join(failures))
         return self
+
+
+def _require_bound(name: str, bound: Any, low: float, high: float) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        raise TypeError(f"{name} is {type_of(bound)}; expected a number, or None for no bound")
+    if not low <= bound <= high:
+        between = "a number" if low == -math.inf else f"a share from {low} to {high}"
+        raise ValueError(f"{name} is {bound}; expected {between}")
 
 
 def _failures(
