@@ -60,7 +60,8 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
         rounded to binary32.
 
     Raises:
-        ValueError: for another format or ``how``, and for a model without products. Also what ``compile`` raises.
+        ValueError: for another format or ``how``, for a model without products, and for an operand without a finite
+            value. Also what ``compile`` raises.
 
     Example::
 
@@ -177,7 +178,14 @@ def _observed(compiled: Any, batches: Sequence[Any]) -> Iterator[tuple[_Key, npt
             keys = wanted.get(name, ())
             if keys and isinstance(value, Tensor):
                 flat = value.detach().to(torch.float64).abs().reshape(-1).cpu().numpy()
-                flat = flat[np.isfinite(flat)]
+                finite = flat[np.isfinite(flat)]
+                if flat.size and not finite.size:
+                    path, role = keys[0]
+                    raise ValueError(
+                        f"an operand of {path or 'the model'} with the role {role} has NaNs and infinities alone, of "
+                        "which no scale can be made: check the data"
+                    )
+                flat = finite
                 yield from ((key, flat) for key in keys)
 
 

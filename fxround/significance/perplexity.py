@@ -20,6 +20,7 @@ from torch import nn
 from fxround.compiler import compile
 from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import require_module, signature_of
+from fxround.errors import shown
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
@@ -106,6 +107,7 @@ def perplexity(
     """
     _require(model, samples, confidence, seed)
     fmt = _format(model)
+    _require_collections(widths, modes, sites)
     chosen = tuple(range(2, fmt.precision + 1)) if widths is None else tuple(widths)
     _require_widths(chosen, fmt)
     places = sites_of(model) if sites is None else {name: _patterns(name, globs) for name, globs in sites.items()}
@@ -178,6 +180,8 @@ def _read(model: RoundedModule, texts: Sequence[Call], sample: int, stopping: Ca
         result = model.evaluate(*call.args, **call.kwargs)
         part: Sums = metric.measure(result, result, call)
         sums = metric.added(sums, part)
+    if sums is not None and not sums[1]:
+        raise ValueError("no text has two tokens that count, so that nothing is predicted: expected longer texts")
     return None if sums is None else metric.finish(sums)
 
 
@@ -207,6 +211,15 @@ def _patterns(name: Any, globs: Any) -> tuple[str, ...]:
     if not isinstance(name, str) or not several or not all(isinstance(glob, str) for glob in several):
         raise TypeError(f"sites has {name!r}: {globs!r}; expected a name and globs over module paths")
     return several
+
+
+def _require_collections(widths: Any, modes: Any, sites: Any) -> None:
+    if widths is not None and not isinstance(widths, Iterable):
+        raise TypeError(f"widths is {shown(widths)}; expected several whole numbers, such as (4, 8, 12)")
+    if isinstance(modes, str) or not isinstance(modes, Iterable) or not list(modes):
+        raise TypeError(f"modes is {shown(modes)}; expected several modes, such as ('nearest_even', 'stochastic')")
+    if sites is not None and (not isinstance(sites, Mapping) or not sites):
+        raise TypeError(f"sites is {shown(sites)}; expected a dict of names and globs over module paths, or None")
 
 
 def _require_widths(widths: Sequence[Any], fmt: Format) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from fractions import Fraction
 from functools import cache
@@ -154,3 +155,5 @@ def test_what_cannot_be_is_said() -> None:
             fxround.calibrate(model, x, format, how)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing to calibrate"):
         fxround.calibrate(nn.ReLU(), x)
+    with pytest.raises(ValueError, match="with the role .* has NaNs and infinities alone"):
+        fxround.calibrate(model, x * math.nan)

@@ -185,6 +185,10 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
         ({"confidence": 1.0}, ValueError, "less than 1"),
         ({"sites": {"typo": "*.attention"}}, PolicyError, "matches no operation"),
         ({"sites": {"none": ()}}, TypeError, "globs"),
+        ({"sites": "mlp"}, TypeError, "sites is 'mlp'; expected a dict"),
+        ({"sites": {}}, TypeError, "sites is .*; expected a dict"),
+        ({"widths": 4}, TypeError, "widths is 4; expected several"),
+        ({"modes": "stochastic"}, TypeError, "modes is 'stochastic'; expected several"),
         ({"modes": ("nearest",)}, ValueError, "nearest_even"),
     ],
 )
@@ -196,3 +200,8 @@ def test_wrong_arguments_say_what_was_expected(change: dict[str, Any], error: ty
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.eval"):
         fxround.perplexity(reader().train(), TOKENS)
+
+
+def test_texts_of_one_token_predict_nothing() -> None:
+    with pytest.raises(ValueError, match="no text has two tokens that count"):
+        fxround.perplexity(reader(), TOKENS[:, :1], (4,), 2)
