@@ -155,5 +155,5 @@ def test_what_cannot_be_is_said() -> None:
             fxround.calibrate(model, x, format, how)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing to calibrate"):
         fxround.calibrate(nn.ReLU(), x)
-    with pytest.raises(ValueError, match="with the role .* has NaNs and infinities alone"):
+    with pytest.raises(ValueError, match=r"with the role .* has NaNs and infinities alone"):
         fxround.calibrate(model, x * math.nan)
