@@ -42,6 +42,8 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
         kind = refused_kind(tensor)
         if kind:
             raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. Pass the float model.")
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise CaptureError(f"{name} is a nested tensor; expected a dense one: call .to_padded_tensor(0.0) first.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
         if tensor.device.type not in DEVICES:

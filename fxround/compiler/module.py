@@ -388,7 +388,7 @@ class RoundedModule(Exporting):
         record_outputs(self.source, kwargs)
         flat = flat or pytree.tree_flatten((args, kwargs))
         leaves = flat[0]
-        if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
+        if any(isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested) for x in leaves):
             refuse_unsupported_tensors(self.source, args, kwargs)
         opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
         if opaque:

@@ -25,5 +25,5 @@ def innermost(stack_trace: str) -> tuple[str, int, str] | None:
     Frames of fxround's own code, through which a model is called, count only where there are no others.
     """
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', stack_trace)
-    path, line, code = next((f for f in reversed(frames) if not f[0].startswith(_OWN)), (*frames, ("", "0", ""))[0])
-    return (path, int(line), code.strip()) if path else None
+    frames = [frame for frame in frames if not frame[0].startswith(_OWN)] or frames
+    return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else None

@@ -145,6 +145,8 @@ def test_quantized_and_sparse_tensors_are_refused_by_name() -> None:
         captured(nn.ReLU(), torch.quantize_per_tensor(x, 0.1, 0, torch.quint8))
     with pytest.raises(CaptureError, match=r"layout torch\.sparse_coo"):
         captured(nn.ReLU(), x.to_sparse())
+    with pytest.raises(CaptureError, match="argument 0 is a nested tensor; expected a dense one"):
+        fxround.compile(nn.ReLU(), "bfloat16")(torch.nested.nested_tensor([x, x[:1]]))
     module = nn.Linear(3, 3)
     module.register_buffer("phase", torch.quantize_per_tensor(x, 0.1, 0, torch.quint8))
     with pytest.raises(CaptureError, match="phase is quantized"):
