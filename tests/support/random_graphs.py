@@ -333,7 +333,7 @@ def convolution_gradient(b: Builder, x: fx.Node, y: fx.Node, p: int) -> Made:
     if (shape(x)[0], shape(x)[2:]) != (shape(y)[0], shape(y)[2:]):
         raise Unfit("another batch or size")
     if len({node.meta["val"].dtype for node in (x, y, b.weight)}) > 1:
-        raise Unfit("PyTorch refuses operands of several dtypes, and autograd gives none")
+        raise Unfit("autograd gives operands of one dtype")
     weight = b(aten.slice.Tensor, b(aten.slice.Tensor, b.weight, 1, 0, into), 0, 0, out)
     wanted = [True, False, False] if p % 2 else [False, True, False]
     args = (x, y, weight, None, [1, 1], [1, 0], [1, 1], False, [0, 0], 1, wanted)
