@@ -26,7 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.errors import shown, type_of
+from fxround.errors import type_of
 from fxround.fingerprint import hash
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
@@ -71,15 +71,9 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
     chosen(check[0], None)
 
 
-def require_reference(check: CheckLike, output: Any, reference: Any) -> None:
-    """Raise unless the reference of a named metric, or of bits, is shaped like the output. TypeError, ValueError."""
-    if callable(check) or (isinstance(check, tuple) and callable(check[0])):
-        return
-    if isinstance(reference, str) or not _tensors(reference):
-        raise TypeError(f"reference is {shown(reference)}; expected a tensor shaped like the output, or None")
-    asked, found = ([tuple(x.shape) for x in _tensors(value)] for value in (output, reference))
-    if asked != found:
-        raise ValueError(f"reference has the shapes {found}; the output has {asked}")
+def compares(check: CheckLike) -> bool:
+    """Whether the check compares with a reference by itself; a function may take a reference of any form."""
+    return check is None or (isinstance(check, tuple) and isinstance(check[0], str))
 
 
 def parse_check(

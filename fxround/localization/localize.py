@@ -20,11 +20,12 @@ from torch import nn
 
 from fxround.compiler.module import PolicyLike
 from fxround.compiler.signature import require_module
-from fxround.localization.checks import CheckLike, parse_check, require_check, require_reference
+from fxround.localization.checks import CheckLike, compares, parse_check, require_check
 from fxround.localization.masked_model import QUIET, Masked
 from fxround.localization.report import LEVELS, Level, LocalizeReport
 from fxround.localization.search import NothingFails, Search
 from fxround.localization.verdicts import Verdicts
+from fxround.significance.references import reference_rows, require_reference
 
 __all__ = ["NothingFails", "localize"]
 
@@ -64,7 +65,7 @@ def localize(
             elements of their results).
         min_bits: the number of leading bits in which every element must agree with the reference.
         reference: what metrics and ``min_bits`` compare with, shaped like the output; None takes the output of the
-            quiet run.
+            quiet run. The reference of a metric that is a function may be anything that the function takes.
         runs: samples per set, at least 1; a set fails if one of its samples fails. One run is used if neither policy
             draws random bits.
         seed: 0 to 2^63 - 1, the seed of all random bits.
@@ -94,10 +95,13 @@ def localize(
     if runs < 1 or (limit is not None and limit < 1):
         raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
     require_check(check, min_bits)
+    if compares(check):
+        require_reference(reference)
     masked = Masked(model, policy, inputs, quiet=quiet)
     compared = masked.run(seed=seed)
     if reference is not None:
-        require_reference(check, compared, reference)
+        if compares(check):
+            tuple(reference_rows(reference, compared))
         compared = reference
     judged = parse_check(check, min_bits, compared, masked.call)
     samples = runs if masked.random else 1

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxround.compiler.module import RoundedModule
@@ -29,8 +28,9 @@ from fxround.significance.inputs import Call
 from fxround.significance.metrics import chosen
 from fxround.significance.moments import Moments
 from fxround.significance.observed import WHOLE, Key, Runs, Sample, Watch, sample_number, sample_stream
-from fxround.significance.places import OUTPUT, ROOT, Capture, Isolate, Restricted, isolated, places, results
+from fxround.significance.places import OUTPUT, ROOT, Capture, Isolate, Restricted, isolated, places
 from fxround.significance.recorder import Recorder
+from fxround.significance.references import reference_rows
 
 UNPERTURBED: Final = "unperturbed"
 BINARY64: Final = "binary64"
@@ -97,10 +97,12 @@ class Batch:
 
 
 class Study:
-    """The statistics of all batches so far."""
+    """The statistics of all batches so far. batches: how many there will be; None if that is not known."""
 
-    def __init__(self, runs: Runs, plan: Sampling, fan: Fan | None, tick: Callable[[], None]) -> None:
-        self.runs, self.plan, self.tick = runs, plan, tick
+    def __init__(
+        self, runs: Runs, plan: Sampling, fan: Fan | None, tick: Callable[[], None], batches: int | None
+    ) -> None:
+        self.runs, self.plan, self.tick, self.batches = runs, plan, tick, batches
         self._fan = fan or self._serially
         self.tallies: dict[Key, Tally] = {}
         self.alone: dict[str, Tally] = {}
@@ -211,7 +213,9 @@ class Study:
         if self.plan.reference == BINARY64:
             self._against(BINARY64, batch, self.runs.binary64(batch.call, batch.watch))
         elif self.plan.reference is not None:
-            self._against(GIVEN, batch, given(self.plan.reference, batch))
+            last = len(self.counts) == self.batches
+            rows = reference_rows(self.plan.reference, batch.result, batch.call.offset, last=last)
+            self._against(GIVEN, batch, (((OUTPUT, name), theirs) for name, theirs in rows))
 
     def _against(self, name: str, batch: Batch, stream: Sample) -> None:
         for at, value in stream:
@@ -239,21 +243,6 @@ class Study:
 
     def _serially(self, call: Call, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
         return (sample_stream(self.runs.perturbed, call, number, watch) for number in numbers)
-
-
-def given(reference: Any, batch: Batch) -> Iterator[tuple[Key, Any]]:
-    """Yield the rows of the caller's reference that belong to the batch, in the structure of the result.
-
-    Raises ValueError if the shapes differ.
-    """
-    theirs = [leaf for leaf in pytree.tree_leaves(reference) if isinstance(leaf, Tensor)]
-    for (name, mine), leaf in zip(results(batch.result), theirs, strict=False):
-        rows = leaf[batch.call.offset : batch.call.offset + mine.shape[0]] if mine.dim() and leaf.dim() else leaf
-        if rows.shape != mine.shape:
-            raise ValueError(
-                f"reference for {name} has shape {tuple(leaf.shape)}; expected that of all results together"
-            )
-        yield (OUTPUT, name), rows
 
 
 @contextmanager

@@ -15,11 +15,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.compiler.signature import require_module
-from fxround.errors import shown
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import Sequential
@@ -31,6 +29,7 @@ from fxround.significance.observed import Runs
 from fxround.significance.places import Capture, Isolate, known_capture, known_isolate
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import provenance
+from fxround.significance.references import require_reference
 from fxround.significance.report import VariabilityReport
 from fxround.significance.study import BINARY64, BITS, Sampling, Study, interruptible
 from fxround.significance.workers import Workers
@@ -79,7 +78,7 @@ def variability(
         metrics: names of ``fxround.significance.metrics.METRICS``, functions of (sample, unperturbed result), or
             ``"auto"``: those that fit the first result.
         reference: ``"binary64"`` (a copy of the model cast to float64), None, or a tensor shaped like the results of
-            all inputs.
+            all inputs; for a model that returns several, tensors in the structure that it returns.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, the seed of all random bits.
         tolerance: half width of the confidence interval for ``samples="auto"``, in bits or in the metric's unit.
@@ -133,7 +132,7 @@ def variability(
             if n_jobs != 1
             else None
         )
-        study = Study(runs, plan, fan, tick)
+        study = Study(runs, plan, fan, tick, batches)
         study.stopping = stack.enter_context(interruptible())
         for call in _until(study, calls(model, inputs, batch_size)):
             study.batch(call)
@@ -168,10 +167,7 @@ def _plan(
         raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
     if not automatic and samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
-    leaves = [] if isinstance(reference, str) else pytree.tree_leaves(reference)
-    if (isinstance(reference, str) and reference != BINARY64) or not all(isinstance(x, Tensor | None) for x in leaves):
-        kind = ValueError if isinstance(reference, str) else TypeError
-        raise kind(f"reference is {shown(reference)}; expected 'binary64', None, or a tensor shaped like the results")
+    require_reference(reference, BINARY64)
     for name, value in (("probability", options.probability), ("confidence", options.confidence)):
         if value is not None and not 0 < value < 1:
             raise ValueError(f"{name} is {value}; expected more than 0 and less than 1")

@@ -288,10 +288,6 @@ def test_a_check_must_pass_with_everything_off() -> None:
         localize(SMALL, X, lambda y: False)
     with pytest.raises(ValueError, match=r"fails with every site off .*\(0 bits, at least 8 asked\)"):
         localize(SMALL, X, min_bits=8, reference=torch.zeros(2, 8))
-    with pytest.raises(ValueError, match=r"reference has the shapes \[\(8,\)\]; the output has \["):
-        localize(SMALL, X, min_bits=8, reference=torch.zeros(8))
-    with pytest.raises(TypeError, match="reference is 'binary64'; expected a tensor shaped like the output"):
-        localize(SMALL, X, ("relative_error", 1.0), reference="binary64")
     for check, bits in ((("relative_error", math.nan), None), (None, math.nan)):
         with pytest.raises(ValueError, match="is nan"):
             localize(SMALL, X, check, min_bits=bits)
@@ -323,6 +319,28 @@ def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
 def test_mistakes_are_reported(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         localize(Pair(), X, **arguments)
+
+
+@pytest.mark.parametrize(
+    "reference, error, message",
+    [
+        (torch.zeros(8), ValueError, r"reference for output has shape \(8,\); expected that of all results together"),
+        (torch.zeros(3, 8), ValueError, r"reference for output has shape \(3, 8\)"),
+        (torch.zeros(2, 8).long(), ValueError, "has dtype torch.int64; expected floating point, as the result"),
+        ((X, X), ValueError, "reference has 2 tensors to compare, and the results have 1"),
+        ("binary64", TypeError, "reference is 'binary64'; expected None, or a tensor shaped like the results"),
+        (3, TypeError, "reference is 3; expected None, or a tensor shaped like the results"),
+    ],
+)
+def test_a_reference_has_the_shape_of_the_result(reference: Any, error: Any, message: str) -> None:
+    for check, bits in ((("relative_error", 5.0), None), (None, 8)):
+        with pytest.raises(error, match=message):
+            localize(SMALL, X, check, min_bits=bits, reference=reference)
+
+
+def test_a_function_takes_any_reference() -> None:
+    with pytest.raises(NothingFails):
+        localize(SMALL, X, (lambda y, limit: float(y.abs().max() > limit), 0.5), reference=3)
 
 
 def test_a_report_is_data_and_text() -> None:
