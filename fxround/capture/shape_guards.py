@@ -28,18 +28,28 @@ class Sizes:
     def admit(self, shapes: Sequence[tuple[int, ...] | None]) -> bool:
         """Whether arguments of these shapes may run the graph (None: not a tensor)."""
         values: dict[Any, int] = {}
-        pairs = [
-            (expression, size)
-            for dimensions, shape in zip(self.dimensions, shapes, strict=True)
-            if dimensions is not None and shape is not None
-            for expression, size in zip(dimensions, shape, strict=True)
-        ]
+        pairs = self._paired(shapes)
         for expression, size in pairs:
             if getattr(expression, "is_symbol", False) and values.setdefault(expression, size) != size:
                 return False
         if any(size != (e if isinstance(e, int) else e.xreplace(values)) for e, size in pairs):
             return False
         return not any(condition.xreplace(values) == False for condition in self.conditions)  # noqa: E712 (sympy)
+
+    def measured(self, shape: Sequence[Any], shapes: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
+        """Return a traced shape in the numbers of these arguments; a size that they do not determine stays a symbol."""
+        values = {expression: size for expression, size in self._paired(shapes) if not isinstance(expression, int)}
+        found = [n.node.expr.xreplace(values) if isinstance(n, torch.SymInt) else n for n in shape]
+        return tuple(int(n) if _is_number(n) else n for n in found)
+
+    def _paired(self, shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[Any, int]]:
+        """Return each dimension of the arguments with its size."""
+        return [
+            (expression, size)
+            for dimensions, shape in zip(self.dimensions, shapes, strict=True)
+            if dimensions is not None and shape is not None
+            for expression, size in zip(dimensions, shape, strict=True)
+        ]
 
     def differing(self, shapes: Sequence[tuple[int, ...] | None]) -> Iterator[tuple[int, int]]:
         """Yield (argument, dimension) of the sizes that have a symbol, or another number than in these shapes."""

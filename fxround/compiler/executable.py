@@ -108,9 +108,9 @@ class Entry:
 
     def entering(self, leaves: Sequence[Any], tangents: Mapping[int, Tensor] | None = None) -> list[Any]:
         """Return what enters the lowered graph, but for (seed, sample): state, arguments, and gradients of results."""
-        return [*self._inputs(leaves), *self._tangents(tangents), *self.multipliers()]
+        return [*self._inputs(leaves), *self._tangents(leaves, tangents), *self.multipliers()]
 
-    def _tangents(self, given: Any) -> list[Tensor]:
+    def _tangents(self, leaves: Sequence[Any], given: Any) -> list[Tensor]:
         """Return the gradients of results in the order of the graph; TypeError or ValueError for others than these."""
         nodes = self.captured.graph.graph.find_nodes(op="placeholder")
         wanted = {node.meta[PORT].index: node.meta["val"] for node in nodes if node.meta[PORT].kind == "tangent"}
@@ -119,15 +119,16 @@ class Entry:
         if not isinstance(given, Mapping) or not wanted.keys() <= given.keys():
             has = f"{type_of(given)}" if not isinstance(given, Mapping) else f"a dict with {list(given) or 'nothing'}"
             raise TypeError(f"tangents is {has}; expected a dict with the gradients of the results {list(wanted)}")
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         for index, like in wanted.items():
-            one = given[index]
+            one, asked = given[index], self.captured.sizes.measured(like.shape, shapes)
             if not isinstance(one, Tensor):
                 raise TypeError(f"tangents[{index}] is {type_of(one)}; expected a tensor shaped like result {index}")
-            fixed = [(m, n) for m, n in zip(one.shape, like.shape, strict=False) if isinstance(n, int)]
-            if one.dim() != like.dim() or any(m != n for m, n in fixed) or one.dtype != like.dtype:
+            known = [(m, n) for m, n in zip(one.shape, asked, strict=False) if isinstance(n, int)]
+            if one.dim() != like.dim() or any(m != n for m, n in known) or one.dtype != like.dtype:
                 raise ValueError(
                     f"tangents[{index}] is a {one.dtype} tensor of shape {tuple(one.shape)}; result {index} is a "
-                    f"{like.dtype} tensor of shape {tuple(like.shape)}"
+                    f"{like.dtype} tensor of shape {asked}"
                 )
         return [given[index] for index in wanted]
 

@@ -51,7 +51,7 @@ class Faulting(Leaking):
         Raises:
             What capturing raises.
         """
-        args, kwargs = arguments(inputs)
+        args, kwargs = arguments(inputs, "inputs")
         leaves = pytree.tree_leaves((args, kwargs))
         quiet = self.with_policy(_without_faults(self.policy))
         with torch.set_grad_enabled(tangents is not None):

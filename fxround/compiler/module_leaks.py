@@ -60,16 +60,18 @@ class Leaking(Shown):
             A ``Leaks``: a table with one row per value that is not proved to be in its format.
 
         Raises:
-            ValueError: if ``inputs`` is None before the first call, and if ``declared`` is unknown or a scaled format.
-                Also what capturing raises.
+            ValueError: if ``inputs`` is None before the first call or with ``tangents``, and if ``declared`` is unknown
+                or a scaled format. Also what capturing raises.
 
         Example::
 
             print(compiled.leaks(x))
         """
+        if inputs is None and tangents is not None:
+            raise ValueError("tangents are given without inputs: the gradients of results need a call to run with")
         if inputs is None:
             return _leaks(self._called, self.policy, declared, None, self.rng, None)
-        args, kwargs = arguments(inputs)
+        args, kwargs = arguments(inputs, "inputs")
         with torch.set_grad_enabled(tangents is not None):
             entry = self._entry(args, kwargs)
         return _leaks(entry, self.policy, declared, pytree.tree_leaves((args, kwargs)), self.rng, tangents)

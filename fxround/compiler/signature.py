@@ -29,8 +29,11 @@ from fxround.errors import CaptureError, type_of
 REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"
 
 
-def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of ``example_inputs``. Raises TypeError for another form."""
+def arguments(example: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of ``example_inputs``.
+
+    Raises TypeError for another form; ``name`` is what the caller calls them.
+    """
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple) and tuple(map(type, example)) == (tuple, dict):
@@ -40,7 +43,7 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Tensor):
         return (example,), {}
     raise TypeError(
-        f"example_inputs is {type_of(example)}; expected a tensor, a tuple of arguments, a dict of "
+        f"{name} is {type_of(example)}; expected a tensor, a tuple of arguments, a dict of "
         "keywords, or a tuple and a dict"
     )
 

@@ -418,6 +418,8 @@ def test_formats_without_these_bits_are_refused(rule: Rule, message: str) -> Non
         ({5: torch.rand(4, 3)}, TypeError, "tangents is a dict with .5.; expected a dict with the gradients"),
         ({0: 1.0}, TypeError, r"tangents\[0\] is a float; expected a tensor shaped like result 0"),
         ({0: torch.rand(3)}, ValueError, r"tangents\[0\] is a torch.float32 tensor of shape \(3,\); result 0 is a"),
+        ({0: torch.rand(1, 3)}, ValueError, r"of shape \(1, 3\); result 0 is a torch.float32 tensor of shape \(4, 3\)"),
+        ({0: torch.rand(5, 3)}, ValueError, r"of shape \(5, 3\); result 0 is a torch.float32 tensor of shape \(4, 3\)"),
         ({0: torch.rand(4, 2)}, ValueError, r"of shape \(4, 2\); result 0 is a torch.float32 tensor of shape"),
         ({0: torch.rand(4, 3).double()}, ValueError, r"is a torch.float64 tensor"),
     ],

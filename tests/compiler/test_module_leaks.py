@@ -169,8 +169,12 @@ def test_wrong_arguments() -> None:
         compiled.leaks(x, declared="mxfp8")
     with pytest.raises(ValueError, match="no format is named 'e4m3fm'; did you mean e4m3fn"):
         compiled.leaks(x, declared="e4m3fm")
-    with pytest.raises(TypeError, match="example_inputs is an int"):
-        compiled.leaks(3)
+    compiled(x)
+    for call in (compiled.leaks, compiled.flips):
+        with pytest.raises(TypeError, match=r"^inputs is an int; expected a tensor, a tuple of arguments"):
+            call(3)
+    with pytest.raises(ValueError, match="tangents are given without inputs"):
+        compiled.leaks(tangents={0: x})
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4/stochastic", "uint8:channel", "fp8_delayed", "fixed(12,8)"])
