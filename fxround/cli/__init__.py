@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if REFUSED not in getattr(error, "__notes__", ()):
             raise
-        print(f"fxround: the model refuses these inputs: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"fxround: the model refuses these inputs: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxround: interrupted", file=sys.stderr)
@@ -178,8 +178,11 @@ def _samples(text: str) -> int | str:
 
 def _variability(arguments: argparse.Namespace) -> int:
     import fxround
-    from fxround.significance.report import CheckFailed
+    from fxround.significance.report import CheckFailed, require_bounds
 
+    names = (flag[2:].replace("-", "_") for flag, _ in _CHECKS)
+    asked = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    require_bounds(**asked)
     model, inputs = _loaded(arguments)
     found = fxround.variability(
         model,
@@ -201,8 +204,6 @@ def _variability(arguments: argparse.Namespace) -> int:
     if arguments.html:
         found.to_html(arguments.html)
     try:
-        checks = {flag[2:].replace("-", "_") for flag, _ in _CHECKS}
-        asked = {name: value for name in checks if (value := getattr(arguments, name)) is not None}
         found.check(**asked, allow_nonfinite=not asked)
     except CheckFailed as error:
         print(f"fxround: {error}", file=sys.stderr)
@@ -343,15 +344,24 @@ def _called(spec: str) -> Any:
 
 @contextlib.contextmanager
 def _blamed(code: str) -> Iterator[None]:
-    """Turn what the user's code raises into a ValueError of one line, with the place where it was raised."""
+    """Turn what the user's code raises into a ValueError of one line, with the place where it was raised.
+
+    A SystemExit is one too: its status would be taken for that of a check.
+    """
     try:
         yield
-    except (ImportError, FxroundError):
+    except FxroundError:
         raise
-    except Exception as error:
+    except ImportError as error:
+        raise ImportError(f"{code}: {_first_line(error)}") from error
+    except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" at {place.filename}:{place.lineno}" if not isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{code} raised {type(error).__name__}{where}: {error}") from error
+        raise ValueError(f"{code} raised {type(error).__name__}{where}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _named(spec: str) -> Callable[..., Any]:
@@ -393,4 +403,4 @@ def _example(shape: str) -> Any:
     try:
         return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
     except (RuntimeError, TypeError) as error:  # negative, beyond 64 bits, or more than there is memory for
-        raise ValueError(f"--shape {shape!r}: {str(error).partition(chr(10))[0]}") from None
+        raise ValueError(f"--shape {shape!r}: {_first_line(error)}") from None

@@ -119,6 +119,15 @@ def wrong():
 
 def broken():
     return {}["layer"]
+
+def leaves():
+    raise SystemExit(1)
+
+def imports():
+    import nosuch
+
+def talks():
+    raise RuntimeError("first\\nsecond")
 """
 
 
@@ -158,6 +167,9 @@ def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str],
         (("inspect", "{net}:bare", "--shape=-2,4"), "--shape '-2,4': "),
         (("inspect", "{net}:bare", "--shape", "9" * 20), "--shape '9999"),
         (("inspect", "{net}:broken"), ":broken raised KeyError at "),
+        (("inspect", "{net}:leaves"), ":leaves raised SystemExit at "),
+        (("inspect", "{net}:imports"), ":imports: No module named 'nosuch'"),
+        (("inspect", "{net}:talks"), ": first\n"),
         (("inspect", "wrong.py:build"), "the import of wrong.py raised SyntaxError: "),
         (("inspect", "nosuch.py:build"), "no such file"),
         (("variability", "{net}:bare", "--inputs", "text.npy"), "--inputs text.npy: no .npy file of tensors or arrays"),

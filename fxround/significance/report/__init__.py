@@ -316,10 +316,7 @@ class VariabilityReport:
 
             fxround.variability(model, x).check(min_bits=10, max_flips=0.0)
         """
-        for name, bound in (("min_bits", min_bits), ("min_worst", min_worst)):
-            _require_bound(name, bound, -math.inf, math.inf)
-        for name, bound in (("max_flips", max_flips), ("max_outside", max_outside)):
-            _require_bound(name, bound, 0, 1)
+        require_bounds(min_bits=min_bits, min_worst=min_worst, max_flips=max_flips, max_outside=max_outside)
         failures = [] if self.complete else [f"the study was interrupted ({self._partial})"]
         for f in self.outputs:
             failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
@@ -331,14 +328,17 @@ class VariabilityReport:
         return self
 
 
-def _require_bound(name: str, bound: Any, low: float, high: float) -> None:
-    if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        raise TypeError(f"{name} is {type_of(bound)}; expected a number, or None for no bound")
-    if not low <= bound <= high:
-        between = "a number" if low == -math.inf else f"a share from {low} to {high}"
-        raise ValueError(f"{name} is {bound}; expected {between}")
+def require_bounds(**bounds: Any) -> None:
+    """Raise for bounds of ``check`` that no report can be held to: TypeError for no number, ValueError for others."""
+    for name, bound in bounds.items():
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise TypeError(f"{name} is {type_of(bound)}; expected a number, or None for no bound")
+        if math.isnan(bound):
+            raise ValueError(f"{name} is {bound}; expected a number")
+        if name.startswith("max_") and not 0 <= bound <= 1:
+            raise ValueError(f"{name} is {bound}; expected a share from 0 to 1")
 
 
 def _failures(
