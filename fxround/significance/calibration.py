@@ -8,6 +8,7 @@ divergence chooses among the edges of a histogram, as TensorRT and NVIDIA's pyto
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Final, Literal
@@ -40,7 +41,7 @@ _FIRST: Final = 128
 How = Literal["largest", "kl"]
 # Nothing is rounded. A policy that treats gradients unrolls recurrent layers, whose loops would hide their operands,
 # and refuses other loops.
-_UNROLLED: Final = Policy("observed", (Rule(rounding="identity", gradient="binary64"),))
+_UNROLLED: Final = Policy("observed", (Rule(rounding="identity", gradient="binary64", optional=True),))
 # The path of a module and the role of an operand.
 _Key = tuple[str, str]
 
@@ -63,6 +64,8 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
         ValueError: for another format or ``how``, for a model without products, and for an operand without a finite
             value. Also what ``compile`` raises.
 
+    Gives a warning for an operand that has NaNs or infinities among finite values, which its scale leaves out.
+
     Example::
 
         policy = fxround.calibrate(model, x, "int8")
@@ -81,14 +84,19 @@ def calibrate(model: nn.Module, inputs: Any, format: Any = "int8", how: How = "k
     batches = [(call.args, call.kwargs) for call in calls(model, inputs)]
     compiled = compile(model, _UNROLLED)
     magnitudes: dict[_Key, float] = {}
-    for key, value in _observed(compiled, batches):
+    others: dict[_Key, int] = {}
+    for key, value, skipped in _observed(compiled, batches):
         magnitudes[key] = max(magnitudes.get(key, 0.0), float(value.max()) if value.size else 0.0)
+        others[key] = others.get(key, 0) + skipped
     if not magnitudes:
         raise ValueError("the model has no products of matrices and no convolutions: there is nothing to calibrate")
+    for key, number in others.items():
+        if number:
+            warnings.warn(f"{_operand(key)} has {number} NaNs or infinities: its scale leaves them out", stacklevel=2)
     thresholds = dict(magnitudes)
     if how == "kl":
         counts = {key: np.zeros(BINS, np.int64) for key in magnitudes}
-        for key, value in _observed(compiled, batches):
+        for key, value, _ in _observed(compiled, batches):
             counts[key] += histogram(value, magnitudes[key])
         thresholds = {key: magnitudes[key] * kl_threshold(counts[key], levels) / BINS for key in magnitudes}
     mode = f"{rounding.mode}/{'saturate' if whole is not None else rounding.overflow}"
@@ -158,8 +166,10 @@ def _logs(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(run_map(program, (torch.from_numpy(numbers),), torch.float64, Draw()).numpy())
 
 
-def _observed(compiled: Any, batches: Sequence[Any]) -> Iterator[tuple[_Key, npt.NDArray[np.float64]]]:
-    """Yield the finite magnitudes of the operands of products in forward passes, with module and role."""
+def _observed(compiled: Any, batches: Sequence[Any]) -> Iterator[tuple[_Key, npt.NDArray[np.float64], int]]:
+    """Yield module and role of the operands of products in forward passes, their finite magnitudes, and how many of
+    their elements are not finite.
+    """
     for args, kwargs in batches:
         with torch.no_grad():
             entry = compiled._entry(args, kwargs)
@@ -180,13 +190,16 @@ def _observed(compiled: Any, batches: Sequence[Any]) -> Iterator[tuple[_Key, npt
                 flat = value.detach().to(torch.float64).abs().reshape(-1).cpu().numpy()
                 finite = flat[np.isfinite(flat)]
                 if flat.size and not finite.size:
-                    path, role = keys[0]
                     raise ValueError(
-                        f"an operand of {path or 'the model'} with the role {role} has NaNs and infinities alone, of "
-                        "which no scale can be made: check the data"
+                        f"{_operand(keys[0])} has NaNs and infinities alone, of which no scale can be made: check the "
+                        "data"
                     )
-                flat = finite
-                yield from ((key, flat) for key in keys)
+                yield from ((key, finite, flat.size - finite.size) for key in keys)
+
+
+def _operand(key: _Key) -> str:
+    path, role = key
+    return f"an operand of {path or 'the model'} with the role {role}"
 
 
 def _plain(format: Any) -> str:

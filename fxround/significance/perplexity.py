@@ -108,6 +108,9 @@ def perplexity(
     _require(model, samples, confidence, seed)
     fmt = _format(model)
     _require_collections(widths, modes, sites)
+    modes = tuple(modes)
+    if not modes:
+        raise ValueError("modes has nothing; expected names of rounding modes, such as 'nearest_even'")
     chosen = tuple(range(2, fmt.precision + 1)) if widths is None else tuple(widths)
     _require_widths(chosen, fmt)
     places = sites_of(model) if sites is None else {name: _patterns(name, globs) for name, globs in sites.items()}
@@ -207,7 +210,7 @@ def _narrowed(fmt: Format, width: int) -> Format:
 
 
 def _patterns(name: Any, globs: Any) -> tuple[str, ...]:
-    several = (globs,) if isinstance(globs, str) else tuple(globs)
+    several = (globs,) if isinstance(globs, str) or not isinstance(globs, Iterable) else tuple(globs)
     if not isinstance(name, str) or not several or not all(isinstance(glob, str) for glob in several):
         raise TypeError(f"sites has {name!r}: {globs!r}; expected a name and globs over module paths")
     return several
@@ -216,7 +219,7 @@ def _patterns(name: Any, globs: Any) -> tuple[str, ...]:
 def _require_collections(widths: Any, modes: Any, sites: Any) -> None:
     if widths is not None and not isinstance(widths, Iterable):
         raise TypeError(f"widths is {shown(widths)}; expected several whole numbers, such as (4, 8, 12)")
-    if isinstance(modes, str) or not isinstance(modes, Iterable) or not list(modes):
+    if isinstance(modes, str) or not isinstance(modes, Iterable):
         raise TypeError(f"modes is {shown(modes)}; expected several modes, such as ('nearest_even', 'stochastic')")
     if sites is not None and (not isinstance(sites, Mapping) or not sites):
         raise TypeError(f"sites is {shown(sites)}; expected a dict of names and globs over module paths, or None")

@@ -17,7 +17,7 @@ import fxround
 from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import Rounding
 from fxround.policy import Policy
-from fxround.significance.calibration import BINS, histogram, kl_threshold
+from fxround.significance.calibration import BINS, How, histogram, kl_threshold
 
 
 @cache
@@ -157,3 +157,20 @@ def test_what_cannot_be_is_said() -> None:
         fxround.calibrate(nn.ReLU(), x)
     with pytest.raises(ValueError, match=r"with the role .* has NaNs and infinities alone"):
         fxround.calibrate(model, x * math.nan)
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        fxround.calibrate(nn.Identity(), x)
+
+
+@pytest.mark.parametrize("how", ["largest", "kl"])
+@pytest.mark.parametrize("special", [math.nan, -math.inf])
+def test_values_that_are_not_finite_are_left_out_with_a_warning(special: float, how: How) -> None:
+    model, x = nn.Linear(8, 3), torch.rand(4, 8)
+    plain = fxround.calibrate(model, x, how="largest")
+    hurt = torch.cat([x, torch.zeros(1, 8).fill_(0.5)])
+    hurt[4, 3] = special
+    with pytest.warns(
+        UserWarning, match=r"^an operand of the model with the role input has 1 NaNs or infinities"
+    ) as seen:
+        found = fxround.calibrate(model, hurt, how=how)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert how == "kl" or found == plain

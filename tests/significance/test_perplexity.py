@@ -189,12 +189,19 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
         ({"sites": {}}, TypeError, "sites is .*; expected a dict"),
         ({"widths": 4}, TypeError, "widths is 4; expected several"),
         ({"modes": "stochastic"}, TypeError, "modes is 'stochastic'; expected several"),
+        ({"modes": ()}, ValueError, "modes has nothing; expected names of rounding modes"),
+        ({"sites": {"mlp": 3}}, TypeError, "sites has 'mlp': 3; expected a name and globs"),
         ({"modes": ("nearest",)}, ValueError, "nearest_even"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         fxround.perplexity(reader(), TOKENS, **{"widths": (4,), "samples": 2, **change})
+
+
+def test_modes_may_be_read_once() -> None:
+    found = fxround.perplexity(reader(), TOKENS, (4,), 2, sites={"all": "*"}, modes=iter(("nearest_even",)))  # type: ignore[arg-type]
+    assert [(figure.site, figure.mode) for figure in found.figures] == [("all", "nearest_even")]
 
 
 def test_a_model_in_training_mode_is_refused() -> None:
