@@ -20,11 +20,13 @@ from torch import nn
 
 from fxround.compiler.module import PolicyLike
 from fxround.compiler.signature import require_module
+from fxround.errors import shown
 from fxround.localization.checks import CheckLike, compares, parse_check, require_check
 from fxround.localization.masked_model import QUIET, Masked
 from fxround.localization.report import LEVELS, Level, LocalizeReport
 from fxround.localization.search import NothingFails, Search
 from fxround.localization.verdicts import Verdicts
+from fxround.significance.inputs import positive
 from fxround.significance.references import reference_rows, require_reference
 
 __all__ = ["NothingFails", "localize"]
@@ -92,8 +94,11 @@ def localize(
     require_module(model)
     if level not in LEVELS:
         raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
-    if runs < 1 or (limit is not None and limit < 1):
-        raise ValueError(f"runs={runs}, limit={limit}: expected at least 1")
+    positive("runs", runs)
+    if limit is not None:
+        positive("limit", limit)
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress is {shown(progress)}; expected True, False, None, or a function of a line of text")
     require_check(check, min_bits)
     if compares(check):
         require_reference(reference)

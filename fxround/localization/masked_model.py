@@ -108,6 +108,14 @@ class Masked:
         """Whether two samples may differ: a rounding of either version draws random bits."""
         return any(bundle.random for bundle in (*self._on.values(), *self._off.values()))
 
+    @property
+    def unsettled(self) -> str:
+        """Why the model's own calls may differ, in words; "" for a model in eval mode that draws nothing."""
+        drawing = [node.name for node in self.nodes if _is_random(node)]
+        if drawing:
+            return f"the model draws random bits of its own ({', '.join(drawing[:3])})"
+        return "the model is in training mode" if any(m.training for m in self._compiled.source.modules()) else ""
+
     def run(
         self,
         on: Collection[str] = (),

@@ -94,9 +94,12 @@ class Search:
         verdicts, everything = self.verdicts, self.rest
         off = verdicts.passes((), 0, again=True) and not verdicts.fails(())
         if not off:
+            own = self.masked.unsettled
+            advice = f"{own[0].upper()}{own[1:]}: call model.eval() first. Else loosen" if own else "Loosen"
             raise ValueError(
-                f"the check fails with every site off (policy {self.masked.quiet.name!r}){self._seen(())}: the "
-                "perturbation is not the cause. Loosen the check, or choose another quiet= policy (or reference=)"
+                f"the check fails with every site off (policy {self.masked.quiet.name!r})"
+                f"{self._seen((), verdicts.failures(())[0])}: the perturbation is not the cause. {advice} the "
+                "check, or choose another quiet= policy (or reference=)"
             )
         verdicts.passes(everything, 0, again=True)
         if not everything or not verdicts.fails(everything):
@@ -106,8 +109,8 @@ class Search:
                 "nothing to localize. Tighten the check, perturb more strongly, or raise runs="
             )
 
-    def _seen(self, on: Units) -> str:
-        seen = self.verdicts.check.seen(self.verdicts.output(on, 0))
+    def _seen(self, on: Units, sample: int = 0) -> str:
+        seen = self.verdicts.check.seen(self.verdicts.output(on, sample))
         return f" ({seen})" if seen else ""
 
     def _all(self) -> Literal["complete", "limit"]:

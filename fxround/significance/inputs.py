@@ -58,7 +58,7 @@ def count(inputs: Any, batch_size: int | None = None) -> int | None:
     """Return the number of calls; None if it is not known in advance."""
     whole = _whole(inputs)
     if whole is not None:
-        return 1 if batch_size is None else -(-whole.rows // _positive(batch_size))
+        return 1 if batch_size is None else -(-whole.rows // positive("batch_size", batch_size))
     return len(inputs) if isinstance(inputs, Sized) else None
 
 
@@ -87,7 +87,7 @@ def _whole(inputs: Any) -> Call | None:
 def _split(call: Call, batch_size: int) -> Iterator[Call]:
     """Yield ``batch_size`` rows at a time: tensors with as many rows as the first are cut, others go to every call."""
     rows = call.rows
-    for low in range(0, rows, _positive(batch_size)):
+    for low in range(0, rows, positive("batch_size", batch_size)):
         cut = slice(low, low + batch_size)
         parts = pytree.tree_map_only(Tensor, partial(_cut, rows=rows, part=cut), (call.args, call.kwargs))
         yield Call(*parts)
@@ -97,10 +97,11 @@ def _cut(t: Tensor, rows: int, part: slice) -> Tensor:
     return t[part] if t.dim() and t.shape[0] == rows else t
 
 
-def _positive(batch_size: int) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size!r}; expected a whole number of at least 1")
-    return batch_size
+def positive(name: str, number: int) -> int:
+    """Return the argument of this name. Raises ValueError unless it is a whole number of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} is {number!r}; expected a whole number of at least 1")
+    return number
 
 
 def _of_batch(model: nn.Module, batch: Any) -> Call:

@@ -293,6 +293,17 @@ def test_a_check_must_pass_with_everything_off() -> None:
             localize(SMALL, X, check, min_bits=bits)
 
 
+def test_a_model_that_draws_by_itself_is_said_to() -> None:
+    noisy = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).train()
+    with pytest.raises(ValueError, match=r"model draws random bits of its own \(.*\): call model\.eval\(\)") as caught:
+        localize(noisy, X, ("relative_error", 1e-3))
+    assert "(0, at most 0.001 asked)" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"The model is in training mode: call model\.eval\(\) first"):
+        localize(network(blocks=2).train(), X, lambda y: False)
+    with pytest.raises(ValueError, match=r"is not the cause\. Loosen the check"):
+        localize(network(blocks=2).eval(), X, lambda y: False)
+
+
 def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
     def worst(y: Tensor, r: Tensor) -> Tensor:
         return (y - r).abs().max()
@@ -313,7 +324,10 @@ def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
         ({"check": 3}, "expected a function of the output"),
         ({"check": lambda y: y[0]}, "check returned Tensor"),
         ({"check": finite, "level": "lines"}, "level is 'lines'; expected one of modules, nodes, elements"),
-        ({"check": finite, "runs": 0}, "runs=0, limit=None: expected at least 1"),
+        ({"check": finite, "runs": 0}, "runs is 0; expected a whole number of at least 1"),
+        ({"check": finite, "runs": 1.5}, "runs is 1.5; expected a whole number of at least 1"),
+        ({"check": finite, "limit": True}, "limit is True; expected a whole number of at least 1"),
+        ({"check": finite, "progress": 3}, "progress is 3; expected True, False, None, or a function"),
     ],
 )
 def test_mistakes_are_reported(arguments: dict[str, Any], message: str) -> None:
