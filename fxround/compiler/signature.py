@@ -74,6 +74,8 @@ def signature_of(function: Any) -> inspect.Signature:
 def require_module(model: Any) -> None:
     """Raise TypeError for what is no module: a study copies and converts its model, which a function's cannot be."""
     if not isinstance(model, nn.Module):
+        if isinstance(model, type):
+            raise TypeError(f"model is the class {model.__name__}; expected a torch.nn.Module: pass an instance")
         function = ": write a module whose forward calls the function" if callable(model) else ""
         raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module{function}")
 

@@ -20,7 +20,7 @@ from fxround.compiler import compile
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import require_module
-from fxround.errors import FxroundError
+from fxround.errors import FxroundError, type_of
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
@@ -63,8 +63,9 @@ def check_invariance(
         An ``InvarianceReport`` with one ``AxisResult`` per axis.
 
     Raises:
-        ValueError: for an unknown axis, inputs to which no axis applies, or a policy for a compiled module.
-        TypeError: for another type of model under ``policy=None``.
+        ValueError: for an unknown axis, a dimension that no argument has, inputs to which no axis applies, or a policy
+            for a compiled module.
+        TypeError: for a ``dim`` that is no int, and another type of model under ``policy=None``.
         FxroundError: for a model that no other process can run; also what ``compile`` and the model raise.
 
     Example::
@@ -75,6 +76,7 @@ def check_invariance(
     """
     asked = _axes(axes)
     call = next(calls(getattr(model, "source", model), inputs))
+    _require_dim(dim, call)
     comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first)
     found = tuple(comparison.axis(axis) for axis in asked)
     if not any(axis.distinct for axis in found):
@@ -94,6 +96,16 @@ def _axes(names: Sequence[str]) -> list[Axis]:
     if not names:
         raise ValueError(f"axes is empty; expected some of {', '.join(AXES)}")
     return [AXES[name] for name in dict.fromkeys(names)]
+
+
+def _require_dim(dim: Any, call: Call) -> None:
+    """Raise for a batch dimension that no argument has; without one, axes that need it say why they do not apply."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {type_of(dim)}; expected an int")
+    ranks = [t.dim() for t in call.tensors] or [0]
+    if dim and not -min(ranks) <= dim < max(ranks):
+        shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors) or "no tensor"
+        raise ValueError(f"dim is {dim}; expected a dimension of the arguments, which are {shapes}")
 
 
 def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fxround.errors import shown
-from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
+from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, listed_numbers, other_numbers, own_name
 from fxround.numerics.format_text import description
 from fxround.numerics.posit_codes import are_posits, posit_value
 
@@ -355,11 +355,11 @@ class Format:
 
         values: 2 to 256 finite numbers in ascending order, of magnitudes up to 2^1000. name: the name of a row of
         ``fxround.numerics.formats.TABLES``; None makes the name ``table(...)`` of the values. Raises ValueError for
-        other values. Example::
+        other values, TypeError for what are no numbers. Example::
 
             fxround.round(x, fxround.table([-1, -0.5, 0, 0.5, 1]))
         """
-        listed = tuple(float(v) + 0.0 for v in values)
+        listed = listed_numbers(values)
         if not 2 <= len(listed) <= 256:
             raise ValueError(f"a table has 2 to 256 values, got {len(listed)}")
         if not all(abs(v) <= 2.0**1000 for v in listed):

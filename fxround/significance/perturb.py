@@ -17,6 +17,7 @@ from torch import nn
 
 from fxround.compiler import compile
 from fxround.compiler.module import RoundedModule
+from fxround.compiler.signature import require_module
 from fxround.policy import Policy
 
 
@@ -39,17 +40,18 @@ def perturb(
         The ``RoundedModule`` that runs the calls, for ``coverage()`` and ``summary()``.
 
     Raises:
-        ValueError: if the model is perturbed already; also what ``compile`` raises.
+        TypeError: for what is no module. ValueError: if the model is perturbed already. Also what ``compile`` raises.
 
     Example::
 
         with fxround.perturb(model, seed=1):
             accuracy = evaluate(model)
     """
+    require_module(model)
     original = type(model)
     if getattr(original, "_fxround_perturbed", False):
         raise ValueError(f"{original.__name__} is perturbed already: leave that block first")
-    compiled = compile(model, Policy.parse(policy), strict=strict, seed=seed)
+    compiled = compile(model, Policy.parse(policy), strict=strict, seed=seed).reseed(seed, sample)
     perturbed = _perturbed(original, compiled, sample)
     model.__class__ = perturbed
     try:

@@ -191,6 +191,13 @@ def test_unknown_axes_and_other_mistakes_say_what_was_expected() -> None:
     model, x = nn.Linear(2, 2), torch.randn(2, 2)
     with pytest.raises(ValueError, match=r"unknown axis 'thread'; did you mean 'threads'\? The axes are batch, slice"):
         check_invariance(model, x, ("batch", "thread"))
+    for dim in (5, -3):
+        with pytest.raises(
+            ValueError, match=rf"dim is {dim}; expected a dimension of the arguments, which are \(2, 2\)"
+        ):
+            check_invariance(model, x, ("batch", "threads"), dim=dim)
+    with pytest.raises(TypeError, match="dim is a str; expected an int"):
+        check_invariance(model, x, dim="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"unknown axis 'colour'\. The axes are batch, slice"):
         check_invariance(model, x, ("colour",))
     with pytest.raises(ValueError, match="axes is empty"):

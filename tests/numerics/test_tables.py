@@ -282,6 +282,12 @@ def test_a_wrong_table_says_what_is_wrong(text: str, message: str) -> None:
         Rounding.parse(text)
 
 
+@pytest.mark.parametrize("values", [3, None, [None, 1.0]])
+def test_a_table_is_made_of_numbers(values: Any) -> None:
+    with pytest.raises(TypeError, match="expected 2 to 256 numbers in ascending order"):
+        fxround.table(values)
+
+
 def test_what_a_table_does_not_do() -> None:
     with pytest.raises(ValueError, match="values of nf4 that a bfloat16 tensor cannot store"):
         fxround.round(torch.zeros(2, dtype=torch.bfloat16), "nf4")

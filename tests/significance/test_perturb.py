@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -82,5 +83,19 @@ def test_an_error_restores_the_model(net: Net) -> None:
 
 def test_a_wrong_policy_changes_nothing(net: Net) -> None:
     with pytest.raises(fxround.PolicyError), fxround.perturb(net, "stocastic"):
+        pass
+    assert type(net) is Net
+
+
+@pytest.mark.parametrize(
+    "model, change, message",
+    [
+        (None, {"sample": "a"}, "sample is a str; expected an int"),
+        (lambda z: z, {}, "model is a function; expected a torch.nn.Module: write a module whose forward calls"),
+        (Net, {}, "model is the class Net; expected a torch.nn.Module: pass an instance"),
+    ],
+)
+def test_mistakes_are_reported(net: Net, model: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message), fxround.perturb(model or net, **change):
         pass
     assert type(net) is Net
