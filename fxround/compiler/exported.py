@@ -33,10 +33,11 @@ from fxround.compiler.executable import Entry
 from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
 from fxround.compiler.random_state import advance, state_of, write
-from fxround.compiler.signature import packed_kinds, signature_of
+from fxround.compiler.signature import flattened, packed_kinds, signature_of
 from fxround.errors import FxroundError, shown, type_of
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dialect.loops import COND
+from fxround.graph.dtypes import DEVICES
 
 VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"
@@ -162,18 +163,19 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
     record = _check(Path(path), any_version)
     for name in record.get("imports", ()):
         _import(name, path)
-    program = torch.export.load(path).module()
+    exported = torch.export.load(path)
+    program, spec = exported.module(), exported.call_spec.in_spec
     sequences, training = tuple(record.get("sequences", ())), bool(record.get("training", False))
     caches = tuple(map(CacheArgument.from_record, record.get("caches", ())))
     if caches:
         _import(CACHES, path)
     if "gradients" not in record:
-        return LoadedModule(program, training, sequences, caches=caches)
+        return LoadedModule(program, spec, training, sequences, caches=caches)
     with zipfile.ZipFile(path) as archive:
         found = next(member for member in archive.namelist() if member.endswith(_GRADIENTS))
         gradients = torch.export.load(io.BytesIO(archive.read(found))).module()
     second = gradients, Gradients.from_record(record["gradients"])
-    return LoadedModule(program, training, sequences, second, caches)
+    return LoadedModule(program, spec, training, sequences, second, caches)
 
 
 def _imports(spec: Any) -> set[str]:
@@ -242,6 +244,27 @@ def _listed(numbers: Iterable[Any]) -> str:
     return ", ".join(map(str, numbers)) or "no"
 
 
+def _inputs(program: nn.Module) -> Iterable[fx.Node]:
+    graph: Any = program.graph
+    found: Iterable[fx.Node] = graph.find_nodes(op="placeholder")
+    return found
+
+
+def _taken(node: fx.Node) -> tuple[torch.dtype, int] | None:
+    """Return the dtype and rank of the tensor that an input of a program takes; None if it takes another value."""
+    value = node.meta.get("val")
+    return (value.dtype, value.dim()) if isinstance(value, Tensor) else None
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type_of(value)
+    traits = "nested" if value.is_nested else str(value.layout)
+    if not value.is_nested and value.layout == _DENSE:
+        traits = f"rank {value.dim()}, on {value.device}"
+    return f"a {value.dtype} tensor ({traits})"
+
+
 class LoadedModule(nn.Module):
     """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
 
@@ -258,6 +281,7 @@ class LoadedModule(nn.Module):
     def __init__(
         self,
         program: nn.Module,
+        spec: pytree.TreeSpec,
         training: bool,
         sequences: Sequence[int] = (),
         gradients: tuple[nn.Module, Gradients] | None = None,
@@ -270,9 +294,8 @@ class LoadedModule(nn.Module):
         self.program, self.training = program, training
         self._sequences, self._caches = tuple(sequences), tuple(caches)
         self._gradients = LoadedGradients(*gradients, program) if gradients else None
-        # The arguments of the program: the name of each leaf and the dtype of a tensor.
-        entering = program.graph.find_nodes(op="placeholder") if isinstance(program, fx.GraphModule) else []
-        self._entering = {str(node.target): getattr(node.meta.get("val"), "dtype", None) for node in entering}
+        # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
+        self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the exported module computes, bit for bit, for the same (seed, sample).
@@ -293,9 +316,14 @@ class LoadedModule(nn.Module):
         return self._computed(*as_tuples((args, kwargs)))
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if self._entering:
-            self._require(args, kwargs, len(leaves))
+        leaves, found = flattened(args, kwargs)
+        if found != self._spec:
+            try:
+                leaves = self._spec.flatten_up_to((args, kwargs))
+            except ValueError:
+                raise self._refusal(args, kwargs) from None
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        self._require(leaves)
         if self._gradients is None or not self._gradients.wanted(leaves):
             return self._results(args, kwargs)
         spec: list[Any] = []
@@ -331,20 +359,22 @@ class LoadedModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _require(self, args: Any, kwargs: Mapping[str, Any], number: int) -> None:
-        """Raise TypeError for another number of arguments, another kind or dtype than in the export's example."""
-        if number != len(self._entering):
-            raise self._refusal(args, kwargs)
-        named = {name: kwargs[name] for name in kwargs.keys() & self._entering.keys()}
-        for name, given_ in (*zip(self._entering, pytree.tree_leaves(args), strict=False), *named.items()):
-            dtype = self._entering[name]
-            if dtype is None or (isinstance(given_, Tensor) and given_.dtype == dtype and given_.layout == _DENSE):
-                continue
-            kind = f"a {given_.dtype} tensor ({given_.layout})" if isinstance(given_, Tensor) else type_of(given_)
-            raise TypeError(
-                f"argument {name!r} is {kind}, and the program was exported for a dense {dtype} tensor: convert the "
-                "argument, or export another program with an example of this kind"
-            )
+    def _require(self, leaves: Sequence[Any]) -> None:
+        """Raise TypeError for an argument of another kind, dtype or rank than in the export's example."""
+        for (name, wanted), leaf in zip(self._entering.items(), leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                fits = wanted is None and pytree.tree_structure(leaf).is_leaf()
+            else:
+                fits = not leaf.is_nested and leaf.layout == _DENSE and leaf.device.type in DEVICES
+                fits = fits and wanted == (leaf.dtype, leaf.dim())
+            if not fits:
+                kind = "a value that is no tensor"
+                if wanted is not None:
+                    kind = f"a dense {wanted[0]} tensor of rank {wanted[1]} on {' or '.join(DEVICES)}"
+                raise TypeError(
+                    f"argument {name!r} is {_described(leaf)}, and the program was exported for {kind}: convert the "
+                    "argument, or export another program with an example of this kind"
+                )
 
     def _refusal(self, args: Any, kwargs: Mapping[str, Any]) -> TypeError:
         return TypeError(
@@ -356,16 +386,12 @@ class LoadedModule(nn.Module):
         with aside(), torch.no_grad():
             try:
                 return self.program(*args, **kwargs)
-            except (TypeError, ValueError) as error:
-                if "exported input tree spec" not in str(error) and "keywords" not in str(error):
-                    raise
-                raise self._refusal(args, kwargs) from error
             except AssertionError as error:
                 if not str(error).startswith("Guard failed"):
                     raise
                 raise ValueError(
-                    f"the program was not exported for these sizes ({str(error).lower()}): export another one with an "
-                    "example of these sizes"
+                    f"the program was not exported for these sizes or numbers ({str(error).lower()}): export another "
+                    "one with an example of them"
                 ) from error
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:

@@ -128,6 +128,10 @@ def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
     [
         ((torch.rand(3, dtype=torch.float64),), {}, "'x' is a torch.float64 tensor .* for a dense torch.float32"),
         ((torch.rand(3).to_sparse(),), {}, "'x' is a torch.float32 tensor .torch.sparse_coo., and the program"),
+        ((torch.rand(2, 3, device="meta"),), {}, "'x' is a torch.float32 tensor .rank 2, on meta., and the program"),
+        ((torch.rand(3),), {}, "'x' is a torch.float32 tensor .rank 1, on cpu., and .* of rank 2 on cpu or cuda"),
+        ((torch.nested.nested_tensor([torch.rand(2, 3)]),), {}, "'x' is a torch.float32 tensor .nested., and"),
+        (([torch.rand(2, 3)],), {}, "'x' is a list, and the program"),
         ((3,), {}, "'x' is an int, and the program"),
         ((), {}, "takes the values x, given as in the example of the export; got 0 positional arguments"),
         ((torch.rand(3),) * 2, {}, "got 2 positional arguments, and these keywords: no"),
@@ -143,6 +147,34 @@ def test_a_loaded_program_refuses_other_arguments(
     with pytest.raises(TypeError, match=said.replace("'x'", "'input'").replace(" x,", " input,")):
         loaded(*args, **kwargs)
     assert torch.equal(loaded(torch.ones(5, 3)), compiled(torch.ones(5, 3)))
+
+
+class Named(nn.Module):
+    """Keywords, one of them a dict, another a number."""
+
+    def forward(self, a: Tensor, *, b: dict[str, Tensor], c: Tensor, n: int) -> Tensor:
+        return a * n + b["k"].exp() * b["j"] - c
+
+
+def test_keywords_of_a_loaded_program_go_by_name(tmp_path: Path) -> None:
+    """Values, gradients and refusals are those of the names, in any order of keywords and of a dict's keys."""
+    compiled, x = fxround.compile(Named(), "bfloat16"), torch.rand(2, 3)
+    k, j, c = torch.rand(2, 3, requires_grad=True), torch.rand(2, 3), torch.rand(2, 3, requires_grad=True)
+    example = {"b": {"k": k, "j": j}, "c": c, "n": 3}
+    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", ((x,), example), gradients=True))
+    wanted = torch.autograd.grad(compiled(x, **example).sum(), [k, c])
+    for keywords in (example, {"n": 3, "c": c, "b": {"j": j, "k": k}}):
+        result = loaded(x, **keywords)
+        assert torch.equal(result, compiled(x, **example))
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(result.sum(), [k, c]), wanted, strict=True))
+    with pytest.raises(TypeError, match=r"'b_k' is a torch.float64 tensor"):
+        loaded(x, n=3, c=c, b={"k": k.double(), "j": j})
+    with pytest.raises(TypeError, match=r"'n' is a torch.float32 tensor .* exported for a value that is no tensor"):
+        loaded(x, n=x, c=c, b={"k": k, "j": j})
+    with pytest.raises(TypeError, match="takes the values a, b_k, b_j, c, n, given as in the example"):
+        loaded(x, n=3, c=c, b={"k": k, "x": j})
+    with pytest.raises(ValueError, match="was not exported for these sizes or numbers"):
+        loaded(x, n=4, c=c, b={"k": k, "j": j})
 
 
 class Choosing(nn.Module):
