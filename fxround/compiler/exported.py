@@ -7,6 +7,7 @@ The digest detects accidents, not attacks: loading unpickles, so that a file fro
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import io
@@ -393,6 +394,27 @@ class LoadedModule(nn.Module):
                     f"the program was not exported for these sizes or numbers ({str(error).lower()}): export another "
                     "one with an example of them"
                 ) from error
+
+    def __copy__(self) -> LoadedModule:
+        return self._with(self.__dict__.copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModule:
+        made = memo[id(self)] = self._with({})
+        memo[id(self._spec)] = self._spec  # never changes, and PyTorch warns where one is copied
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def _with(self, attributes: dict[str, Any]) -> LoadedModule:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(attributes)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: PyTorch pickles no program. ``copy.deepcopy`` copies a loaded one."""
+        raise TypeError(
+            "a loaded program cannot be pickled: send the path of its file, and call "
+            "fxround.load(path) there; copy.deepcopy copies it, and its state_dict() can be saved"
+        )
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
         """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1); returns the module itself."""

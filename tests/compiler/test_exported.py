@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -147,6 +149,20 @@ def test_a_loaded_program_refuses_other_arguments(
     with pytest.raises(TypeError, match=said.replace("'x'", "'input'").replace(" x,", " input,")):
         loaded(*args, **kwargs)
     assert torch.equal(loaded(torch.ones(5, 3)), compiled(torch.ones(5, 3)))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_loaded_program_is_copied_and_not_pickled(tmp_path: Path, gradients: bool) -> None:
+    compiled, x = fxround.compile(nn.Linear(3, 3).eval(), "stochastic"), torch.rand(2, 3)
+    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", x, gradients=gradients)).reseed(1, sample=5)
+    for write in (pickle.dumps, lambda module: torch.save(nn.Sequential(module), tmp_path / "m.pt")):
+        with pytest.raises(TypeError, match=r"cannot be pickled: send the path .* fxround\.load\(path\)"):
+            write(loaded)
+    wanted = loaded(x)
+    own, same = copy.deepcopy(nn.Sequential(loaded))[0], copy.copy(loaded)
+    assert torch.equal(own(x), wanted) and torch.equal(same(x), wanted)
+    own.reseed(2)
+    assert torch.equal(loaded(x), wanted) and not torch.equal(own(x), wanted)
 
 
 class Named(nn.Module):
