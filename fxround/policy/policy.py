@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fxround.errors import PolicyError, shown
+from fxround.errors import PolicyError, shown, type_of
 from fxround.keys import nearest, require_keys, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
@@ -58,8 +58,8 @@ class Policy:
     strict       whether a floating-point operation that cannot be rounded is an error
     definitions  the formulas of composite operators such as softmax, "fxround" or "repdl"
 
-    Policies are immutable and hashable. Raises PolicyError for unknown definitions, and for a rule that is not a
-    ``Rule``. Example::
+    Policies are immutable and hashable. Raises PolicyError for unknown definitions, for a rule that is not a ``Rule``,
+    and for fields of other types. Example::
 
         policy = Policy("narrow", (Rule(rounding="e4m3fn/nearest_even/saturate", accumulate="bfloat16"),))
         Policy.from_toml(policy.to_toml()) == policy
@@ -71,7 +71,16 @@ class Policy:
     definitions: str = OWN
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PolicyError(f"the name of a policy is {type_of(self.name)} ({shown(self.name)}); expected a str")
+        if isinstance(self.rules, str | Mapping) or not isinstance(self.rules, Iterable):
+            raise PolicyError(
+                f"policy {self.name!r}: rules is {type_of(self.rules)}; expected a sequence of Rules, as in "
+                f"Policy({self.name!r}, (Rule(...),))"
+            )
         object.__setattr__(self, "rules", tuple(self.rules))
+        if not isinstance(self.strict, bool):
+            raise PolicyError(f"policy {self.name!r}: strict is {shown(self.strict)}; expected True or False")
         if self.definitions not in DEFINITIONS:
             near = f"{nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
             raise PolicyError(f"policy {self.name!r}: no definitions are named {shown(self.definitions)}{near}")

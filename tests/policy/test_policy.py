@@ -196,6 +196,10 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
             "clamps nothing; write e4m3fn/nearest_even/saturate",
         ),
         (lambda: Rule(role="weight", direction="backward", rounding="e5m2"), "weight has no direction 'backward'"),
+        (lambda: Policy(3, ()), r"the name of a policy is an int \(3\); expected a str"),  # type: ignore[arg-type]
+        (lambda: Policy("p", Rule(rounding="bfloat16")), "rules is a Rule; expected a sequence of Rules"),  # type: ignore[arg-type]
+        (lambda: Policy("p", "abc"), "rules is a str; expected a sequence of Rules"),  # type: ignore[arg-type]
+        (lambda: Policy("p", (), strict="yes"), "strict is 'yes'; expected True or False"),  # type: ignore[arg-type]
         (lambda: Policy("p", ({"rounding": "bfloat16"},)), "a rule is a Rule, got dict"),  # type: ignore[arg-type]
         (lambda: Policy.from_dict({"rule": []}), r"no key 'rule'; did you mean 'rules'\? Allowed: name, strict, rules"),
         (
