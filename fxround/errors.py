@@ -47,5 +47,12 @@ class PolicyError(FxroundError, ValueError):
     """
 
 
+class NotCaptured(ValueError, AttributeError):
+    """Raised for a graph that no call has captured: a ``ValueError``.
+
+    It is an ``AttributeError`` as well, so that ``hasattr`` and ``inspect.getmembers`` can ask for such an attribute.
+    """
+
+
 class VerificationError(FxroundError):
     """Raised if a pass breaks an invariant of the graph: a defect of fxround, not of the model."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxround.capture import Captured
 from fxround.compiler.attributes import Reaching
 from fxround.compiler.executable import Entry
+from fxround.errors import NotCaptured
 from fxround.policy import Policy
 from fxround.views import graph_views
 from fxround.views.summaries import Coverage, Summary
@@ -92,7 +93,7 @@ class Shown(Reaching):
     @property
     def _called(self) -> Entry:
         if self._latest is None:
-            raise ValueError("nothing is captured yet: call the module once, or pass example_inputs= to compile")
+            raise NotCaptured("nothing is captured yet: call the module once, or pass example_inputs= to compile")
         return self._latest
 
     @property
@@ -114,7 +115,7 @@ class Shown(Reaching):
 
     def _require_backward(self, wanted: bool | None) -> None:
         if wanted and self._called.step is None:
-            raise ValueError(
+            raise NotCaptured(
                 "the latest call recorded no gradients, so there is no backward graph: call the module with gradients "
                 "enabled, and parameters or arguments that require them"
             )
