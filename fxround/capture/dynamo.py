@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.constants import Constants, constants_of, spelled
@@ -127,6 +130,22 @@ def aside() -> contextlib.AbstractContextManager[object]:
     if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
         return _disable_current_modes()
     return _NOTHING
+
+
+def tracer() -> str:
+    """Return the name of a tracer of PyTorch's that is at work in this thread; "" for fxround's own captures.
+
+    What ``torch.compiler.is_compiling`` says is left out: another thread may have set it.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "torch.compile"
+    if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
+        return ""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if get_proxy_mode() is not None:
+        return "torch.export or make_fx"
+    return "torch.compile" if callable(get_eval_frame_callback()) else ""
 
 
 # A model may need a graph for each value of an attribute that it reads as a number.

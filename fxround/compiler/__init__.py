@@ -13,9 +13,7 @@ from torch import nn
 from fxround.compiler.executable import Function, Method
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.compiler.signature import (
-    arguments,
-)
+from fxround.compiler.signature import arguments, require_flag
 from fxround.errors import type_of
 from fxround.policy import Policy
 
@@ -96,6 +94,9 @@ def compile(
     """
     if policy is None:
         raise TypeError("no policy is given: fxround.compile(model, 'stochastic'), or @fxround.compile(policy=...)")
+    require_flag("strict", strict, optional=True)
+    for name, flag in (("fuse", fuse), ("advance", advance), ("unroll_loops", unroll_loops)):
+        require_flag(name, flag)
     if model is None:
         if example_inputs is not None:
             raise TypeError("example_inputs is for a model that is given: a decorated function is captured by its call")

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from fxround.capture import inside_backward
+from fxround.capture.dynamo import tracer
 from fxround.capture.torch_private import is_transformed
 from fxround.errors import FxroundError
+
+
+def require_untraced() -> None:
+    """Raise FxroundError where PyTorch traces the call of a compiled module for a graph of its own."""
+    found = tracer()
+    if found == "torch.compile":
+        raise FxroundError(
+            "torch.compile traces a compiled module, whose kernels are compiled already: call it outside of "
+            'torch.compile, or write torch.compile(model, backend="fxround", options={"policy": ...}) with the model '
+            "itself"
+        )
+    if found:
+        raise FxroundError(
+            f"{found} traces a compiled module, whose captures it cannot hold: compiled.export(path, example_inputs) "
+            "writes the rounded program, which torch.export.load reads too, and compiled.graph is the rounded graph"
+        )
 
 
 def check_context(recorded: bool) -> None:

@@ -24,7 +24,7 @@ from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.call_context import check_context
+from fxround.compiler.call_context import check_context, require_untraced
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.delayed_state import SCALES, DelayedState
@@ -47,10 +47,11 @@ from fxround.compiler.signature import (
     packed_kinds,
     require_arguments,
     require_dtypes,
+    require_flag,
 )
 from fxround.compiler.state_key import StateKeys
 from fxround.compiler.training_step import Step, differentiable_later
-from fxround.errors import CaptureError, FxroundError
+from fxround.errors import CaptureError, FxroundError, type_of
 from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy
 from fxround.runtime import torch_ops
@@ -147,9 +148,11 @@ class RoundedModule(Exporting):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.
 
-        Raises FxroundError in a transform of ``torch.func``, and for a call in training mode inside a backward pass, as
+        Raises FxroundError in a transform of ``torch.func``, in a trace of PyTorch's (``torch.compile``,
+        ``torch.export``, ``torch.jit.trace``), and for a call in training mode inside a backward pass, as
         ``torch.utils.checkpoint`` around the compiled module makes it.
         """
+        require_untraced()
         flat = flattened(args, kwargs)
         leaves, wanted = flat[0], self._wants_gradients(flat[0])
         check_context(wanted and self.training)
@@ -294,6 +297,7 @@ class RoundedModule(Exporting):
 
         policy, strict: as for ``compile``. Raises PolicyError, UnsupportedOperator and UnsupportedRounding.
         """
+        require_flag("strict", strict, optional=True)
         seed, sample = self.rng.tolist()
         other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
         other.__dict__.update(advance=self.advance, unroll_loops=self.unroll_loops)
@@ -332,9 +336,13 @@ class RoundedModule(Exporting):
             processes: an older name of world_size.
 
         Raises:
+            TypeError: for a rank or a world_size that is no int.
             ValueError: for a rank outside 0 to world_size - 1.
         """
         world_size = world_size or processes
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {type_of(value)}; expected an int, as torch.distributed counts")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of a world_size of {world_size}: expected 0 to world_size - 1")
         self.__dict__.update(_rank=rank, _world_size=world_size)

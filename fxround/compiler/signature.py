@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxround.capture.packed import packed_among
 from fxround.capture.torch_private import is_of_dynamo
 from fxround.compiler.executable import Function, Method
-from fxround.errors import CaptureError, type_of
+from fxround.errors import CaptureError, shown, type_of
 
 # The note that distinguishes an error of the model from one of fxround.
 REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"
@@ -78,6 +78,12 @@ def require_module(model: Any) -> None:
             raise TypeError(f"model is the class {model.__name__}; expected a torch.nn.Module: pass an instance")
         function = ": write a module whose forward calls the function" if callable(model) else ""
         raise TypeError(f"model is {type_of(model)}; expected a torch.nn.Module{function}")
+
+
+def require_flag(name: str, value: Any, optional: bool = False) -> None:
+    """Raise TypeError for a setting that is no bool; optional: None is allowed too."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise TypeError(f"{name} is {shown(value)}; expected True or False{' or None' if optional else ''}")
 
 
 def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.random_state import following, random_state
+from fxround.compiler.signature import require_flag
 from fxround.errors import FxroundError, PolicyError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy
@@ -107,8 +108,7 @@ def _read(options: Mapping[str, Any] | None) -> _Options:
             "a policy is a preset's name, a rounding, a path to a TOML file, a dict or a Policy."
         )
     for key in ("strict", "fuse"):
-        if not isinstance(given.get(key, True), bool):
-            raise TypeError(f"options[{key!r}] is {given[key]!r}; expected True or False")
+        require_flag(f"options[{key!r}]", given.get(key, True))
     policy = Policy.parse(given["policy"])
     return _Options(policy, _state(options, given.get("seed", 0)), given.get("strict", True), given.get("fuse", True))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import DigitsCNN
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxround
 from fxround.errors import CaptureError, FxroundError, PolicyError
@@ -257,6 +258,13 @@ def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.Rounde
         fxround.compile(model, "identity", example_inputs=3)
     with pytest.raises(PolicyError, match="did you mean 'stochastic'"):
         fxround.compile(model, "stochastik")
+    for name in ("strict", "fuse", "advance", "unroll_loops"):
+        flag: Any = {name: "yes"}
+        for given in ((model,), ()):
+            with pytest.raises(TypeError, match=rf"^{name} is 'yes'; expected True or False"):
+                fxround.compile(*given, policy="identity", **flag)
+    with pytest.raises(TypeError, match="strict is 1; expected True or False or None"):
+        compiled.with_policy("identity", strict=1)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="matches no operation"):
         fxround.compile(
             model, Policy("p", (Rule("conv9", rounding="bfloat16"),)), example_inputs=torch.ones(1, 1, 10, 10)
@@ -277,6 +285,53 @@ def test_views_need_a_graph(model: nn.Module, compiled: fxround.RoundedModule, x
     assert fresh.draw(tmp_path / "graph.svg").read_text().lstrip().startswith("<")
     assert fresh.to_networkx().number_of_nodes() == len(fresh.graph.graph.nodes)
     assert "<" in fresh._repr_html_() and len(str(fresh.summary())) > 100
+
+
+def test_the_attributes_of_a_module_can_be_listed_before_a_call() -> None:
+    """What no call has captured is no attribute yet; the model's attribute of that name does not take its place."""
+
+    class Named(nn.Linear):
+        graph = captured = backward_graph = "the model's"
+
+    fresh, x = fxround.compile(Named(3, 3), "bfloat16"), torch.ones(2, 3)
+    for name in ("graph", "lowered", "captured", "backward_graph"):
+        assert not hasattr(fresh, name)
+        for kind in (ValueError, AttributeError):
+            with pytest.raises(kind, match="nothing is captured yet: call the module once"):
+                getattr(fresh, name)
+    names = {name for name, _ in inspect.getmembers(fresh)}
+    assert "policy" in names and "in_features" in names and "graph" not in names
+    with torch.no_grad():
+        fresh(x)
+    assert hasattr(fresh, "graph") and not hasattr(fresh, "backward_graph")
+    with pytest.raises(ValueError, match="recorded no gradients, so there is no backward graph"):
+        _ = fresh.backward_graph
+    fresh(x)
+    assert {"graph", "backward_graph"} <= {name for name, _ in inspect.getmembers(fresh)}
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_trace_of_a_compiled_module_is_refused_with_the_remedy(called: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).eval(), torch.ones(4, 3)
+    compiled = fxround.compile(model, "bfloat16", example_inputs=x if called else None)
+    expected = compiled(x) if called else None
+    remedy = r'torch\.compile\(model, backend="fxround", options='
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        with pytest.raises(FxroundError, match=remedy):
+            torch.compile(compiled, backend=backend)(x)
+        with pytest.raises(FxroundError, match=remedy):
+            torch.compile(lambda x: compiled(x) + 1, backend=backend)(x)
+    tracers = (
+        lambda: torch.export.export(compiled, (x,), strict=False),
+        lambda: make_fx(compiled)(x),
+        lambda: make_fx(compiled, tracing_mode="symbolic")(x),
+        lambda: torch.jit.trace(compiled, x),
+    )
+    for trace in tracers:
+        with pytest.raises(FxroundError, match=r"compiled\.export\(path, example_inputs\) writes the rounded program"):
+            trace()
+    assert expected is None or torch.equal(compiled(x), expected)
 
 
 def test_results_keep_their_structure() -> None:

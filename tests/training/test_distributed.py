@@ -210,6 +210,9 @@ def test_wrong_modules_and_ranks_are_reported() -> None:
     for wrong in ({"world_size": 2}, {"processes": 2}, {}):
         with pytest.raises(ValueError, match=f"rank 2 of a world_size of {2 if wrong else 0}"):
             compiled.distribute(2, **wrong)
+    for args, said in ((("foo",), "rank is a str"), ((0, "2"), "world_size is a str"), ((0.5, 2), "rank is a float")):
+        with pytest.raises(TypeError, match=f"{said}; expected an int"):
+            compiled.distribute(*args)  # type: ignore[arg-type]
 
 
 def test_a_rank_draws_bits_of_its_own() -> None:
