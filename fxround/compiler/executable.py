@@ -7,6 +7,7 @@ tensors, and it refuses to if another input would show the change.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -60,7 +61,10 @@ class Entry:
         if self.step:
             outputs = differentiable(self.step, inputs, rng, self.state.record if trains else None)
         else:
-            outputs = self._straight(*inputs, rng)
+            # Stock kernels that the policy left alone must not record a graph of their own. torch.export, which traces
+            # without gradients, would record the switch.
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+                outputs = self._straight(*inputs, rng)
         results = len(self.captured.results)
         outputs, magnitudes = outputs[:results], outputs[results:]
         if not (trains or self._changed):

@@ -232,9 +232,7 @@ class RoundedModule(Exporting):
             positions = [places.index((port.name, port.index)) for port in joint.captured.entering]
             return joint.step, positions, state.multipliers(joint.delayed)
 
-        # Stock kernels that the policy left alone must not record a graph of their own.
-        with torch.no_grad():
-            results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
+        results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
         later = differentiable_later(results, step, resolved(sources.values()), self.rng)
         return pytree.tree_unflatten(later, spec)
 

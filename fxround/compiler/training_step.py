@@ -172,7 +172,10 @@ def _gradients(
     rng: Tensor,
     record: Record | None = None,
 ) -> dict[int, Tensor]:
-    """Return the gradients of the step's inputs, by position, except those that depend on unused results alone."""
+    """Return the gradients of the step's inputs, by position, except those that depend on unused results alone.
+
+    One that depends on no tangent, and may be a constant of the graph, is returned as a copy.
+    """
     found = [given[i] for i in step.tangents]
     pairs = zip(found, like, strict=True)
     tangents = [
@@ -187,7 +190,8 @@ def _gradients(
             record(step.late, values[len(step.gradients) :])
     used = {i for i, tangent in enumerate(found) if tangent is not None}
     rows = zip(step.gradients, step.reached, gradients, strict=True)
-    return _owned({i: g for i, reached, g in rows if g is not None and reached & used}, [*saved, *tangents])
+    kept = {i: g if reached else g.clone() for i, reached, g in rows if g is not None and used & (reached or used)}
+    return _owned(kept, [*saved, *tangents])
 
 
 def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:

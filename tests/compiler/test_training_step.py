@@ -330,6 +330,47 @@ def test_what_is_returned_as_it_came_is_differentiated_too(policy: str, train: b
         assert torch.equal(model.weight.grad, torch.full((8,), 8.0 + 3 * (2 + 16)))
 
 
+class _Ones(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return torch.ones(3)
+
+
+def test_a_gradient_may_depend_on_no_result() -> None:
+    compiled = fxround.compile(lambda x: _Ones.apply(x), "reproducible")
+    x = torch.zeros(3, requires_grad=True)
+    for count in (1, 2, 3):  # autograd adds to the first gradient in place
+        compiled(x).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full((3,), float(count)))
+
+
+class Detached(nn.Module):
+    """A model without gradients, which changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(3, 2)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        with torch.no_grad():
+            found: Tensor = self.layer(x)[0]
+        return found
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_a_model_computes_without_gradients_has_none(train: bool) -> None:
+    model = Detached().train(train)
+    x = torch.ones(2, 1, 3, requires_grad=True)
+    assert not fxround.compile(model, "identity")(x).requires_grad and int(model.calls) == 1
+    assert not fxround.compile(lambda x: torch.zeros_like(x) + x.detach(), "identity")(x).requires_grad
+
+
 def test_losses_are_compiled_as_functions() -> None:
     x, classes, y = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 4, -100, 2, 2]), torch.rand(6, 5)
     losses: list[Any] = [
