@@ -429,3 +429,20 @@ def test_no_formula_is_passed_over_for_one_that_pytorch_puts_above_it() -> None:
     """A Python kernel for autograd takes precedence over tables of formulas; only softshrink has one."""
     above = [op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())]
     assert above == [aten.softshrink.default]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 3, 1, 1),
+        lambda x: F.adaptive_max_pool2d(x, 3),
+        lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    ],
+    ids=["max_pool", "adaptive_max_pool", "max_unpool", "reflect"],
+)
+def test_no_images_have_gradients(function: Any) -> None:
+    x = torch.zeros(0, 2, 4, 6, requires_grad=True)
+    result = fxround.compile(Calls(function), "identity")(x)
+    result.sum().backward()
+    assert result.shape == function(x).shape and x.grad is not None and x.grad.shape == x.shape

@@ -249,8 +249,7 @@ def adaptive_max_pool3d_backward(gradient: Tensor, x: Tensor, indices: Tensor) -
 
 
 def _at_maxima(gradient: Tensor, x: Tensor, indices: Tensor, n: int, apart: bool) -> Tensor:
-    plane = math.prod(x.shape[-n:])
-    empty = torch.zeros_like(x).reshape(-1, plane)
-    where, values = (t.reshape(empty.shape[0], -1) for t in (indices, gradient))
+    empty = torch.zeros_like(x).reshape(-1, math.prod(x.shape[-n:]))
+    where, values = (t.reshape(-1, math.prod(indices.shape[-n:])) for t in (indices, gradient))
     moved = empty.scatter(1, where, values) if apart else empty.scatter_add(1, where, values)
     return moved.reshape(x.shape)
