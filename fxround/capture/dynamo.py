@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.constants import Constants, constants_of, spelled
 from fxround.capture.log_messages import logging_while_traced
-from fxround.capture.refusals import LeftToPython, called_with, explained
+from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
 from fxround.errors import CaptureError
 from fxround.graph.source_lines import TORCH
@@ -282,8 +282,36 @@ def _described(effects: Any, variable: Any) -> Iterator[Change | Kept]:
     for attribute in attributes:
         kept = _kept(f"{name}.{attribute}", variable, attribute, attributes[attribute])
         yield kept or Change(f"{name}.{attribute}", "attribute", line)
-    if not attributes:
+    assigned = _assigned(variable) if name.endswith("._buffers") else None
+    if assigned is not None:
+        yield from (Change(f"{name}[{key!r}]", BUFFER, line) for key in assigned)
+    elif not attributes:
         yield Change(name, variable.python_type_name(), line)
+
+
+def _assigned(variable: Any) -> list[Any] | None:
+    """Return the names of a module's buffers that are other tensors after the call; None if no buffer was assigned.
+
+    ``self.steps += 1`` changes a buffer in place, and assigns it to itself.
+    """
+    before, after = ({getattr(k, "vt", k): v for k, v in d.items()} for d in (variable.original_items, variable.items))
+    assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
+    others = [key.as_python_constant() for key in assigned if not _is_same(before.get(key), after.get(key))]
+    return others if assigned else None
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    """Whether two of Dynamo's variables are one tensor."""
+    from torch._dynamo.variables import TensorVariable
+
+    if before is None or after is None or not (before.is_realized() and after.is_realized()):
+        return False
+    variables = [before.realize(), after.realize()]
+    if not all(isinstance(v, TensorVariable) for v in variables):
+        return False
+    old, new = (v.proxy.node.meta["example_value"] for v in variables)
+    layouts = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (old, new)]
+    return layouts[0] == layouts[1] and old.untyped_storage()._cdata == new.untyped_storage()._cdata
 
 
 def _kept(source: str, variable: Any, attribute: str, last: Any) -> Kept | None:

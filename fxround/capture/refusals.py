@@ -52,6 +52,8 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
 
 # The kind of an object that a model makes and returns and that is no tensor, tuple, list or dict.
 RESULT: Final = "result"
+# The kind of a buffer that a model assigns another tensor to.
+BUFFER: Final = "buffer"
 
 
 class LeftToPython(CaptureError):
@@ -68,6 +70,12 @@ class LeftToPython(CaptureError):
             for source, kind, line in found[:8]
         ]
         more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
+        assigned = next((source for source, kind, _ in found if kind == BUFFER), None)
+        if assigned:
+            more.append(
+                f"  {assigned} is a buffer that is assigned another tensor. A graph keeps a change in place: "
+                f"{assigned}.copy_(...) or {assigned}.add_(...)."
+            )
         super().__init__(
             "\n".join(
                 [

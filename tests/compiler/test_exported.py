@@ -212,3 +212,38 @@ def test_a_program_that_chooses_is_written(tmp_path: Path) -> None:
     loaded = fxround.load(compiled.export(tmp_path / "m.pt2", torch.rand(2, 3)))
     for x in (torch.rand(4, 3), -torch.rand(2, 3)):
         assert all(torch.equal(a, b) for a, b in zip(loaded(x), compiled(x), strict=True))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0.0))
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        result: Tensor = self.layer(x) * self.steps
+        return result
+
+
+def test_buffers_that_are_changed_in_place_and_assigned_to_themselves_are_written(tmp_path: Path) -> None:
+    """As ``steps += 1`` does, and the power iteration of spectral_norm."""
+    model, x = Counted(), torch.rand(4, 3)
+    compiled = fxround.compile(model, "reproducible")
+    steps, u = model.steps, model.layer.parametrizations.weight[0]._u
+    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", x))
+    for count in (1, 2):
+        assert torch.equal(loaded(x), compiled(x)) and float(steps) == count
+    assert model.steps is steps and model.layer.parametrizations.weight[0]._u is u
+
+
+def test_a_buffer_that_is_assigned_is_refused_with_its_name(tmp_path: Path) -> None:
+    class Assigns(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = self.steps + 1
+            return x * self.steps
+
+    compiled = fxround.compile(Assigns(), "reproducible")
+    with pytest.raises(FxroundError, match=r"(?s)changes self\.steps \(buffer\) at .*self\.steps\.copy_\(\.\.\.\)"):
+        compiled.export(tmp_path / "m.pt2", torch.rand(4, 3))
+    assert torch.equal(compiled(torch.ones(1)), torch.ones(1)) and float(compiled.source.steps) == 1
