@@ -100,6 +100,16 @@ _ADVICE: Final = (
         "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
     ),
     (
+        "in gaussian_nll_loss",
+        "write 0.5 * (var.log() + (x - target) ** 2 / var).mean(): gaussian_nll_loss reads whether var is negative",
+    ),
+    (
+        "aten.equal.default",
+        "compare by (a == b).all(), which is a tensor; for torch.cov and torch.corrcoef, which read numbers to check "
+        "them, write x = x - x.mean(1, keepdim=True) and x @ x.mT / (x.shape[1] - 1)",
+    ),
+    ("_dispatch_kl", "write the formula of the two distributions: kl_divergence searches a table of their classes"),
+    (
         "specialized integer",
         "use torch.while_loop, or a fixed number of steps and torch.where; or pass the number as a Python argument",
     ),
@@ -114,7 +124,7 @@ _ADVICE: Final = (
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
-    ("print", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
+    ("builtin `print`", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
     ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
 )
 

@@ -110,6 +110,21 @@ class Item(nn.Module):
         return x * x.sum().item()
 
 
+class Gaussian(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gaussian_nll_loss(x, x + 1, x.abs())
+
+
+class Covariance(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cov(x)
+
+
+class Divergence(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.kl_divergence(*(torch.distributions.Normal(x, scale) for scale in (1.0, 2.0)))
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.ones(5, 5)
@@ -121,6 +136,9 @@ class Broken(nn.Module):
         (Branch(), "if x.sum() > 0", "torch.where"),
         (Prints(), 'print("here"', "remove the print"),
         (Item(), "x.sum().item()", "Keep it a tensor"),
+        (Gaussian(), "gaussian_nll_loss(x", "write 0.5 * (var.log()"),
+        (Covariance(), "torch.cov(x)", "x @ x.mT"),
+        (Divergence(), "kl_divergence(", "write the formula"),
         (Broken(), "x @ torch.ones(5, 5)", "change"),
     ],
 )
