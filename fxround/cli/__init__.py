@@ -22,8 +22,11 @@ import importlib
 import io
 import json
 import os
+import pickle
+import struct
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +40,11 @@ from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
 
 FOLDER: Final = "fxround-demo"
+# What NumPy and PyTorch raise for a file that they cannot read; what the system refuses stays as it is.
+_BROKEN: Final = (
+    *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError),
+    *(pickle.UnpicklingError, struct.error, zipfile.BadZipFile),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,7 +294,7 @@ def load_inputs(spec: str) -> Any:
         if path.suffix == ".npz":
             return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
         return torch.load(path, weights_only=True)
-    except Exception as error:  # of pickle, struct, zipfile, NumPy or PyTorch
+    except _BROKEN as error:
         raise ValueError(
             f"--inputs {spec}: no {path.suffix} file of tensors or arrays of numbers ({type(error).__name__})"
         ) from error

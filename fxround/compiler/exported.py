@@ -87,15 +87,11 @@ def save(
     gradients: the program of its gradients, and what that takes. caches: the caches among its arguments. Raises OSError
     if the file cannot be written.
     """
-    if not keep_inputs:
-        program._example_inputs = None
-    _spell_choices(program)
-    memory = io.BytesIO()
-    torch.export.save(program, memory)
+    memory = _written(program, keep_inputs)
     with zipfile.ZipFile(memory, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
         if gradients is not None:
-            archive.writestr(f"{root}{_GRADIENTS}", _saved(gradients[0]))
+            archive.writestr(f"{root}{_GRADIENTS}", _written(gradients[0], keep_inputs=False).getvalue())
         record: dict[str, Any] = {
             "version": VERSION,
             "digest": _digest(archive),
@@ -122,20 +118,16 @@ def save(
     return Path(path)
 
 
-def _spell_choices(program: Any) -> None:
-    """Make the results of every ``torch.cond`` a tuple: PyTorch writes no list of them."""
+def _written(program: Any, keep_inputs: bool) -> io.BytesIO:
+    """Return a program as ``torch.export.save`` writes it; the example inputs of gradients include the parameters."""
+    if not keep_inputs:
+        program._example_inputs = None
     for part in program.graph_module.modules():
         for node in part.graph.find_nodes(op="call_function", target=COND) if isinstance(part, fx.GraphModule) else ():
-            node.meta["val"] = tuple(node.meta["val"])
-
-
-def _saved(program: Any) -> bytes:
-    """Return a program without example inputs, which would be the parameters."""
-    program._example_inputs = None
-    _spell_choices(program)
+            node.meta["val"] = tuple(node.meta["val"])  # PyTorch writes no list of results
     memory = io.BytesIO()
     torch.export.save(program, memory)
-    return memory.getvalue()
+    return memory
 
 
 def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
@@ -241,8 +233,8 @@ def _digest(archive: zipfile.ZipFile) -> str:
     return whole.hexdigest()
 
 
-def _listed(numbers: Iterable[Any]) -> str:
-    return ", ".join(map(str, numbers)) or "no"
+def _listed(items: Iterable[Any]) -> str:
+    return ", ".join(map(str, items)) or "no"
 
 
 def _inputs(program: nn.Module) -> Iterable[fx.Node]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from types import MappingProxyType
-from typing import Any, Final
-
-from fxround.errors import shown
+from typing import Final
 
 FLUSH: Final = "-flush"
 
@@ -72,11 +70,3 @@ def own_name(name: str) -> str:
     row = head.strip().removesuffix(FLUSH)
     known = ALIASES.get(row.removeprefix("torch."))
     return name if known is None else f"{known}{head.strip().removeprefix(row)}{slash}{rest}"
-
-
-def listed_numbers(values: Any) -> tuple[float, ...]:
-    """Return the numbers of a table, each zero as +0. Raises TypeError for what are no numbers."""
-    try:
-        return tuple(float(v) + 0.0 for v in values)
-    except TypeError:
-        raise TypeError(f"values is {shown(values)}; expected 2 to 256 numbers in ascending order") from None

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fxround.errors import shown
-from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, listed_numbers, other_numbers, own_name
+from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
 from fxround.numerics.format_text import description
 from fxround.numerics.posit_codes import are_posits, posit_value
 
@@ -359,7 +359,9 @@ class Format:
 
             fxround.round(x, fxround.table([-1, -0.5, 0, 0.5, 1]))
         """
-        listed = listed_numbers(values)
+        if not isinstance(values, Iterable):
+            raise TypeError(f"values is {shown(values)}; expected 2 to 256 numbers in ascending order")
+        listed = tuple(float(v) + 0.0 for v in values)
         if not 2 <= len(listed) <= 256:
             raise ValueError(f"a table has 2 to 256 values, got {len(listed)}")
         if not all(abs(v) <= 2.0**1000 for v in listed):
@@ -419,8 +421,7 @@ class Format:
                 zero="zero" in flags,
                 minus_zero="unsigned_zero" not in flags,
             )
-        listed = re.fullmatch(r"table\(([^()]{1,8000})\)", base)
-        if listed:
+        if listed := re.fullmatch(r"table\(([^()]{1,8000})\)", base):
             return Format.table(map(number, listed[1].split(",")))
         standard = re.fullmatch(r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", base)
         if standard:
@@ -432,8 +433,7 @@ class Format:
         fixed = re.fullmatch(r"(u?)fixed\(([0-9]{1,2}),\s*(-?[0-9]{1,4})\)", base)
         if fixed:
             return Format.fixed_point(int(fixed[2]), int(fixed[3]), signed=not fixed[1])
-        numbers = other_numbers(base)
-        if numbers:
+        if numbers := other_numbers(base):
             raise ValueError(
                 f"{shown(text)} is a dtype of {numbers}, which are not rounded: expected a floating-point format, like "
                 "'bfloat16', 'float16' or 'e4m3fn'"

@@ -282,7 +282,7 @@ def test_a_wrong_table_says_what_is_wrong(text: str, message: str) -> None:
         Rounding.parse(text)
 
 
-@pytest.mark.parametrize("values", [3, None, [None, 1.0]])
+@pytest.mark.parametrize("values", [3, None])
 def test_a_table_is_made_of_numbers(values: Any) -> None:
     with pytest.raises(TypeError, match="expected 2 to 256 numbers in ascending order"):
         fxround.table(values)
