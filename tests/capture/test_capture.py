@@ -317,7 +317,7 @@ def test_batch_norm_averages_all_batches_where_its_momentum_is_none() -> None:
     """PyTorch's own code makes a number of the count of batches, which no graph can."""
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=None))
     compiled = fxround.compile(model, "reproducible")
-    # Every sum, quotient and average of these numbers is in binary32: a batch m + k [-2, -1, 0, 1, 2] has the mean m and
+    # Every sum, quotient and average of these numbers is in binary32: m + k [-2, -1, 0, 1, 2] has the mean m and
     # the variance 2.5 k^2.
     steps = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])[:, None]
     for m, k in (([3.0, -8.0], [1.0, 2.0]), ([5.0, 0.5], [4.0, 1.0])):
