@@ -143,7 +143,8 @@ def tracer() -> str:
         return ""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    if get_proxy_mode() is not None:
+    # The number of modes is asked first: every call of a small model would pay for the search among them.
+    if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None:
         return "torch.export or make_fx"
     return "torch.compile" if callable(get_eval_frame_callback()) else ""
 

@@ -36,12 +36,12 @@ class Reaching(Sharing):
     """A compiled module whose attributes, except fxround's own, are the model's."""
 
     def __getattr__(self, name: str) -> Any:
-        own = getattr(type(self), name, None)
-        if isinstance(own, property):  # its getter has raised an AttributeError, and says what is missing
-            return own.__get__(self)
         try:
             return super().__getattr__(name)
         except AttributeError:
+            own = getattr(type(self), name, None)
+            if isinstance(own, property):  # its getter has raised an AttributeError, and says what is missing
+                return own.__get__(self)
             source = self.__dict__.get("source")
             if source is None or (name.startswith("__") and name.endswith("__")):
                 raise

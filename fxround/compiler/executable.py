@@ -29,6 +29,8 @@ from fxround.runtime.schedule.straight import Straight
 _ONE: Final = pytree.tree_structure(0)
 # The module and the attribute name that hold an input; None for an argument of the call.
 Owner = tuple[nn.Module, str] | None
+# One for all calls: to make another takes a part of a small model's call.
+_NOTHING: Final = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Entry:
         else:
             # Stock kernels that the policy left alone must not record a graph of their own. torch.export, which traces
             # without gradients, would record the switch.
-            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                 outputs = self._straight(*inputs, rng)
         results = len(self.captured.results)
         outputs, magnitudes = outputs[:results], outputs[results:]
