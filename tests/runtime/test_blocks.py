@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rationals import contraction
 from torch import Tensor, nn
 
 import fxround
 from fxround.compiler import eager_blocks
 from fxround.kernels.blocks import MAXIMA
+from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule
 from fxround.runtime.cpu.blocks import Geometry, geometry
 from fxround.runtime.cpu.llvm.engine import instruction_sets
@@ -88,15 +90,26 @@ def test_geometry() -> None:
     assert geometry((0, 4), (1, 2)) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_scale_of_a_tensor_is_read_as_the_tensor_stores_it(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype, carrier, step",
+    [
+        (torch.bfloat16, "bfloat16", "binary32"),
+        (torch.float16, "binary16", "binary32"),
+        (torch.float64, "binary64", "binary64"),
+    ],
+)
+def test_the_scale_of_a_tensor_is_read_as_the_tensor_stores_it(dtype: torch.dtype, carrier: str, step: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 16, bias=False).to(dtype).eval()
-    net = fxround.compile(model, Policy("blocks", (Rule(operator="contraction", operands="nvfp4"),)))
+    rule = Rule(operator="contraction", operands="nvfp4", rounding=carrier, accumulate=step)
+    net = fxround.compile(model, Policy("blocks", (rule,)))
+    rows = fxround.round(model.weight.detach(), "nvfp4").tolist()
+    how = Rounding.parse(step), Rounding.parse(carrier)
     for seed in range(3):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        want = fxround.round(x, "nvfp4") @ fxround.round(model.weight.detach(), "nvfp4").T
-        assert want.abs().max() > 0.1 and torch.equal(net(x), want)
+        columns = fxround.round(x, "nvfp4").tolist()
+        want = torch.tensor([[contraction(a, b, *how) for b in rows] for a in columns], dtype=dtype)
+        assert want.abs().max() > 0.1 and same(net(x), want)
 
 
 def test_a_compiled_rounding_is_one_kernel_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
