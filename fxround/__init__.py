@@ -13,6 +13,9 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 ``round`` and ``hash`` are not in ``__all__``, so that a star import does not replace Python's builtins.
 """
 
+import fxround.interrupts  # noqa: F401  before the imports that take seconds
+
+# isort: split
 from fxround.compiler import compile as compile
 from fxround.compiler.eager_round import round as round
 from fxround.compiler.exported import LoadedModule, load

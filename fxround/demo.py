@@ -10,6 +10,7 @@ equal counts as no evidence.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch import fx, nn
 
 from fxround.compiler import compile
 from fxround.compiler.module import RoundedModule
+from fxround.files import write_file
 from fxround.policy import Policy
 from fxround.significance.bits import require, significant_bits
 from fxround.views.graph_views import summary
@@ -127,10 +129,11 @@ class Demo:
 
     def write_rows(self, path: Path) -> None:
         """Write the full table as CSV, one row per logit."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("image", "label", "class", "stock", "mean", "sigma", "bits", "predicted"))
-            writer.writerows(self.rows)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(("image", "label", "class", "stock", "mean", "sigma", "bits", "predicted"))
+        writer.writerows(self.rows)
+        write_file(path, text.getvalue())
 
 
 def run(

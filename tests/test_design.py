@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent / "fxround"
 # The longest prefix decides. passes and runtime share a rank and never import each other.
 RANKS = {
     "errors": 0,
+    "files": 0,
+    "interrupts": 0,
     "locks": 0,
     "float_state": 0,
     "keys": 0,

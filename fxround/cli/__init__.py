@@ -32,12 +32,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import INTERRUPTED, POLICY, add_device, add_model, put, said
+from fxround.cli.arguments import POLICY, add_device, add_model, put, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
 from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
+from fxround.files import write_file
+from fxround.interrupts import INTERRUPTED, SAID, interruptible
 
 FOLDER: Final = "fxround-demo"
 # What NumPy and PyTorch raise for a file that they cannot read; what the system refuses stays as it is.
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     try:
-        status: int = arguments.command(arguments)
+        with interruptible():
+            status: int = arguments.command(arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fxround: the model refuses these inputs: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("fxround: interrupted", file=sys.stderr)
+        print(SAID, file=sys.stderr)
         return INTERRUPTED
     return status
 
@@ -232,7 +235,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing, device=device)
     found.write_rows(arguments.output / "table.csv")
     text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
-    (arguments.output / "report.json").write_text(text + "\n", encoding="utf-8")
+    write_file(arguments.output / "report.json", text + "\n")
     print(text) if arguments.json else demo_page.demo(found, arguments.output)
     return 0
 

@@ -1,20 +1,19 @@
-"""What several commands have: the model and its inputs, texts of help, the report, and the status after Ctrl-C."""
+"""What several commands have: the model and its inputs, texts of help, and the report."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
-POLICY: Final = "a preset, format, scaled format, rounding or .toml file (default stochastic)"
+from fxround.files import write_file
 
-INTERRUPTED: Final = 130
+POLICY: Final = "a preset, format, scaled format, rounding or .toml file (default stochastic)"
 
 
 def put(report: Any, to: str | None) -> None:
     """Print a report, and write it as JSON to a file; as JSON alone if the file is ``-``."""
     print(report.to_json() if to == "-" else report)
     if to and to != "-":
-        Path(to).write_text(report.to_json() + "\n", encoding="utf-8")
+        write_file(to, report.to_json() + "\n")
 
 
 def said(text: str) -> dict[str, Any]:

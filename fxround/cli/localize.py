@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import INTERRUPTED, POLICY, add_model, put, said
+from fxround.cli.arguments import POLICY, add_model, put, said
+from fxround.interrupts import INTERRUPTED
 from fxround.localization.localize import NothingFails, localize
 from fxround.localization.masked_model import QUIET
 from fxround.localization.report import LEVELS

@@ -12,7 +12,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from fxround.cli.arguments import INTERRUPTED, add_model, put, said
+from fxround.cli.arguments import add_model, put, said
+from fxround.interrupts import INTERRUPTED
 
 
 def add_perplexity(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:

@@ -12,8 +12,6 @@ import hashlib
 import importlib
 import io
 import json
-import os
-import secrets
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +34,7 @@ from fxround.compiler.exported_gradients import Gradients, LoadedGradients
 from fxround.compiler.random_state import advance, state_of, write
 from fxround.compiler.signature import flattened, packed_kinds, signature_of
 from fxround.errors import FxroundError, shown, type_of
+from fxround.files import write_file
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dialect.loops import COND
 from fxround.graph.dtypes import DEVICES
@@ -103,19 +102,7 @@ def save(
         if gradients is not None:
             record["gradients"] = gradients[1].record()
         archive.writestr(f"{root}{_RECORD}", json.dumps(record))
-    # For a symbolic link, its target is replaced and the link stays.
-    target = Path(path).resolve()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
-        with open(partial, "xb") as file:
-            file.write(memory.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return Path(path)
+    return write_file(path, memory.getbuffer())
 
 
 def _written(program: Any, keep_inputs: bool) -> io.BytesIO:

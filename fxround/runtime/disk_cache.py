@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import fxround.numerics
+from fxround.files import PARTIAL, write_file
 
 VARIABLE: Final = "FXROUND_CACHE_DIR"
 LIMIT_BYTES: Final = 256 << 20
@@ -33,7 +33,6 @@ _MAGIC: Final = b"fxround code 1\n"
 _DIGEST: Final = hashlib.sha256().digest_size
 _HEADER: Final = len(_MAGIC) + 2 * _DIGEST
 _ENTRY: Final = ".code"
-_ASIDE: Final = ".part"
 # A temporary file is renamed within milliseconds: one this old belongs to a process that died.
 _ABANDONED: Final = 3600.0
 # Eviction keeps this part of the limit, so that it is rare. To find whether it is due takes a visit to every file: a
@@ -208,14 +207,7 @@ def _write(place: Path, key: bytes, code: bytes) -> None:
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(place.stat()):
         raise PermissionError(f"another user owns {place}, or can write to it")
-    descriptor, aside = tempfile.mkstemp(suffix=_ASIDE, dir=place)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_sealed(code, key))
-        os.replace(aside, _path(place, key))
-    except OSError:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    write_file(_path(place, key), _sealed(code, key), private=True)
 
 
 class _Unseen:
@@ -238,7 +230,7 @@ def _evict(place: Path) -> None:
     with os.scandir(place) as listing:
         files = [(status, Path(found.path)) for found in listing if (status := _status(found)) is not None]
     now = time.time()
-    _remove(path for status, path in files if path.suffix == _ASIDE and now - status.st_mtime > _ABANDONED)
+    _remove(path for status, path in files if path.suffix == PARTIAL and now - status.st_mtime > _ABANDONED)
     entries = sorted((status.st_mtime, status.st_size, path) for status, path in files if path.suffix == _ENTRY)
     total = sum(size for _, size, _ in entries)
     if total <= LIMIT_BYTES:

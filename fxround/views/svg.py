@@ -18,6 +18,9 @@ from typing import Any, Final
 
 import networkx as nx
 
+from fxround.errors import shown
+from fxround.files import write_file
+
 WIDTH: Final = 176
 HEIGHT: Final = 46
 GAP: Final = 26
@@ -80,11 +83,9 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
 
 def write_svg(path: str | Path, text: str) -> Path:
     """Write a drawing; returns the path. Raises ValueError unless the path ends in .svg."""
-    target = Path(path)
-    if target.suffix != ".svg":
-        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {str(path)!r}")
-    target.write_text(text, encoding="utf-8")
-    return target
+    if Path(path).suffix != ".svg":
+        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {shown(str(path))}")
+    return write_file(path, text)
 
 
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:

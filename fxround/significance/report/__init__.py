@@ -19,6 +19,7 @@ import networkx as nx
 from torch import Tensor
 
 from fxround.errors import type_of
+from fxround.files import write_file
 from fxround.policy import Policy
 from fxround.significance.bits import decimal, general_probability, half_width, penalty, require
 from fxround.significance.figures import Figures, plain
@@ -279,7 +280,7 @@ class VariabilityReport:
 
         text = html.page(self)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_file(path, text)
         return text
 
     def _repr_html_(self) -> str:

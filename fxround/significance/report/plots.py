@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fxround.files import write_file
 from fxround.significance.bits import require
 from fxround.significance.figures import Figures
 
@@ -55,8 +56,17 @@ def plot(report: VariabilityReport, path: str | Path | None = None) -> Any:
         for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels, strict=True):
             draw(report, axes)
         if path is not None:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+            _write(figure, Path(path))
     return figure
+
+
+def _write(figure: Any, path: Path) -> None:
+    """Write a figure in the format of the path's suffix; without one, in matplotlib's own, whose suffix it gets."""
+    matplotlib = require("matplotlib", "report")
+    suffix = path.suffix or f".{matplotlib.rcParams['savefig.format']}"
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix[1:].lower(), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+    write_file(path.with_suffix(suffix), buffer.getbuffer())
 
 
 def svg(report: VariabilityReport) -> str:
