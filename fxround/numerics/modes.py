@@ -69,6 +69,12 @@ class Mode:
         """Whether the same value always gives the same result."""
         return self.random_bits == 0
 
+    @property
+    def graded(self) -> bool:
+        """Whether the probability of a step depends on how much is lost, not only on which values are neighbours."""
+        tiny = Lost(False, True, False, True, True, False, False, False, False, False)
+        return bool(self.away(tiny)) != bool(self.away(replace(tiny, drawn=True)))
+
     def overflows(self, negative: bool) -> bool:
         """Whether a finite value beyond the maximum leaves the range; otherwise it stays at the maximum.
 

@@ -3,10 +3,11 @@
 ``apply`` returns R(f(x, ...)) for + - * / sqrt, fma and others, with one rounding of the exact value. If R is the
 carrier's own nearest_even, this is the hardware's operation. Otherwise the value is computed in binary64 together with
 the sign of what binary64 lost (``residuals``), rounded to odd there, and then rounded by R. With at least two bits more
-than R's format, the rounding to odd makes the second rounding innocuous in every deterministic mode (Boldo and
-Melquiond, IEEE TC 57(4), 2008). The modes that draw start from the nearest binary64 value: their lost fraction is good
-to 2^-29 of a binary32 quantum. Elementary functions are evaluated in binary64 to within the bound that their file
-states, and rounded once.
+than R's format, the rounding to odd makes the second rounding innocuous (Boldo and Melquiond, IEEE TC 57(4), 2008), in
+every deterministic mode and in stochastic_equal and up_down, whose coin chooses between values that the rounding to odd
+determines. The modes that draw with a probability (``graded``) start from the nearest binary64 value: their lost
+fraction is good to 2^-29 of a binary32 quantum. Elementary functions are evaluated in binary64 to within the bound that
+their file states, and rounded once.
 
 The sign of what binary64 lost is right for all operands for which ``require`` accepts the format, also where binary64
 itself under- or overflows. An exact sum of zero of operands that are not both +0 is -0 towards negative infinity;
@@ -66,6 +67,7 @@ from fxround.numerics.scalar import (
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]
+_WIDE_24: Final = _BINARY32.with_range_of(_BINARY64)
 HARDWARE: Final = "binary32/nearest_even/inf"
 """The rounding of the conversion from binary64 to binary32."""
 
@@ -284,7 +286,7 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
     """
     if not has_wide_range(rounding.format, CARRIERS["f64"]):
         return value
-    low, high = (round_inside(end, rounding, random) for end in quick.ends(rounding.mode.deterministic))
+    low, high = (round_inside(end, rounding, random) for end in quick.ends(rounding.mode.graded))
     doubtful = ~bits(low).equals(bits(high)) | ~quick.trusted | near_the_ends(quick.value, rounding, CARRIERS["f64"])
     return _unless(doubtful, quick, rounding, value, narrow(low))
 
@@ -301,26 +303,37 @@ def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
     """Return the binary64 value that R starts from.
 
-    This is the nearest one for the modes that draw, else the one rounded to odd. R distinguishes the two only where the
+    This is the nearest one for the graded modes, else the one rounded to odd. R distinguishes the two only where the
     nearest value lies on a boundary of R, a value or a midpoint of its format: that is, where all bits below half a
     quantum are zero. Elsewhere the nearest value is cheaper.
     """
-    if rounding.format.posit and not rounding.mode.deterministic:
+    if rounding.format.posit and rounding.mode.graded:
         # A finite nonzero value becomes no NaR and no zero, also where the nearest binary64 value is infinite or zero.
         nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
         to_an_end = nearest.equals(0.0) | absolute(nearest).equals(math.inf)
         return rarely(to_an_end, _before_rounding(operator, operands, _truncated(rounding)), nearest)
     if operator.sticky:
-        return operator.sticky(*operands) if rounding.mode.deterministic else operator.wide(*operands).value
+        return operator.wide(*operands).value if rounding.mode.graded else operator.sticky(*operands)
     wide = operator.wide(*operands)
     nearest = operator.native(*operands) if operator.native else wide.value
-    if not rounding.mode.deterministic or (wide.error is None and wide.odd is None):
-        return _finite(operator, nearest, operands, rounding)
+    if rounding.mode.graded or (wide.error is None and wide.odd is None) or _keeps_sides(operator, operands, rounding):
+        return nearest
     under_half = (1 << (_BINARY64.precision - rounding.format.boundary_precision)) - 1
     value = rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return value
     return select(value.equals(0.0), from_bits(operator.sign(*operands) & (1 << 63)), value)
+
+
+def _keeps_sides(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> bool:
+    """Whether rounding to binary64 first changes nothing for up_down, whose step follows a rounding to nearest.
+
+    This holds for + - * / sqrt of numbers of 24 bits that are rounded to 24 bits, because 53 >= 2 * 24 + 2 (Figueroa
+    1995). The accumulator of a sum, to which ``add_inside`` adds an element that is widened, has as many bits as R.
+    """
+    of_24_bits = are_binary32(*operands) or (operator.name == "add_inside" and any(map(are_binary32, operands)))
+    to_24_bits = rounding.mode.jitter and rounding.format in (_BINARY32, _WIDE_24)
+    return to_24_bits and of_24_bits and not operator.name.startswith("fma")
 
 
 def _truncated(rounding: Rounding) -> Rounding:

@@ -54,16 +54,16 @@ class Quick:
     saturates: Expr | None = None
     vanishes: Expr | None = None
 
-    def ends(self, deterministic: bool) -> tuple[Expr, Expr]:
+    def ends(self, graded: bool) -> tuple[Expr, Expr]:
         """Return the ends of an interval that holds the exact value where it is ``trusted``, and is no zero.
 
-        deterministic: of the mode that rounds them. Where the function saturates, a mode that draws starts from the
-        nearest binary64 number, which may be 1; for the others all values between 1's predecessor and 1 are alike.
+        graded: of the mode that rounds them. Where the function saturates, a graded mode starts from the nearest
+        binary64 number, which may be 1; for the others all values between 1's predecessor and 1 are alike.
         """
         code = bits(self.value)
         far = code + WINDOW
         if self.saturates is not None:
-            far = select(self.saturates, (code & SIGN) | (_ordinal(1.0) - int(deterministic)), far)
+            far = select(self.saturates, (code & SIGN) | (_ordinal(1.0) - int(not graded)), far)
         return from_bits(code - WINDOW), from_bits(far)
 
     def doubtful(self) -> Expr:
