@@ -130,6 +130,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture",
             "capture.torch_private",
             "capture.traced_packing",
+            "capture.transforms",
             "capture.dynamo",
             "graph.values",
             "graph.site",

@@ -491,8 +491,3 @@ def is_of_dynamo(error: Exception) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
-
-
-def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` (grad, vmap) is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
 from fxround.capture import inside_backward
 from fxround.capture.dynamo import tracer
-from fxround.capture.torch_private import is_transformed
+from fxround.capture.transforms import differentiates_forward, has_tangent, is_transformed
 from fxround.errors import FxroundError
 
 
@@ -21,6 +25,21 @@ def require_untraced() -> None:
         raise FxroundError(
             f"{found} traces a compiled module, whose captures it cannot hold: compiled.export(path, example_inputs) "
             "writes the rounded program, which torch.export.load reads too, and compiled.graph is the rounded graph"
+        )
+
+
+def refuse_tangents(values: Iterable[Any], reads: Iterable[Any] = ()) -> None:
+    """Raise FxroundError if a value has a tangent of forward-mode differentiation, which kernels would drop.
+
+    reads: what a graph reads from elsewhere, tensors among it.
+    """
+    if not differentiates_forward():
+        return
+    if any(map(has_tangent, chain(values, (getattr(read, "tensor", None) for read in reads)))):
+        raise FxroundError(
+            "forward-mode differentiation (torch.autograd.forward_ad) passes a tangent to a compiled module, whose "
+            "kernels have no rules for that: torch.autograd.functional.jvp computes the same product from gradients, "
+            "or compile a model that calls torch.func.jvp"
         )
 
 

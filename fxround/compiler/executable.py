@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
+from fxround.compiler.call_context import refuse_tangents
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.outside_state import OutsideState
 from fxround.compiler.training_step import Step, differentiable
@@ -57,9 +58,11 @@ class Entry:
 
         trains: whether delayed scales take the largest magnitudes of this call, and of its backward pass.
 
-        Raises FxroundError if such a change would be visible through another input.
+        Raises FxroundError if such a change would be visible through another input, and for tangents of forward-mode
+        differentiation.
         """
         inputs = [*self._inputs(leaves), *self.multipliers()]
+        refuse_tangents(inputs, self.captured.reads)
         if self.step:
             outputs = differentiable(self.step, inputs, rng, self.state.record if trains else None)
         else:

@@ -16,6 +16,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fxround.capture.caches import CACHES
 from fxround.capture.dynamo import aside
 from fxround.capture.packed import as_tuples
-from fxround.compiler.call_context import check_context
+from fxround.compiler.call_context import check_context, refuse_tangents
 from fxround.compiler.executable import Entry
 from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
@@ -304,6 +305,7 @@ class LoadedModule(nn.Module):
                 raise self._refusal(args, kwargs) from None
             args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         self._require(leaves)
+        refuse_tangents(chain(leaves, self.parameters(), self.buffers()))
         if self._gradients is None or not self._gradients.wanted(leaves):
             return self._results(args, kwargs)
         spec: list[Any] = []

@@ -9,6 +9,7 @@ raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxround.capture.transforms import by_rows
 from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
@@ -127,7 +129,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
         outputs = step.forwards(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
-        ctx.step, ctx.rng, ctx.record = step, rng, record
+        ctx.step, ctx.rng, ctx.record, ctx.inputs = step, rng, record, inputs
         _save(ctx, saved)
         ctx.set_materialize_grads(False)
         ctx.like = [(results[i].shape, results[i].dtype, results[i].device) for i in step.tangents]
@@ -137,10 +139,14 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        saved = _saved(ctx)
-        with unwatched():
-            found = _gradients(ctx.step, saved, given, ctx.like, ctx.rng, ctx.record)
-        return None, None, None, *(_final(found.get(i)) for i in range(len(ctx.needs_input_grad) - 3))
+        saved, inputs = _saved(ctx), _released(ctx)
+
+        def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
+            with unwatched():
+                found = _gradients(ctx.step, saved, tangents, ctx.like, ctx.rng, ctx.record)
+            return _final([found.get(i) for i in range(len(inputs))], [*inputs, *tangents])
+
+        return None, None, None, *by_rows(gradients, given)
 
 
 class _Later(torch.autograd.Function):
@@ -154,14 +160,22 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
         inputs = _saved(ctx)
-        with unwatched():
+
+        @functools.cache
+        def computed() -> tuple[Differentiated, Sequence[int], tuple[Any, ...]]:
             step, positions, multipliers = ctx.step()
             with torch.no_grad():
-                outputs = step.forwards(*(inputs[i] for i in positions), *multipliers, ctx.rng)
-            like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
-            found = _gradients(step, outputs[step.results :], given, like, ctx.rng)
-        by_input = {positions[i]: gradient for i, gradient in found.items()}
-        return None, None, None, *(_final(by_input.get(i)) for i in range(len(inputs)))
+                return step, positions, step.forwards(*(inputs[i] for i in positions), *multipliers, ctx.rng)
+
+        def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
+            with unwatched():
+                step, positions, outputs = computed()
+                like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
+                found = _gradients(step, outputs[step.results :], tangents, like, ctx.rng)
+            by_input = {positions[i]: gradient for i, gradient in found.items()}
+            return _final([by_input.get(i) for i in range(len(inputs))], [*inputs, *tangents])
+
+        return None, None, None, *by_rows(gradients, given)
 
 
 def _gradients(
@@ -216,19 +230,30 @@ def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Ten
     return owned
 
 
-def _final(gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient; under ``create_graph=True``, one that raises if it is differentiated again."""
-    if gradient is None or not torch.is_grad_enabled():
-        return gradient
-    anchor = torch.zeros((), requires_grad=True)
-    final: Tensor = _Final.apply(anchor, gradient)  # type: ignore[no-untyped-call]
+def _released(ctx: Any) -> Any:
+    """Return the inputs of the forward pass; those of a graph that is not retained are freed, as saved values are."""
+    inputs = ctx.inputs
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.inputs = (None,) * len(inputs)
+    return inputs
+
+
+def _final(gradients: Sequence[Tensor | None], sources: Sequence[Any]) -> Sequence[Tensor | None]:
+    """Return the gradients; under ``create_graph=True``, ones that raise if they are differentiated again.
+
+    sources: the values on which they depend, so that autograd finds a way from a second derivative's loss to each.
+    """
+    if not torch.is_grad_enabled():
+        return gradients
+    depended = [value for value in sources if isinstance(value, Tensor) and value.requires_grad]
+    final: Sequence[Tensor | None] = _Final.apply(tuple(gradients), *depended)  # type: ignore[no-untyped-call]
     return final
 
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
