@@ -9,7 +9,11 @@ from __future__ import annotations
 
 def shown(value: object, most: int = 120) -> str:
     """Return ``repr(value)`` for a message; the middle of a long text is left out."""
-    text = repr(value)
+    return brief(repr(value), most)
+
+
+def brief(text: str, most: int = 120) -> str:
+    """Return a text for a message, without quotes; the middle of a long one is left out."""
     if len(text) <= most:
         return text
     return f"{text[: 2 * most // 3]}...{text[-most // 4 :]} ({len(text)} characters)"

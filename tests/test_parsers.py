@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,10 +16,12 @@ from fxround import Policy, Rule
 from fxround.errors import PolicyError
 from fxround.kernels.program import Program
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.scaled import ScaledRounding
 
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "format": Format.parse,
@@ -27,11 +30,17 @@ PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "order": Order.parse,
     "gradient": Gradient.parse,
     "program": Program.parse,
+    "faults": Faults.parse,
+    "scaled": ScaledRounding.parse,
 }
 POLICIES: Final[dict[str, Callable[[Any], Any]]] = {
     "preset": Policy.preset,
     "rule": lambda text: Rule(text, operator=text, rounding=text, accumulate=text, gradient=text),
     "toml": Policy.from_toml,
+    "faults": lambda text: Rule(faults=text),
+    "match": lambda text: Rule(text),
+    "names": lambda text: Policy.from_dict({"name": text, "rules": [{"match": text, "operator": text}]}),
+    "key": lambda text: Policy.from_dict({text: text}),
 }
 LONGEST: Final = 800
 WORDS: Final = (
@@ -89,6 +98,18 @@ def test_a_hard_text_is_refused(text: str) -> None:
         refused_or_printed(parse, text, (ValueError,))
     for parse in POLICIES.values():
         refused_or_printed(parse, text, (PolicyError,))
+
+
+@pytest.mark.parametrize("part", ["x", "1e-6 ", "significand:1e-6 ", ":", "9", "[", "a,", "/", "\n"], ids=str.strip)
+@pytest.mark.parametrize("start", ["", "significand:", "bfloat16/", "bfloat16 faults=", "scaled(e4m3fn;", 'name = "'])
+def test_a_million_characters_are_refused_in_a_few(start: str, part: str) -> None:
+    text = start + part * (1_000_000 // len(part))
+    before = time.process_time()
+    for parse in PARSERS.values():
+        refused_or_printed(parse, text, (ValueError,))
+    for parse in POLICIES.values():
+        refused_or_printed(parse, text, (PolicyError,))
+    assert time.process_time() - before < 10  # linear in the length: 0.1 to 1.2 s were seen
 
 
 @pytest.mark.parametrize("value", [None, 5, b"e5m2", ["e5m2"], {}, 1.5])

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import io
 import json
+import operator
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,11 +112,26 @@ def _written(program: Any, keep_inputs: bool) -> io.BytesIO:
     if not keep_inputs:
         program._example_inputs = None
     for part in program.graph_module.modules():
-        for node in part.graph.find_nodes(op="call_function", target=COND) if isinstance(part, fx.GraphModule) else ():
-            node.meta["val"] = tuple(node.meta["val"])  # PyTorch writes no list of results
+        if isinstance(part, fx.GraphModule):
+            _make_writable(part)
     memory = io.BytesIO()
     torch.export.save(program, memory)
     return memory
+
+
+def _make_writable(part: fx.GraphModule) -> None:
+    """Spell what PyTorch does not write: a list of results, and a sum of any number of sizes."""
+    for node in part.graph.find_nodes(op="call_function", target=COND):
+        node.meta["val"] = tuple(node.meta["val"])
+    for node in part.graph.find_nodes(op="call_function", target=torch.sym_sum):
+        first, *others = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
+        with part.graph.inserting_before(node):
+            for other in others:
+                values = (size.meta["val"] if isinstance(size, fx.Node) else size for size in (first, other))
+                first = part.graph.call_function(operator.add, (first, other))
+                first.meta = {**node.meta, "val": sum(values)}
+        node.replace_all_uses_with(first)
+        part.graph.erase_node(node)
 
 
 def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:

@@ -112,13 +112,10 @@ class Faults:
         words = text.split() if isinstance(text, str) else []
         found = []
         for word in words:
-            field, colon, number = word.partition(":")
-            try:
-                found.append(Fault(field, float(number) if colon else math.nan))
-            except ValueError as error:
-                if _part(field) in FIELDS and not _is_number(number):
-                    raise ValueError(f"{shown(number)} is no probability; expected {field}:1e-6") from None
-                raise error
+            field, _, number = word.partition(":")
+            if _part(field) in FIELDS and not _is_number(number):
+                raise ValueError(f"{shown(number)} is no probability; expected {field}:1e-6")
+            found.append(Fault(field, float(number) if _is_number(number) else math.nan))
         if not found or len({fault.field for fault in found}) < len(found):
             raise ValueError(f"{shown(text)}: expected faults like 'significand:1e-6 sign:1e-9', each field once")
         return Faults(tuple(found))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fxround.errors import PolicyError, shown, type_of
+from fxround.errors import PolicyError, brief, shown, type_of
 from fxround.keys import nearest, require_keys, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
@@ -75,21 +75,25 @@ class Policy:
             raise PolicyError(f"the name of a policy is {type_of(self.name)} ({shown(self.name)}); expected a str")
         if isinstance(self.rules, str | Mapping) or not isinstance(self.rules, Iterable):
             raise PolicyError(
-                f"policy {self.name!r}: rules is {type_of(self.rules)}; expected a sequence of Rules, as in "
-                f"Policy({self.name!r}, (Rule(...),))"
+                f"policy {shown(self.name)}: rules is {type_of(self.rules)}; expected a sequence of Rules, as in "
+                f"Policy(..., (Rule(...),))"
             )
         object.__setattr__(self, "rules", tuple(self.rules))
         if not isinstance(self.strict, bool):
-            raise PolicyError(f"policy {self.name!r}: strict is {shown(self.strict)}; expected True or False")
+            raise PolicyError(f"policy {shown(self.name)}: strict is {shown(self.strict)}; expected True or False")
         if self.definitions not in DEFINITIONS:
             near = f"{nearest(str(self.definitions), DEFINITIONS)} Known: {', '.join(DEFINITIONS)}"
-            raise PolicyError(f"policy {self.name!r}: no definitions are named {shown(self.definitions)}{near}")
+            raise PolicyError(f"policy {shown(self.name)}: no definitions are named {shown(self.definitions)}{near}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
-                raise PolicyError(f"policy {self.name!r}: a rule is a Rule, got {type(rule).__name__} {shown(rule)}")
+                raise PolicyError(
+                    f"policy {shown(self.name)}: a rule is a Rule, got {type(rule).__name__} {shown(rule)}"
+                )
 
     def __str__(self) -> str:
-        return "\n".join([f"policy {self.name}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)])
+        return "\n".join(
+            [f"policy {brief(self.name)}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)]
+        )
 
     @property
     def treats_gradients(self) -> bool:
@@ -217,7 +221,7 @@ class Policy:
         for position, rule in enumerate(self.rules):
             if position not in matched and not rule.optional and not rule.directions.isdisjoint(directions):
                 raise PolicyError(
-                    f"policy {self.name!r}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
+                    f"policy {shown(self.name)}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
                     f"{nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."
                     f" The model's modules: {', '.join(p or '(root)' for p in known[:20])}"
                 )

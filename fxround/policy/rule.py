@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from fxround.errors import PolicyError, shown
+from fxround.errors import PolicyError, brief, shown
 from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
@@ -173,9 +173,9 @@ class Rule:
 
     def __str__(self) -> str:
         selectors = ("operator", "role", "direction", "result")
-        where = [f"{key}={getattr(self, key)}" for key in selectors if getattr(self, key)]
-        said = [f"{key}={getattr(self, key)}" for key in _SAID if getattr(self, key) is not None]
-        return " ".join([self.match or '""', *where, "->", *said])
+        where = [f"{key}={brief(getattr(self, key))}" for key in selectors if getattr(self, key)]
+        said = [f"{key}={brief(getattr(self, key))}" for key in _SAID if getattr(self, key) is not None]
+        return " ".join([brief(self.match) or '""', *where, "->", *said])
 
     def _full_gradient(self) -> str | None:
         """Return the gradient's text in full. Raises PolicyError for zeros if the rounding clamps nothing."""

@@ -20,7 +20,7 @@ from fxround.capture import Captured
 from fxround.compiler.executable import Function
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.random_state import random_state, state_of
-from fxround.errors import FxroundError, PolicyError, type_of
+from fxround.errors import FxroundError, PolicyError, shown, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
@@ -97,8 +97,9 @@ def _require_paths(policy: Policy, model: Any, parameters: Collection[int]) -> N
         updates = "update" in rule.directions and rule.role in (None, *_ROLES) and rule.operator is None
         if rule.match != "*" and updates and not rule.optional:
             raise PolicyError(
-                f"policy {policy.name!r}: rule {position + 1}, {str(rule)!r}, names a module, and the optimizer knows "
-                "the modules of its parameters only with model=...: pass the module whose parameters are optimized"
+                f"policy {shown(policy.name)}: rule {position + 1}, {str(rule)!r}, names a module, and the optimizer "
+                "knows the modules of its parameters only with model=...: pass the module whose parameters are "
+                "optimized"
             )
 
 
