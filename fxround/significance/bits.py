@@ -151,11 +151,19 @@ def penalty(
 
 
 @lru_cache(maxsize=1024)
-def half_width(samples: int, confidence: float = CONFIDENCE) -> float:
-    """Return half the width, in bits, of the confidence interval of one element's deviation, from n normal samples."""
+def above(samples: int, confidence: float = CONFIDENCE) -> float:
+    """Return a: the true number of bits of one element is between CNH's figure and a more with ``confidence``.
+
+    It is exact for normal samples around a mean that is large in comparison with their deviation: the squared
+    deviations over the variance are a chi-square variable with n - 1 degrees of freedom. The probability below the
+    interval is that with which CNH's bound fails, and the rest is above it.
+    """
     chi2 = require("scipy.stats", "report").chi2
-    tail = (1 - confidence) / 2
-    return float(0.25 * math.log2(chi2.ppf(1 - tail, samples - 1) / chi2.ppf(tail, samples - 1)))
+    shrunk = (samples - 1) / samples  # the figure's deviation is the population's
+    low = chi2.ppf((1 - confidence) / 2, samples - 1)
+    below = chi2.cdf(low / shrunk, samples - 1)
+    high = chi2.ppf(confidence + below, samples - 1)
+    return float(0.5 * math.log2(high * shrunk / low))
 
 
 def general_probability(samples: int, confidence: float = CONFIDENCE) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
-from fxround.significance.bits import CONFIDENCE, Method, bits_from, half_width, penalty
+from fxround.significance.bits import CONFIDENCE, Method, above, bits_from, penalty
 from fxround.significance.moments import NEVER, Floats, Moments, as_array, chunks
 
 BINS: Final = 16
@@ -97,6 +97,7 @@ class Figures:
     note              why the place has no figures, or ""
     probability       as passed to ``variability``; None is the default
     confidence        as passed to ``variability``
+    method            as passed to ``variability``
     """
 
     place: Place
@@ -120,6 +121,7 @@ class Figures:
     note: str = ""
     probability: float | None = None
     confidence: float = CONFIDENCE
+    method: Method = "cnh"
 
     @property
     def evidence_share(self) -> float:
@@ -127,9 +129,11 @@ class Figures:
         return self.evidence / max(self.elements, 1)
 
     @property
-    def half_width(self) -> float | None:
-        """Half the confidence interval, in bits, of one element's figure, from ``samples`` normal samples."""
-        return half_width(self.samples, self.confidence) if self.samples > 1 else None
+    def above(self) -> float | None:
+        """The true bits of one element are between its figure and so many more with ``confidence``, if samples are
+        normal. None for the general method, which does not assume that.
+        """
+        return above(self.samples, self.confidence) if self.samples > 1 and self.method == "cnh" else None
 
     @property
     def penalty(self) -> float | None:
@@ -252,6 +256,7 @@ class Tally:
             worst_sigma=self.worst.facts[1] if some else None,
             probability=self.options.probability,
             confidence=self.options.confidence,
+            method=self.options.method,
             agreement={name: compared.agreement() for name, compared in self.references.items()},
             note=self.note,
         )

@@ -41,6 +41,7 @@ class Metric:
     combine     whether sums of batches are added or the greatest is kept
     rows        (sample, reference) to a bool tensor of the rows that changed, for metrics that name rows
     pairs       whether the metric compares pairs of samples
+    share       whether values are between 0 and 1, for which ``samples="auto"`` has a rule of its own
     """
 
     name: str
@@ -52,6 +53,7 @@ class Metric:
     combine: Literal["add", "greatest"] = "add"
     rows: Callable[[Any, Any], Tensor] | None = None
     pairs: bool = False
+    share: bool = False
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
         """Return the combined sums of two batches."""
@@ -232,10 +234,10 @@ _ROWS: Final = (
     Metric("sqnr", "signal over perturbation", "dB", "higher", _powers, _sqnr),
     Metric("relative_error", "norm of the perturbation over the norm", "", "lower", _powers, _relative),
     Metric("max_ulp", "greatest distance", "ulp", "lower", _ulps, _first, "greatest"),
-    Metric("label_flips", "labels that change", "share", "lower", _flips, _share, rows=_changed),
-    Metric("top_k", f"of the {K} greatest classes, those kept", "share", "higher", _top, _share),
-    Metric("accuracy", "labels that equal the targets", "share", "higher", _hits, _share),
-    Metric("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class),
+    Metric("label_flips", "labels that change", "share", "lower", _flips, _share, rows=_changed, share=True),
+    Metric("top_k", f"of the {K} greatest classes, those kept", "share", "higher", _top, _share, share=True),
+    Metric("accuracy", "labels that equal the targets", "share", "higher", _hits, _share, share=True),
+    Metric("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class, share=True),
     Metric("dice_pairs", "the same, of the worst pair of samples", "", "higher", _dice, _worst_class, pairs=True),
     Metric("wasserstein_1", "transport along the last dimension", "steps", "lower", _transport, _share),
     Metric("kl", "KL divergence of the softmax", "nats", "lower", _divergence, _share),

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fxround.compiler.module import RoundedModule
 from fxround.graph.site import site
-from fxround.significance.adaptive import GROUP, Sequential, group_bits
+from fxround.significance.adaptive import GROUP, Sequential, SequentialShare, group_bits
 from fxround.significance.figures import Options, Place, Tally
 from fxround.significance.inputs import Call
-from fxround.significance.metrics import chosen
+from fxround.significance.metrics import chosen, named
 from fxround.significance.moments import Moments
 from fxround.significance.observed import WHOLE, Key, Runs, Sample, Watch, sample_number, sample_stream
 from fxround.significance.places import OUTPUT, ROOT, Capture, Isolate, Restricted, isolated, places
@@ -107,7 +107,7 @@ class Study:
         self.tallies: dict[Key, Tally] = {}
         self.alone: dict[str, Tally] = {}
         self.recorders: tuple[Recorder, ...] | None = None
-        self.rules: list[Sequential] = []
+        self.rules: list[Sequential | SequentialShare] = []
         self.counts: list[int] = []
         self.rows = 0
         self.samples: list[dict[Key, list[Tensor]]] = []
@@ -155,7 +155,7 @@ class Study:
         return result
 
     def _sample(self, batch: Batch, number: int) -> None:
-        rule = None if self.plan.samples else Sequential(self.plan.tolerance, self.plan.options.confidence)
+        rule = None if self.plan.samples else self._rule()
         most = self.plan.samples or self.plan.most
         figures: list[float] = []
         numbers = (sample_number(number, i) for i in range(most))
@@ -165,7 +165,7 @@ class Study:
             batch.taken += 1
             self.tick()
             if rule is not None and batch.taken % GROUP == 0:
-                rule.add(self._figure(batch, figures[-GROUP:]))
+                rule.add(self._figures(batch, figures[-GROUP:]))
             if batch.taken % GROUP == 0:
                 batch.end_group()
             if self.stopping() or (rule is not None and batch.taken % GROUP == 0 and rule.done):
@@ -197,8 +197,16 @@ class Study:
         for key, value in kept.items():
             self.samples[-1].setdefault(key, []).append(value)
 
-    def _figure(self, batch: Batch, figures: list[float]) -> float | None:
-        return group_bits(batch.group.values()) if self.plan.watch == BITS else sum(figures) / len(figures)
+    def _rule(self) -> Sequential | SequentialShare:
+        shares = any(metric.share for metric in named(self.plan.metrics) if metric.name == self.plan.watch)
+        return (SequentialShare if shares else Sequential)(self.plan.tolerance, self.plan.options.confidence)
+
+    def _figures(self, batch: Batch, figures: list[float]) -> list[float]:
+        """Return what a group adds to the rule: its bits, or the watched metric's values."""
+        if self.plan.watch != BITS:
+            return figures
+        bits = group_bits(batch.group.values())
+        return [] if bits is None else [bits]
 
     def _tally(self, batch: Batch, known: Mapping[Key, Place]) -> None:
         for key in [*known, *(k for k in (*batch.moments, *batch.spoiled) if k not in known)]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fxround.compiler.signature import require_module
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
-from fxround.significance.adaptive import Sequential
+from fxround.significance.adaptive import require_tolerance
 from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options
 from fxround.significance.inputs import Call, calls, count
@@ -162,7 +162,7 @@ def _plan(
 ) -> Sampling:
     automatic = samples == "auto"
     if automatic:
-        Sequential(tolerance, options.confidence)
+        require_tolerance(tolerance)
     if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
         raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
     if not automatic and samples < 2:

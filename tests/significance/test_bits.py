@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fxround.significance.bits import (
+    above,
     bits_from,
     contributing_bits,
     decimal,
     general_probability,
-    half_width,
     penalty,
     require,
     same,
@@ -112,15 +112,15 @@ def test_the_bound_holds_as_often_as_it_says() -> None:
     assert abs(held - 0.975) < 4 * np.sqrt(0.975 * 0.025 / trials) + 0.001
 
 
-@pytest.mark.parametrize("n", [5, 10, 40])
-def test_the_half_width_is_that_of_the_deviation(n: int) -> None:
-    random, trials = np.random.default_rng(n), 4000
-    deviations = np.log2(random.normal(size=(n, trials)).std(0, ddof=1))
-    low, high = require("scipy.stats", "report").chi2.ppf([0.025, 0.975], n - 1)
-    middle = deviations + 0.25 * np.log2((n - 1) ** 2 / (low * high))
-    covered = (np.abs(middle) <= half_width(n)).mean()
-    # Four standard errors around 95 %: a false alarm in 15,000 seeds.
-    assert abs(covered - 0.95) <= 4 * np.sqrt(0.95 * 0.05 / trials)
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 40])
+@pytest.mark.parametrize("confidence", [0.95, 0.75])
+def test_the_interval_of_one_element_holds_as_often_as_it_says(n: int, confidence: float) -> None:
+    random, trials = np.random.default_rng(n), 20_000
+    samples = 1 + random.normal(size=(n, trials)) * 2.0**-20
+    bits, true = streamed(samples, confidence=confidence), 20 - np.log2(1.959964)
+    covered = ((bits <= true) & (true <= bits + above(n, confidence))).mean()
+    # Four standard errors: a false alarm in 15,000 seeds.
+    assert abs(covered - confidence) <= 4 * np.sqrt(confidence * (1 - confidence) / trials)
 
 
 def test_the_general_method_needs_59_samples_for_95_percent() -> None:

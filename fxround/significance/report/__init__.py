@@ -1,8 +1,8 @@
 """The report of a variability study: figures as data, tables, plots, and a check for continuous integration.
 
-Text, HTML and plots are made from the same numbers. Every figure in bits has the half width of its confidence
-interval, and the legend states the cost of few samples. The findings name results that are stable but far from a
-reference. A figure without evidence is None, never the number of bits of the format, so that
+Text, HTML and plots are made from the same numbers. Every figure in bits is the lower end of a confidence interval
+whose width is beside it, and the legend states the cost of few samples. The findings name results that are stable but
+far from a reference. A figure without evidence is None, never the number of bits of the format, so that
 ``check(min_bits=...)`` fails on it.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fxround.errors import type_of
 from fxround.files import write_file
 from fxround.policy import Policy
-from fxround.significance.bits import decimal, general_probability, half_width, penalty, require
+from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.figures import Figures, plain
 from fxround.significance.places import OUTPUT
 from fxround.significance.recorder import Measured
@@ -37,7 +37,7 @@ OUTSIDE: Final = 0.05
 FEW: Final = 100
 OUTSIDE_OF_FEW: Final = 0.5
 SHOWN_ROWS: Final = 12
-COLUMNS: Final = ("bits", "±", "worst", "whole", "digits", "contrib.", "evidence %")
+COLUMNS: Final = ("bits", "+", "worst", "whole", "digits", "contrib.", "evidence %")
 
 
 class CheckFailed(AssertionError):
@@ -156,8 +156,8 @@ class VariabilityReport:
     def table(self) -> Table:
         """Return a table with one row per place.
 
-        Its columns are bits (mean, half width, worst, of the whole tensor), decimal digits, contributing bits, evidence
-        in percent, and the agreement with each reference.
+        Its columns are bits (mean, what the interval of one element has above it, worst, of the whole tensor), decimal
+        digits, contributing bits, evidence in percent, and the agreement with each reference.
         """
         references = list(dict.fromkeys(name for f in self.figures for name in f.agreement))
         broken = any(f.nonfinite for f in self.figures)
@@ -214,11 +214,12 @@ class VariabilityReport:
             chance = general_probability(n, self.confidence)
             how = f"general method, which holds with probability {chance:.2f} from {n} samples"
         else:
-            how = f"CNH's lower bound, {n} samples lower every figure by {penalty(n, None, self.confidence):.2f} bits"
-        return (
-            f"bits: {how}, ± {half_width(n, self.confidence):.2f} for one element ({self.confidence:.0%}); "
-            "evidence: elements whose samples differ; only these count."
-        )
+            how = (
+                f"CNH's lower bound, {n} samples lower every figure by {penalty(n, None, self.confidence):.2f} bits; "
+                f"one element's true bits are between its figure and {above(n, self.confidence):.2f} more "
+                f"({self.confidence:.0%}, normal samples)"
+            )
+        return f"bits: {how}; evidence: elements whose samples differ; only these count."
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -361,7 +362,7 @@ def _adaptive(study: Study) -> Adaptive | None:
     if not study.rules:
         return None
     worst = max(rule.half_width for rule in study.rules)
-    reached = all(rule.done for rule in study.rules)
+    reached = all(rule.known for rule in study.rules)
     return Adaptive(study.plan.watch, study.plan.tolerance, worst, reached)
 
 
@@ -380,8 +381,10 @@ def _findings(report: VariabilityReport) -> Iterator[str]:
         yield f"First NaN or infinity: {broken.place.name} ({broken.place.operator}{where})."
     if report.adaptive is not None:
         a = report.adaptive
-        verdict = "known to" if a.reached else f"NOT known to within {a.tolerance:g} after the most samples allowed:"
-        yield f"Adaptive: {a.watch} {verdict} ± {a.half_width:.2f} ({report.confidence:.0%})."
+        taken = _range(report.samples)
+        verdict = "known to" if a.reached else f"NOT known to within {a.tolerance:g} after {taken} samples:"
+        width = "equal samples are no evidence" if math.isinf(a.half_width) else f"± {a.half_width:.2g}"
+        yield f"Adaptive: {a.watch} {verdict} {width} ({report.confidence:.0%})."
 
 
 def _stability(f: Figures) -> Iterator[str]:
@@ -403,7 +406,7 @@ def _stability(f: Figures) -> Iterator[str]:
 
 def _numbers(f: Figures) -> tuple[Value, ...]:
     digits = None if f.bits is None else decimal(f.bits)
-    return f.bits, f.half_width, f.worst, f.norm, digits, f.contributing, 100 * f.evidence_share
+    return f.bits, f.above, f.worst, f.norm, digits, f.contributing, 100 * f.evidence_share
 
 
 def _headings(references: list[str]) -> list[str]:
@@ -423,7 +426,7 @@ def _range(samples: tuple[int, ...]) -> str:
 def _figures_dict(f: Figures) -> dict[str, Any]:
     data: dict[str, Any] = plain(asdict(f))
     data["agreement"] = {name: plain(asdict(a) | {"outside_share": a.outside_share}) for name, a in f.agreement.items()}
-    return data | {"penalty": f.penalty, "half_width": f.half_width, "evidence_share": f.evidence_share}
+    return data | {"penalty": f.penalty, "above": f.above, "evidence_share": f.evidence_share}
 
 
 def _flat(f: Figures) -> dict[str, Any]:

@@ -87,9 +87,9 @@ def _layers(report: VariabilityReport, axes: Any) -> None:
     for colour, name in zip(_REFERENCE, dict.fromkeys(n for f in shown for n in f.agreement), strict=False):
         agree = [f.agreement[name].bits if name in f.agreement else np.nan for f in shown]
         axes.plot(x, agree, "--", color=colour, linewidth=1, label=f"= {name}")
-    half = [_of(f.half_width) for f in shown]
+    above = [[0.0] * len(shown), [f.above or 0.0 for f in shown]]
     axes.errorbar(
-        x, [_of(f.bits) for f in shown], half, color=_MEAN, marker="o", markersize=4, capsize=2, label="mean ±"
+        x, [_of(f.bits) for f in shown], above, color=_MEAN, marker="o", markersize=4, capsize=2, label="mean +"
     )
     axes.set(title="Significant bits, place by place", ylabel="bits")
     axes.set_ylim(0, max(f.precision for f in shown) + 1)
