@@ -83,12 +83,24 @@ def test_machine_code_and_python_agree(name: str, policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, shown, strict=True))
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM(5, 6, 2), nn.GRU(5, 6), nn.RNN(5, 6)], ids=["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LSTM(5, 6, 2), nn.GRU(5, 6), nn.RNN(5, 6), nn.GRU(5, 6, batch_first=True, bidirectional=True)],
+    ids=["LSTM", "GRU", "RNN", "batch first"],
+)
 def test_recurrent_layers_run_in_machine_code(layer: nn.Module) -> None:
     compiled, x = fxround.compile(layer, "stochastic"), torch.rand(9, 3, 5)
-    with mock.patch.object(loops, "scanned", wraps=loops.scanned) as spy:
+    planned = []
+
+    def watched(*args: Any) -> Any:
+        planned.append(loops_scanned(*args))
+        return planned[-1]
+
+    loops_scanned = loops.scanned
+    with mock.patch.object(loops, "scanned", watched):
         found = compiled.evaluate(x)
-        assert spy.call_count == sum(name.startswith("loop") for name, _ in compiled._latest.running.named_children())
+    names = [name for name, _ in compiled._latest.running.named_children()]
+    assert len(planned) == sum(name.startswith("loop") for name in names) and None not in planned
     with mock.patch.object(loops, "scanned", return_value=None):
         expected = compiled.evaluate(x)
     assert torch.equal(found[0], expected[0])

@@ -26,7 +26,7 @@ from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cpu.llvm.repeat import HEADER, KERNEL, MOST, build_repeat
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cuda.launcher import runs_texts
-from fxround.runtime.schedule.launches import Flag, Key, Launch, NoPlan, Planner, Space, Value
+from fxround.runtime.schedule.launches import SIZES, Flag, Key, Launch, NoPlan, Planner, Space, Value
 
 _REPEAT: Final = signature(2, 2)
 # Steps between which a signal is handled.
@@ -188,7 +188,16 @@ class ScanPlanner(Planner):
         call = read(node)
         if isinstance(call, Matmul):
             self.env[call.b] = self._arranged(self.value(call.b))
-        super().add(node)
+        if node.op == "call_function" and (node.target in SIZES or self._is_of_numbers(node)):
+            target: Any = node.target
+            self.env[node] = target(*self._argument(node.args))
+        else:
+            super().add(node)
+
+    def _is_of_numbers(self, node: fx.Node) -> bool:
+        """Whether a node is computed from sizes alone, which are the same in every call of the plan."""
+        used = node.all_input_nodes
+        return bool(used) and all(isinstance(self.env.get(x), int) for x in used)
 
     def _arranged(self, value: Value) -> Value:
         """Return a product's second operand, as a row-major copy if all steps read it and its columns are not adjacent.

@@ -23,7 +23,7 @@ from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.schedule.aliasing import is_kernel
-from fxround.runtime.schedule.launches import Key, Launch, NoPlan, Planner, Value
+from fxround.runtime.schedule.launches import SIZES, Key, Launch, NoPlan, Planner, Value
 from fxround.runtime.schedule.programs import Program, Run, Slot, Step, assumed, binding, expectation, view_of
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.torch_ops import KERNELS
@@ -34,8 +34,6 @@ SOURCE: Final = "fxround_source"
 _ELEMENTS: Final = 1 << 18
 _BYTES: Final = 1 << 19
 _MANY: Final = 32
-# The functions that return a part of a tensor's layout.
-_SIZES: Final = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 
 
 class Straight:
@@ -159,7 +157,7 @@ class _StraightPlanner(Planner):
     def _call(self, node: fx.Node) -> None:
         """Call a node by Python."""
         found = self._function(node)(*self._argument(node.args), **self._argument(node.kwargs))
-        if isinstance(found, int) and (node.target in _SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
+        if isinstance(found, int) and (node.target in SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
             # A size, or what is computed from sizes and numbers, is the same in every call of the plan.
             self.env[node] = found
             return
