@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -54,6 +54,12 @@ def result_storage(dtype: torch.dtype) -> Storage:
     if dtype not in STORAGES:
         raise TypeError(f"result dtype {dtype}: expected one of {', '.join(map(str, STORAGES))}")
     return STORAGES[dtype]
+
+
+def literal(number: Any, dtype: torch.dtype) -> str:
+    """Return a Python number as PyTorch passes it to the operation: a value of the dtype, in hexadecimal."""
+    value: float = torch.tensor(float(number), dtype=torch.float64).to(dtype).to(torch.float64).item()
+    return value.hex()
 
 
 def real_numbers(x: object) -> torch.Tensor | None:

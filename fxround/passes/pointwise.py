@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from fxround.graph.dialect import Pointwise
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import STORAGES, literal
 from fxround.graph.site import META
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS
@@ -58,12 +57,6 @@ def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding
         names[position] = f"x{operands.index(tensor)}"
     text = re.sub(r"\{(\d+)\}", lambda m: names[int(m[1])], body)
     return operands, f"t0 = {text} @ {rounding}"
-
-
-def literal(number: Any, dtype: torch.dtype) -> str:
-    """Return a Python number as PyTorch passes it to the operation: a value of the dtype, in hexadecimal."""
-    value: float = torch.tensor(float(number), dtype=torch.float64).to(dtype).to(torch.float64).item()
-    return value.hex()
 
 
 def _tensor(graph: fx.GraphModule, node: fx.Node, argument: fx.Node) -> fx.Node:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -16,6 +18,21 @@ from torch._higher_order_ops import scan
 import fxround
 from fxround.runtime import buffers
 from fxround.runtime.schedule import loops, machine_loops
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[bool]]:
+    """Yield a list to which each scan of the block appends whether it ran in machine code."""
+    ran: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        found = scanned(*args)
+        ran.append(found is not None)
+        return found
+
+    scanned = loops.scanned
+    with mock.patch.object(loops, "scanned", watched):
+        yield ran
 
 
 def _swapped(a: Tensor, b: Tensor, us: Tensor) -> Any:
@@ -65,19 +82,11 @@ def test_machine_code_and_python_agree(name: str, policy: str) -> None:
     # Rows of every second column: their strides are those of a larger tensor.
     given = torch.rand(8), torch.rand(8), torch.rand(30, 16)[:, ::2]
     compiled = fxround.compile(model, policy, seed=3)
-    used = []
-
-    def watched(*args: Any) -> Any:
-        found = loops_scanned(*args)
-        used.append(found is not None)
-        return found
-
-    loops_scanned = loops.scanned
-    with mock.patch.object(loops, "scanned", watched), buffers.guarded():
+    with _watched() as ran, buffers.guarded():
         found = pytree.tree_leaves(compiled(*given))
     with mock.patch.object(loops, "scanned", return_value=None):
         expected = pytree.tree_leaves(compiled(*given))
-    assert used == [planned]
+    assert ran == [planned]
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     shown = pytree.tree_leaves(list(compiled.observe(*given))[-1][1])
     assert all(torch.equal(a, b) for a, b in zip(found, shown, strict=True))
@@ -90,17 +99,10 @@ def test_machine_code_and_python_agree(name: str, policy: str) -> None:
 )
 def test_recurrent_layers_run_in_machine_code(layer: nn.Module) -> None:
     compiled, x = fxround.compile(layer, "stochastic"), torch.rand(9, 3, 5)
-    planned = []
-
-    def watched(*args: Any) -> Any:
-        planned.append(loops_scanned(*args))
-        return planned[-1]
-
-    loops_scanned = loops.scanned
-    with mock.patch.object(loops, "scanned", watched):
+    with _watched() as ran:
         found = compiled.evaluate(x)
     names = [name for name, _ in compiled._latest.running.named_children()]
-    assert len(planned) == sum(name.startswith("loop") for name in names) and None not in planned
+    assert len(ran) == sum(name.startswith("loop") for name in names) and all(ran)
     with mock.patch.object(loops, "scanned", return_value=None):
         expected = compiled.evaluate(x)
     assert torch.equal(found[0], expected[0])
@@ -137,19 +139,37 @@ def test_backward_loops_run_in_machine_code(layer: nn.Module, policy: str) -> No
         loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
         return [*results, *torch.autograd.grad(loss, [leaf, *compiled.parameters()])]
 
-    planned = []
-
-    def watched(*args: Any) -> Any:
-        planned.append(loops_scanned(*args))
-        return planned[-1]
-
-    loops_scanned = loops.scanned
-    with mock.patch.object(loops, "scanned", watched):
+    with _watched() as ran:
         found = gradients()
     with mock.patch.object(loops, "scanned", return_value=None):
         expected = gradients()
-    assert len(planned) == 2 and None not in planned
+    assert ran == [True, True]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _arithmetic(state: Tensor) -> Tensor:
+    x, y, z = state.unbind(-1)
+    slope = torch.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z], -1)
+    return state + 0.01 * slope / (1 + torch.stack([x, x, x], -1) * 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3,), (20, 3)], ids=str)
+def test_loops_of_arithmetic_that_stays_stock_run_in_machine_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The bits are those of PyTorch's own operations, one after the other: each is rounded once, to nearest."""
+    integers = torch.int32 if dtype == torch.float32 else torch.int64
+    members = torch.arange(math.prod(shape) // 3, dtype=dtype).reshape(*shape[:-1], 1)
+    begun = torch.linspace(-1, 2, 3, dtype=dtype) + members
+    # The second state grows until infinities meet, and ends as NaNs with the processor's sign.
+    for state, planned in ((begun, True), (begun * torch.finfo(dtype).max ** 0.8, False)):
+        expected = state
+        for _ in range(50):
+            expected = _arithmetic(expected)
+        with _watched() as ran:
+            found = fxround.iterate(_arithmetic, state, 50, "identity")
+        assert set(ran) == {planned}  # planned when the layout comes for the second time, and then run
+        assert bool(expected.isnan().any()) == (not planned)
+        assert torch.equal(found.view(integers), expected.view(integers))
 
 
 @torch.no_grad()

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from fxround.graph.dialect import Pointwise
+from fxround.graph.dtypes import literal
 from fxround.graph.geometry import surely
 from fxround.graph.site import float_value, site
 from fxround.graph.values import module_of
 from fxround.operators.rules import argument
-from fxround.passes.pointwise import literal
 from fxround.passes.rewrite import become, drop_dead, rng_of
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from typing import Any, Final
 from torch import fx
 
 from fxround.graph.dialect import Fused, Pointwise, read_map
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import STORAGES, literal
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import META, float_value, site
 from fxround.graph.values import module_of
@@ -31,7 +31,6 @@ from fxround.kernels.program import Program
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.operators.rules import argument, rule_of
-from fxround.passes.pointwise import literal
 from fxround.passes.rewrite import rng_of
 
 # A program's values are held in registers: longer programs spill, and more operands leave no registers for values.

@@ -27,6 +27,7 @@ from fxround.runtime.cpu.llvm.repeat import HEADER, KERNEL, MOST, build_repeat
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.schedule.launches import SIZES, Flag, Key, Launch, NoPlan, Planner, Space, Value
+from fxround.runtime.schedule.stock_arithmetic import as_program
 
 _REPEAT: Final = signature(2, 2)
 # Steps between which a signal is handled.
@@ -78,6 +79,7 @@ class ScanPlan:
     stacks    for each result that is stacked its position, and the shape and the dtype of a row
     held      what has to live as long as the plan
     bytes     the bytes of all values
+    in_place_of_stock   whether programs compute what the graph leaves to PyTorch's arithmetic
     """
 
     table: Any
@@ -89,6 +91,7 @@ class ScanPlan:
     stacks: tuple[tuple[int, torch.Size, torch.dtype], ...]
     held: tuple[Any, ...]
     bytes: int
+    in_place_of_stock: bool
 
     def run(self, operands: Sequence[Any], results: int, empty: Callable[..., Tensor]) -> list[Any]:
         """Run all steps; returns the last carries and the stacked results, None for a result that nothing reads.
@@ -132,6 +135,7 @@ class ScanPlanner(Planner):
     keys      the arrays of random keys of the kernels that draw
     held      what has to live as long as the plan
     copies    what is copied before the first step
+    in_place_of_stock   whether programs compute what the graph leaves to PyTorch's arithmetic
     """
 
     def __init__(self, body: fx.GraphModule, operands: Sequence[Any], carries: int, xs: int):
@@ -143,6 +147,7 @@ class ScanPlanner(Planner):
         self.held: list[Any] = []
         self.copies: list[_Copy] = []
         self.bytes = 0
+        self.in_place_of_stock = False
         self.body, self.homes = body, len(operands) + 1
         entries = body.graph.find_nodes(op="placeholder")
         self.carries = [replace(self.made(x.shape, _stored(x)), carried=True) for x in operands[:carries]]
@@ -180,8 +185,10 @@ class ScanPlanner(Planner):
         table, places = self._table()
         stacks = tuple((i, row.tensor.shape, row.tensor.dtype) for i, row in zip(stacked, rows, strict=True))
         carries = tuple(value.tensor for value in self.carries)
-        keys, copies, held = tuple(self.keys), tuple(self.copies), tuple(self.held)
-        return ScanPlan(table, places, keys, self.states, carries, copies, stacks, held, self.bytes)
+        return ScanPlan(
+            *(table, places, tuple(self.keys), self.states, carries, tuple(self.copies), stacks, tuple(self.held)),
+            *(self.bytes, self.in_place_of_stock),
+        )
 
     def add(self, node: fx.Node) -> None:
         """Plan a node. Raises NoPlan for one that is not planned."""
@@ -191,6 +198,9 @@ class ScanPlanner(Planner):
         if node.op == "call_function" and (node.target in SIZES or self._is_of_numbers(node)):
             target: Any = node.target
             self.env[node] = target(*self._argument(node.args))
+        elif call is None and (program := as_program(node)) is not None:
+            self._map(node, program)
+            self.in_place_of_stock = True
         else:
             super().add(node)
 
@@ -329,9 +339,11 @@ class ScanPlans:
                 return None
             plan = made.pop()
         found = plan.run(operands, self.results, empty)
+        # PyTorch's NaNs have other signs and payloads.
+        counts = not plan.in_place_of_stock or not any(bool(x.isnan().any()) for x in found if x is not None)
         if plan.bytes <= _KEPT_BYTES and len(kept) < _AT_A_TIME:
             kept.append(plan)
-        return found
+        return found if counts else None
 
     def _layout(self, i: int, x: Any) -> Any:
         """What a plan depends on in an operand: not the number of steps."""
