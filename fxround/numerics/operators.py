@@ -79,7 +79,8 @@ class Operator:
     ``wide`` forms the exact value in binary64; ``native`` is the hardware's nearest-even operation, if there is one.
     ``selects``: the result is always a value of the operands' own format, and nothing is rounded. For elementary
     functions: ``sticky`` evaluates to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a
-    rule to the nearest value and what it lost; ``quick`` and ``single`` are short evaluations for binary32.
+    rule to the nearest value and what it lost; ``nearest`` is that nearest value; ``quick`` and ``single`` are
+    short evaluations for binary32.
     ``residual``: ``error`` is a fused residual of the first two operands, which can underflow. ``sign``: the sign, in
     the highest bit, of an exact sum of zero that is rounded towards negative infinity.
     """
@@ -91,6 +92,7 @@ class Operator:
     selects: bool = False
     sticky: Callable[..., Expr] | None = None
     rounded_by: Callable[..., Expr] | None = None
+    nearest: Callable[..., Expr] | None = None
     quick: Callable[..., Quick] | None = None
     single: Callable[..., Single] | None = None
     residual: bool = False
@@ -125,6 +127,7 @@ def _elementary(name: str) -> Operator:
         lambda *args: Wide(row.build(*args)),
         sticky=row.build_sticky,
         rounded_by=row.build_rounded_by,
+        nearest=row.build_nearest,
         quick=row.quick,
         single=row.single,
     )
@@ -245,7 +248,7 @@ def apply(
         return _convert(_beyond(operator, operands, rounding, random), out)
     if rounding.format == _BINARY64:
         # For nearest_even and up_down (nearest_even, then a step), rounding the nearest value again changes nothing.
-        nearest = operator.native(*operands) if operator.native else operator.wide(*operands).value
+        nearest = _nearest_binary64(operator, operands, rounding)
         return _convert(round_expr(_finite(operator, nearest, operands, rounding), rounding, random), out)
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
     if {*carriers, out} != {"f32"} or operator.quick is None:
@@ -253,6 +256,15 @@ def apply(
     if str(rounding) == HARDWARE:
         return _short(operator, args, value, rounding)
     return _bracketed(operator.quick(*operands), value, rounding, random)
+
+
+def _nearest_binary64(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
+    """Return the nearest binary64 value; for up_down of an elementary function, by its longest evaluation."""
+    if operator.native:
+        return operator.native(*operands)
+    if operator.nearest and rounding.mode.jitter:
+        return operator.nearest(*operands)
+    return operator.wide(*operands).value
 
 
 def _short(operator: Operator, args: tuple[Expr, ...], value: Expr, rounding: Rounding) -> Expr:

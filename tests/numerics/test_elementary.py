@@ -21,9 +21,18 @@ from benchmarks.adversary import judge, search
 from benchmarks.reference import FUNCTIONS as REFERENCES
 from fxround.numerics import operators
 from fxround.numerics.elementary import ELEMENTARY, Elementary
-from fxround.numerics.elementary.coefficients import EXPANSIONS, FITS, TABLES, derive, expand, tabulate
+from fxround.numerics.elementary.coefficients import (
+    EXPANSIONS,
+    FITS,
+    PAIRED,
+    TABLES,
+    derive,
+    derive_pairs,
+    expand,
+    tabulate,
+)
 from fxround.numerics.elementary.single_tables import ENTRIES
-from fxround.numerics.elementary.tables import COEFFICIENTS, EXPANDED
+from fxround.numerics.elementary.tables import COEFFICIENTS, ERFC_PAIRS, EXPANDED
 from fxround.numerics.exact import round_exact, round_float
 from fxround.numerics.modes import Rounding
 from fxround.numerics.operators import OPERATORS, apply
@@ -473,6 +482,10 @@ def test_entries_are_derived(name: str) -> None:
 @pytest.mark.parametrize("name", EXPANSIONS)
 def test_series_at_zeros_are_derived(name: str) -> None:
     assert EXPANDED[name] == expand(EXPANSIONS[name])
+
+
+def test_coefficients_in_pairs_are_derived() -> None:
+    assert derive_pairs(PAIRED["erfc"]) == ERFC_PAIRS and set(PAIRED) == {"erfc"}
 
 
 def test_every_fit_has_its_coefficients() -> None:

@@ -14,6 +14,7 @@ through ``build_sticky``, is correctly rounded to binary32 and to every narrower
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -30,6 +31,7 @@ from fxround.numerics.elementary import (
     roots,
     trigonometric,
 )
+from fxround.numerics.elementary.extended import EXTENDED
 from fxround.numerics.elementary.function import Elementary
 
 _ROWS: Final[tuple[Elementary, ...]] = (
@@ -46,5 +48,7 @@ _ROWS: Final[tuple[Elementary, ...]] = (
     *gamma.FUNCTIONS,
 )
 
-ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType({row.name: row for row in _ROWS})
+ELEMENTARY: Final[Mapping[str, Elementary]] = MappingProxyType(
+    {row.name: replace(row, extended=EXTENDED.get(row.name)) for row in _ROWS}
+)
 """Every elementary function, by name."""

@@ -99,6 +99,13 @@ FITS: Final[dict[str, Fit]] = {
 }
 
 
+PAIRED: Final = {
+    # erfc(x) exp(x^2) = u P(u - 0.15) as above, to 2^-96
+    "erfc": Fit(lambda m, u: m.exp((1 / u - 3) ** 2) * m.erfc(1 / u - 3) / u, 1 / 30.5, 1 / 3.75, 35, centre=0.15),
+}
+"""Polynomials whose coefficients are pairs."""
+
+
 def _rounded_power(m: Any, j: int) -> Any:
     """Return 2^(j/32) in binary32."""
     return m.mpf(_rounded(m, m.mpf(2) ** (m.mpf(j) / 32), 24))
@@ -186,6 +193,14 @@ def derive(fit: Fit) -> tuple[float, ...]:
         return tuple(_rounded(mpmath, c, fit.bits) for c in _interpolant(mpmath, fit))
 
 
+def derive_pairs(fit: Fit) -> tuple[tuple[float, ...], ...]:
+    """Return the coefficients as pairs, lowest power first. Needs mpmath."""
+    import mpmath
+
+    with mpmath.workprec(600):
+        return tuple(_parts(mpmath, c, 2) for c in _interpolant(mpmath, fit))
+
+
 def _interpolant(m: Any, fit: Fit) -> tuple[Any, ...]:
     low, high, count = m.mpf(fit.low), m.mpf(fit.high), fit.degree + 1
     points = [(low + high) / 2 + (high - low) / 2 * m.cos(m.pi * (2 * i + 1) / (2 * count)) for i in range(count)]
@@ -218,7 +233,12 @@ def _rounded(m: Any, value: Any, bits: int) -> float:
 
 
 if __name__ == "__main__":
-    known: tuple[tuple[Any, Any], ...] = ((FITS, derive), (TABLES, tabulate), (EXPANSIONS, expand))
+    known: tuple[tuple[Any, Any], ...] = (
+        (FITS, derive),
+        (PAIRED, derive_pairs),
+        (TABLES, tabulate),
+        (EXPANSIONS, expand),
+    )
     for name, function, row in [(name, function, rows[name]) for rows, function in known for name in rows]:
         if name in (sys.argv[1:] or (name,)):
             print(f'    "{name}": (')

@@ -22,7 +22,8 @@ class Elementary:
     error at negative arguments; it matters next to a zero of the function that is no binary64 number. ``special``: the
     values at special arguments, in words. ``reference``: the function in mpmath's notation. ``source``: the source of
     the method. ``quick``: a short evaluation for binary32 arguments and results to nearest even, or None. ``single``:
-    an evaluation in binary32 that is tried before ``quick``, or None.
+    an evaluation in binary32 that is tried before ``quick``, or None. ``extended``: a definition in pairs, for modes
+    that draw in binary64; None if ``define`` serves.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Elementary:
     quick: Callable[..., Quick] | None = None
     single: Callable[..., Single] | None = None
     near_zeros: float = 0.0
+    extended: Callable[..., Approximation] | None = None
 
     def build(self, *args: Expr) -> Expr:
         """Return the value in binary64, within ``error_bound`` ulps, for f64 expressions."""
@@ -42,7 +44,14 @@ class Elementary:
 
     def build_rounded_by(self, rule: Callable[[Expr, Expr], Expr], *args: Expr) -> Expr:
         """Return the value as ``rule`` rounds (the nearest binary64 number, what it lost), for the modes that draw."""
-        return self.define(*self._checked(args)).rounded_by(rule)
+        return self._extended(args).rounded_by(rule)
+
+    def build_nearest(self, *args: Expr) -> Expr:
+        """Return the nearest binary64 number, but for one value in 2^30 that lies next to a midpoint."""
+        return self._extended(args).nearest()
+
+    def _extended(self, args: tuple[Expr, ...]) -> Approximation:
+        return (self.extended or self.define)(*self._checked(args))
 
     def build_sticky(self, *args: Expr) -> Expr:
         """Return the value rounded to odd, for a later rounding to at most 51 bits in any deterministic mode."""

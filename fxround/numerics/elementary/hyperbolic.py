@@ -88,7 +88,7 @@ def tanh(x: Expr) -> Approximation:
     return Approximation(*with_sign_of(x, quotient), cases=((x.equals(0.0), x),), exact=is_infinite(x), residue=residue)
 
 
-def _square_plus(size: Expr, one: float) -> Pair:
+def square_plus(size: Expr, one: float) -> Pair:
     """Return size^2 + one."""
     square = two_product(size, size)
     hi, lo = two_sum(square.hi, f64(one))
@@ -107,7 +107,7 @@ def asinh(x: Expr) -> Approximation:
     size = absolute(x)
     large = size > 2.0**60
     a = select(large, f64(1.0), size)
-    root = square_root(_square_plus(a, 1.0))
+    root = square_root(square_plus(a, 1.0))
     bend = divide(two_product(a, a), add(Pair(f64(1.0), f64(0.0)), root))
     value = _doubled(large, size, add(Pair(a, f64(0.0)), bend))
     hi, lo = with_sign_of(x, Pair(value.hi, value.lo))
@@ -119,7 +119,7 @@ def acosh(x: Expr) -> Approximation:
     """The inverse hyperbolic cosine: log(1 + f), f = (x - 1) + sqrt(x^2 - 1)."""
     large = x > 2.0**60
     a = select(large, f64(1.0), x)
-    value = _doubled(large, x, add(square_root(_square_plus(a, -1.0)), two_sum(a, f64(-1.0))))
+    value = _doubled(large, x, add(square_root(square_plus(a, -1.0)), two_sum(a, f64(-1.0))))
     outside = select(x < 1.0, math.nan, x)
     return Approximation(value.hi, value.lo, cases=((~((x >= 1.0) & (x < math.inf)), outside),))
 

@@ -94,7 +94,7 @@ def atan(x: Expr) -> Approximation:
     return Approximation(*with_sign_of(x, _angle(clipped, f64(1.0), const("bool", 0))))
 
 
-def _comparable(y: Expr, x: Expr) -> tuple[Expr, Expr, Expr | None]:
+def comparable(y: Expr, x: Expr) -> tuple[Expr, Expr, Expr | None]:
     """Return sizes a and b, neither infinite, not both zero, and an exponent: |y / x| = a / b 2^exponent.
 
     Of binary64 numbers the larger is scaled to [1, 2), and the other to at least 2^-100. The exponent is nonzero only
@@ -119,7 +119,7 @@ def _comparable(y: Expr, x: Expr) -> tuple[Expr, Expr, Expr | None]:
 def atan2(y: Expr, x: Expr) -> Approximation:
     """The angle of the point (x, y), in [-pi, pi]."""
     left = ~(bits(x) >> 63).equals(0)
-    a, b, exponent = _comparable(y, x)
+    a, b, exponent = comparable(y, x)
     value = with_sign_of(y, _angle(a, b, left))
     if exponent is not None:
         exponent = select(left, const("u64", 0), exponent)

@@ -99,10 +99,10 @@ def log10(x: Expr) -> Approximation:
     hi, lo = fast_two_sum(parts.k * LOG10_2[0], product.hi)
     low = fma(fraction.hi, LOG10_E[1], fma(fraction.lo, LOG10_E[0], product.lo))
     value = fast_two_sum(hi, lo + fma(parts.k, LOG10_2[1], low))
-    return Approximation(*value, cases=domain(x), exact=_is_power_of_ten(x, value.hi))
+    return Approximation(*value, cases=domain(x), exact=is_power_of_ten(x, value.hi))
 
 
-def _is_power_of_ten(x: Expr, logarithm: Expr) -> Expr:
+def is_power_of_ten(x: Expr, logarithm: Expr) -> Expr:
     """Whether x = 10^n, n the integer next to the logarithm. 10^22 is the last power that is a binary64 number."""
     _, n = round_to_integer(clamped(logarithm, 0.0, 22.0))
     power = f64(1.0)

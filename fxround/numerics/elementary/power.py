@@ -95,15 +95,20 @@ def power(a: Expr, b: Expr) -> Approximation:
     noise = 2.0**-56
     if a.op == "widen" and b.op == "widen":
         value, noise = _refined(size, b, value, k), NOISE
-    integer = _is_integer(exponent)
-    odd = integer & ~_is_integer(exponent * 0.5)
-    sign = select(odd, a, absolute(a))
+    integer, sign = sign_of_power(a, exponent)
     hi, lo = with_sign_of(sign, value)
     # Next to 1 the noise of an exact result and a true remainder look alike; but there only a = 1 is exact, which is a
     # case.
     near_one = absolute(product.hi) < 2.0**-54
     remainder = with_sign_of(sign, with_sign_of(product.hi, Pair(f64(2.0**-55), f64(0.0)))).hi
-    return Approximation(hi, lo, k, cases=_edges(a, b, integer, sign), residue=(near_one, remainder), noise=noise)
+    return Approximation(hi, lo, k, cases=edges(a, b, integer, sign), residue=(near_one, remainder), noise=noise)
+
+
+def sign_of_power(a: Expr, exponent: Expr) -> tuple[Expr, Expr]:
+    """Return whether the exponent's size is an integer, and a number with the sign of the power of a."""
+    integer = _is_integer(exponent)
+    odd = integer & ~_is_integer(exponent * 0.5)
+    return integer, select(odd, a, absolute(a))
 
 
 def _refined(size: Expr, b: Expr, value: Pair, k: Expr) -> Pair:
@@ -115,7 +120,8 @@ def _refined(size: Expr, b: Expr, value: Pair, k: Expr) -> Pair:
     return Pair(value.hi, rarely(near, (hi - value.hi) + lo, value.lo))
 
 
-def _edges(a: Expr, b: Expr, integer: Expr, sign: Expr) -> tuple[Case, ...]:
+def edges(a: Expr, b: Expr, integer: Expr, sign: Expr) -> tuple[Case, ...]:
+    """Return the special cases; ``integer`` and ``sign`` as from ``sign_of_power``."""
     size = absolute(a)
     extreme = size.equals(0.0) | is_infinite(a) | is_infinite(b)
     grows = (size > 1.0) ^ (b > 0.0)

@@ -24,13 +24,21 @@ LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
 def precise_log(x: Pair) -> Pair:
     """Return log(x) to 2^-93 of max(1, |log x|), for a positive x that is not too small for its low part."""
     parts = split(x.hi)
-    f = two_sum(parts.f, x.lo * parts.unit)
+    return add_logarithm_of_power(parts.k, log_of_fraction(two_sum(parts.f, x.lo * parts.unit)))
+
+
+def log_of_fraction(f: Pair) -> Pair:
+    """Return log(1 + f) to 2^-93 of it, sqrt(1/2) <= 1 + f < sqrt(2)."""
     s = divide(f, add(pair_constant((2.0, 0.0)), f))
     z = multiply(s, s)
     curve = pair_series(z, [Fraction(1, 2 * n + 1) for n in range(1, 20)], 8)
-    fraction = scaled(add(s, multiply(multiply(s, z), curve)), 2.0)
-    rest = multiply(Pair(parts.k, f64(0.0)), pair_constant(LN2_REST))
-    return add(Pair(parts.k * LN2[0], f64(0.0)), add(rest, fraction))
+    return scaled(add(s, multiply(multiply(s, z), curve)), 2.0)
+
+
+def add_logarithm_of_power(k: Expr, logarithm: Pair) -> Pair:
+    """Return k log 2 + logarithm, for an integer |k| < 2048."""
+    rest = multiply(Pair(k, f64(0.0)), pair_constant(LN2_REST))
+    return add(Pair(k * LN2[0], f64(0.0)), add(rest, logarithm))
 
 
 def _pair(value: Fraction) -> tuple[float, float]:
@@ -54,8 +62,18 @@ def pair_series(z: Pair, coefficients: list[Fraction], heads: int) -> Pair:
 
 def precise_exp(x: Pair) -> tuple[Pair, Expr]:
     """Return exp(x) as a pair in [0.7, 1.42] and an exponent (u64), |x| < 1000. The error is 2^-92 plus that of x."""
+    q, k = precise_expm1(x)
+    return add(pair_constant((1.0, 0.0)), q), k
+
+
+def precise_expm1(x: Pair) -> tuple[Pair, Expr]:
+    """Return q and k (u64) with exp(x) = 2^k (1 + q), |q| < 0.42; q is good to 2^-92 of it if k = 0."""
     k, k_integer = round_to_integer(x.hi, LOG2_E)
     whole = add(Pair(k * LN2[0], f64(0.0)), multiply(Pair(k, f64(0.0)), pair_constant(LN2_REST)))
     r = add(x, negated(whole))
-    curve = pair_series(r, [Fraction(1, factorial(n)) for n in range(1, 23)], 11)
-    return add(pair_constant((1.0, 0.0)), multiply(r, curve)), k_integer
+    return exponential_series(r), k_integer
+
+
+def exponential_series(r: Pair) -> Pair:
+    """Return exp(r) - 1 for |r| <= log(2)/2."""
+    return multiply(r, pair_series(r, [Fraction(1, factorial(n)) for n in range(1, 23)], 11))

@@ -38,19 +38,24 @@ class Argument:
     words: int
 
     def constant(self) -> list[Expr]:
-        """Return 64-bit words of 2/pi, the first bit of which lands on 2^1 for |x| in [1/2, 1)."""
+        """Return 64-bit words of 2/pi, the first bit of which lands on 2^1 for |x| in [1/2, 1).
+
+        Bits after the 1280 known ones are zero: for the largest x they are below 2^-256 of a quadrant.
+        """
         zeros, count = self.precision + 2, self.words + 1 + (self.largest_exponent + 1) // 64
-        stream = TWO_OVER_PI >> (1280 + zeros - 64 * count)
+        stream = (TWO_OVER_PI << 64) >> (1280 + 64 + zeros - 64 * count)
         return [const("u64", stream >> (64 * (count - 1 - i))) for i in range(count)]
 
 
 BINARY32: Final = Argument(24, 127, 2)
 BINARY64: Final = Argument(53, 1023, 3)
+EXTENDED64: Final = Argument(53, 1023, 4)
+"""n = 254: the truncation is 2^-201 of a quadrant."""
 
 
-def quarter_turns(x: Expr) -> tuple[Expr, Pair]:
+def quarter_turns(x: Expr, kind: Argument | None = None) -> tuple[Expr, Pair]:
     """Return the number modulo 4 (u64) of the multiple of pi/2 nearest to |x|, and |x| minus that multiple."""
-    kind = BINARY32 if x.op == "widen" else BINARY64
+    kind = kind or (BINARY32 if x.op == "widen" else BINARY64)
     size = absolute(x)
     quadrant, remainder = _reduce(size, kind)
     small = size < HALF_PI[0] / 2

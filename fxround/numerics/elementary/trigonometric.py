@@ -45,41 +45,43 @@ def _cos(r: Pair) -> Pair:
     return fast_two_sum(hi, fma(negate(r.hi), r.lo, curve))
 
 
-def _odd(quadrant: Expr) -> Expr:
+def is_odd(quadrant: Expr) -> Expr:
+    """Whether a multiple of pi/2 exchanges sine and cosine."""
     return ~(quadrant & 1).equals(0)
 
 
-def _sign_of_half_turn(quadrant: Expr) -> Expr:
+def sign_of_half_turn(quadrant: Expr) -> Expr:
     """Return a float with the sign (-1)^(quadrant / 2)."""
     return from_bits(quadrant << 62)
 
 
-def _not_finite(x: Expr) -> tuple[Case, ...]:
+def not_finite(x: Expr) -> tuple[Case, ...]:
+    """Return the case of infinities and NaN."""
     return ((~(absolute(x) < math.inf), math.nan),)
 
 
 def sin(x: Expr) -> Approximation:
     """The sine."""
     quadrant, r = quarter_turns(x)
-    value = with_sign_of(_sign_of_half_turn(quadrant), choose(_odd(quadrant), _cos(r), _sin(r)))
-    return Approximation(*with_sign_of(x, value), cases=(*_not_finite(x), (x.equals(0.0), x)))
+    value = with_sign_of(sign_of_half_turn(quadrant), choose(is_odd(quadrant), _cos(r), _sin(r)))
+    return Approximation(*with_sign_of(x, value), cases=(*not_finite(x), (x.equals(0.0), x)))
 
 
 def cos(x: Expr) -> Approximation:
     """The cosine."""
     quadrant, r = quarter_turns(x)
     turned = quadrant + 1
-    value = with_sign_of(_sign_of_half_turn(turned), choose(_odd(turned), _cos(r), _sin(r)))
-    return Approximation(*value, cases=_not_finite(x))
+    value = with_sign_of(sign_of_half_turn(turned), choose(is_odd(turned), _cos(r), _sin(r)))
+    return Approximation(*value, cases=not_finite(x))
 
 
 def tan(x: Expr) -> Approximation:
     """The tangent."""
     quadrant, r = quarter_turns(x)
     sine, cosine = _sin(r), _cos(r)
-    odd = _odd(quadrant)
+    odd = is_odd(quadrant)
     value = divide(choose(odd, negated(cosine), sine), choose(odd, sine, cosine))
-    return Approximation(*with_sign_of(x, value), cases=(*_not_finite(x), (x.equals(0.0), x)))
+    return Approximation(*with_sign_of(x, value), cases=(*not_finite(x), (x.equals(0.0), x)))
 
 
 FUNCTIONS: Final = (
