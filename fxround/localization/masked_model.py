@@ -35,6 +35,7 @@ from fxround.operators.rules import rule_of
 from fxround.passes.delayed_scales import DELAYED
 from fxround.policy import Assignment, Policy
 from fxround.significance.inputs import Call, calls
+from fxround.significance.places import undrawn
 
 QUIET: Final = "reproducible"
 MEMORY: Final = 2**30
@@ -107,6 +108,11 @@ class Masked:
     def random(self) -> bool:
         """Whether two samples may differ: a rounding of either version draws random bits."""
         return any(bundle.random for bundle in (*self._on.values(), *self._off.values()))
+
+    @property
+    def undrawn(self) -> tuple[str, ...]:
+        """The operations whose roundings the loud policy draws and that are the same in every sample."""
+        return undrawn(self._compiled.graph)
 
     @property
     def unsettled(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from fxround.significance.places import said_of_undrawn
 from fxround.views.table import Table, Tabled
 
 CONFIDENCE: Final = 0.95
@@ -86,6 +87,7 @@ class LocalizeReport(Tabled):
     failing     the number of different sets that failed
     passed      the number of different sets that passed
     random      whether samples may differ
+    undrawn     the operations that are no sites: a stock kernel computes them, with the same result in every sample
 
     ``print(report)`` shows the sets with source lines; ``table()``, ``to_dict()`` and ``to_json()`` give the same data.
     Example::
@@ -114,6 +116,7 @@ class LocalizeReport(Tabled):
     random: bool
     remedy: dict[str, Any] | None = None
     remedied: bool = False
+    undrawn: tuple[str, ...] = ()
 
     @property
     def overlooked(self) -> float:
@@ -159,7 +162,8 @@ class LocalizeReport(Tabled):
             if self.random
             else ""
         )
-        return "\n".join([*self._rest(), f"{work} (2^{self.sites} sets are possible).{doubt}"])
+        silent = [f"{said_of_undrawn(self.undrawn)}."] if self.undrawn else []
+        return "\n".join([*self._rest(), f"{work} (2^{self.sites} sets are possible).{doubt}", *silent])
 
     def _rest(self) -> Iterator[str]:
         if self.ended == "complete":

@@ -87,6 +87,7 @@ class Search:
             random=masked.random,
             remedy=self.remedy.to_dict() if self.remedy else None,
             remedied=self.remedied,
+            undrawn=masked.undrawn,
         )
 
     def _begin(self) -> None:

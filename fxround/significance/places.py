@@ -16,8 +16,10 @@ from typing import Any, Final, Literal, get_args
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from fxround.graph.dtypes import real_numbers
+from fxround.graph.dialect import graphs_of
+from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.graph.site import Site, float_values, site
+from fxround.numerics.formats import Format
 from fxround.policy import Assignment, Policy
 from fxround.significance.figures import Place
 from fxround.views.summaries import SILENT
@@ -27,6 +29,8 @@ Isolate = Literal["layers", "operators"]
 RESULT: Final = "output"
 OUTPUT: Final = "output"
 ROOT: Final = "(root)"
+# The names that a line lists before "...".
+SHOWN: Final = 8
 
 
 def known_capture(capture: str) -> Capture:
@@ -77,6 +81,36 @@ def operation(node: fx.Node) -> Site | None:
     if node.op != "call_function" or entry is None or entry.status in SILENT or not float_values(node):
         return None
     return entry
+
+
+def undrawn(graph: fx.GraphModule) -> tuple[str, ...]:
+    """Return the operations whose roundings the policy draws and that are nevertheless the same in every sample.
+
+    A stock kernel computes such an operation, and a drawn rounding of its result changes nothing, because the result's
+    dtype has no values that the format lacks. A text begins with the node's name, and says where it is.
+    """
+    nodes = ((node, site(node)) for part in graphs_of(graph) for node in part.graph.nodes)
+    return tuple(f"{node.name}: {entry}" for node, entry in nodes if entry is not None and _is_fixed(node, entry))
+
+
+def _is_fixed(node: fx.Node, entry: Site) -> bool:
+    if entry.status != "native" or entry.kind == "random" or entry.assignment is None:
+        return False
+    rounding = entry.assignment.rounding
+    if rounding is None or rounding.mode.deterministic or rounding.mode.jitter:
+        return False
+    return all(Format.parse(FORMAT_OF[value.dtype]).within(rounding.format) for value in float_values(node))
+
+
+def said_of_undrawn(texts: tuple[str, ...]) -> str:
+    """Return a line about operations that draw nothing, with the names of the first ones."""
+    names = ", ".join(text.partition(":")[0] for text in texts[:SHOWN]) + (", ..." if len(texts) > SHOWN else "")
+    one = len(texts) == 1
+    return (
+        f"{len(texts)} {'operation' if one else 'operations'} of this model {'draws' if one else 'draw'} nothing: "
+        f"{names}. Stock kernels compute {'it' if one else 'them'} with the same result in every sample, so that no "
+        f"figure contains {'its' if one else 'their'} rounding errors"
+    )
 
 
 def _place(node: fx.Node, entry: Site, name: str, kind: str) -> Place:

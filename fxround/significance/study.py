@@ -28,7 +28,17 @@ from fxround.significance.inputs import Call
 from fxround.significance.metrics import chosen, named
 from fxround.significance.moments import Moments
 from fxround.significance.observed import WHOLE, Key, Runs, Sample, Watch, sample_number, sample_stream
-from fxround.significance.places import OUTPUT, ROOT, Capture, Isolate, Restricted, isolated, places
+from fxround.significance.places import (
+    OUTPUT,
+    ROOT,
+    Capture,
+    Isolate,
+    Restricted,
+    isolated,
+    places,
+    said_of_undrawn,
+    undrawn,
+)
 from fxround.significance.recorder import Recorder
 from fxround.significance.references import reference_rows
 
@@ -110,6 +120,7 @@ class Study:
         self.rules: list[Sequential | SequentialShare] = []
         self.counts: list[int] = []
         self.rows = 0
+        self.undrawn: tuple[str, ...] = ()
         self.samples: list[dict[Key, list[Tensor]]] = []
         self.seconds = {"perturbed": 0.0, "unperturbed": 0.0}
         self.stopping: Callable[[], bool] = lambda: False
@@ -121,6 +132,7 @@ class Study:
         self.runs.perturbed.prepare(*call.args, **call.kwargs)
         if number == 0:
             self._warn_of_other_randomness()
+            self._warn_of_what_draws_nothing()
         found = places(self.runs.perturbed.graph, self.plan.capture)
         watch = {node: (place.kind, place.name) for node, place in found.items()}
         batch = Batch(call, watch, self._unperturbed(call))
@@ -147,6 +159,11 @@ class Study:
             )
             self.runs.notes.append(note)
             warnings.warn(note, stacklevel=4)
+
+    def _warn_of_what_draws_nothing(self) -> None:
+        self.undrawn = undrawn(self.runs.perturbed.graph)
+        if self.undrawn:
+            warnings.warn(said_of_undrawn(self.undrawn), stacklevel=4)
 
     def _unperturbed(self, call: Call) -> Any:
         started = time.perf_counter()

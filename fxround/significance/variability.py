@@ -102,7 +102,8 @@ def variability(
         TypeError, ValueError: for wrong arguments; also what ``compile`` and the model raise.
         ImportError: for a missing optional package; the message names the extra to install.
 
-    Gives a warning for fewer than 5 samples, and for operations that draw from PyTorch's generator.
+    Gives a warning for fewer than 5 samples, for operations that draw from PyTorch's generator, and for those that draw
+    nothing although the policy says so, because a stock kernel computes them.
 
     Example::
 

@@ -75,7 +75,8 @@ def compile_optimizer(
         loss.backward()
         optimizer.step()
 
-    Source: the single-tensor code of ``torch.optim``, operation by operation (``fxround.training.updates``).
+    Source: the single-tensor code of ``torch.optim``, whose multiplications and additions are rounded one by one here,
+    and are partly fused there (``fxround.training.updates``).
     """
     if isinstance(optimizer, RoundedOptimizer):
         raise TypeError("the optimizer is compiled already; compile the original one")

@@ -276,6 +276,44 @@ def test_other_randomness_is_reported(x: Tensor) -> None:
     assert any("model.eval()" in note for note in found.notes)
 
 
+class Solving(nn.Module):
+    """An algorithm of linear algebra, between operations that draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x[:6] * 1.1
+        return torch.linalg.solve(a + torch.eye(6), a).sum(1)
+
+
+def test_operations_that_draw_nothing_are_named_above_the_figures(x: Tensor) -> None:
+    with pytest.warns(UserWarning, match=r"1 operation of this model draws nothing: _linalg_solve_ex\. Stock kernels"):
+        found = fxround.variability(Solving(), x, samples=5, **PLAIN)
+    (place,) = found.undrawn
+    assert place.startswith("_linalg_solve_ex: aten._linalg_solve_ex.default in the root module at test_variability")
+    text, page = str(found), found.to_html()
+    for shown, figures in ((text, "evidence %"), (page, "<table")):
+        assert shown.index("draws nothing: _linalg_solve_ex") < shown.index(figures)
+    assert found.to_dict()["undrawn"] == [place]
+    for policy in ("up_down", "bfloat16"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = fxround.variability(Solving(), x, policy, samples=5, **PLAIN)
+        assert other.undrawn == () and "draws nothing" not in str(other)
+
+
+def test_what_draws_nothing_is_the_same_in_every_sample(x: Tensor) -> None:
+    """The warning against the samples: with equal operands, a result that is named differs in none, all others do."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    assert fxround.variability(model, x, samples=5, **PLAIN).undrawn == ()
+
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.qr(x).R
+
+    with pytest.warns(UserWarning, match="draws nothing: linalg_qr"):
+        found = fxround.variability(Alone(), x, samples=5, **PLAIN)
+    assert found["output"].evidence == 0
+
+
 class Structured(nn.Module):
     """Results in a structure, one of them of integers."""
 

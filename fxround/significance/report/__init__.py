@@ -23,7 +23,7 @@ from fxround.files import write_file
 from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.figures import Figures, plain
-from fxround.significance.places import OUTPUT
+from fxround.significance.places import OUTPUT, said_of_undrawn
 from fxround.significance.recorder import Measured
 from fxround.significance.study import UNPERTURBED, Study
 from fxround.views.graph_views import to_networkx
@@ -70,6 +70,7 @@ class VariabilityReport:
     isolated    with ``isolate``: figures of the first result when only one layer or operator is perturbed
     adaptive    how ``samples="auto"`` ended, None otherwise
     notes       warnings that belong to the figures
+    undrawn     the operations that are the same in every sample although the policy draws: name, operator, module, line
     provenance  versions, machine, times and seeds, as plain data
     kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
     graph       the rounded graph for networkx
@@ -94,6 +95,7 @@ class VariabilityReport:
     isolated: tuple[Figures, ...]
     adaptive: Adaptive | None
     notes: tuple[str, ...]
+    undrawn: tuple[str, ...]
     provenance: dict[str, Any]
     kept: tuple[dict[tuple[str, str], list[Tensor]], ...] = field(default=(), repr=False)
     graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
@@ -119,6 +121,7 @@ class VariabilityReport:
             isolated=tuple(tally.figures() for tally in study.alone.values()),
             adaptive=_adaptive(study),
             notes=tuple(study.runs.notes),
+            undrawn=study.undrawn,
             provenance=provenance,
             kept=tuple(study.samples),
             graph=to_networkx(study.runs.perturbed.graph) if study.counts else None,
@@ -180,7 +183,13 @@ class VariabilityReport:
 
     def __str__(self) -> str:
         tables = self.tables
-        return "\n\n".join([self.heading, *map(str, tables), "\n".join([*self.findings, *self.notes, self.legend])])
+        last = "\n".join([*self.findings, *self.notes, self.legend])
+        return "\n\n".join([self.heading, *self.warnings, *map(str, tables), last])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader has to know before the figures: that some operations draw nothing."""
+        return (f"WARNING: {said_of_undrawn(self.undrawn)}.",) if self.undrawn else ()
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -245,6 +254,7 @@ class VariabilityReport:
             "adaptive": plain(asdict(self.adaptive)) if self.adaptive else None,
             "findings": list(self.findings),
             "notes": list(self.notes),
+            "undrawn": list(self.undrawn),
             "provenance": plain(self.provenance),
         }
 

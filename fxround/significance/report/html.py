@@ -62,6 +62,7 @@ def page(report: VariabilityReport) -> str:
     title = f"Variability of {report.provenance['model']['class'].rpartition('.')[2]}"
     parts = [
         f"<h1>{escape(title)}</h1><p class='sub'>{escape(report.heading)}</p>",
+        "".join(map(_finding, report.warnings)),
         _cards(report),
         "".join(_finding(text) for text in (*report.findings, *report.notes)),
         _section(
@@ -101,7 +102,7 @@ def _bits(bits: float | None) -> str:
 
 
 def _finding(text: str) -> str:
-    bad = any(word in text for word in ("WRONG", "NOT", "no evidence", "NaN", "generator"))
+    bad = any(word in text for word in ("WARNING", "WRONG", "NOT", "no evidence", "NaN", "generator"))
     return f"<div class='found{' bad' if bad else ''}'>{escape(text)}</div>"
 
 
@@ -145,5 +146,10 @@ def _graph(report: VariabilityReport) -> str:
 
 
 def _repeat(report: VariabilityReport) -> str:
-    facts = {**report.provenance, "samples": list(report.samples), "method": report.method}
+    facts = {
+        **report.provenance,
+        "undrawn": list(report.undrawn),
+        "samples": list(report.samples),
+        "method": report.method,
+    }
     return f"<pre>{escape(json.dumps(facts, indent=2, default=str))}</pre><pre>{escape(report.policy.to_toml())}</pre>"
