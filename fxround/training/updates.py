@@ -3,8 +3,8 @@
 An ``Update`` names its states as PyTorch does, and computes the new parameter and states from the old ones, the
 gradient and a few numbers. The numbers (a learning rate, a bias correction) are computed in binary64 on the host and
 passed as tensors of no dimensions, so that a scheduler changes no graph. The formulas are those of ``torch.optim``'s
-single-tensor code, with one rounding per multiplication and addition, where PyTorch's kernels fuse some. Options that change a formula are part of its key: a group whose momentum
-becomes zero gets another graph.
+single-tensor code, with one rounding per multiplication and addition, where PyTorch's kernels fuse some. Options that
+change a formula are part of its key: a group whose momentum becomes zero gets another graph.
 """
 
 from __future__ import annotations
