@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.errors import type_of
+from fxround.errors import shown, type_of
 
 # The module that defines caches.
 CACHES: Final = "transformers.cache_utils"
@@ -34,6 +34,13 @@ class CacheLayer:
     value_width: int
     dtype: str
     room: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes below zero, or no dtype."""
+        if min(self.heads, self.key_width, self.value_width, self.room) < 0:
+            raise ValueError(f"a layer of a cache has sizes below zero: {self}")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"a layer of a cache has the dtype {shown(self.dtype)}, which is none")
 
     @staticmethod
     def of(layer: Any) -> CacheLayer:

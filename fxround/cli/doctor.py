@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from fxround.compiler.eager_round import round
-from fxround.compiler.exported import VERSION
+from fxround.compiler.exported_files import VERSION
 from fxround.compiler.torch_version import Standing, standing_of
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic

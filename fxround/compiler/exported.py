@@ -1,21 +1,16 @@
-"""Exported programs: files that are written completely or not at all, and verified when they are loaded.
+"""Exported programs: what ``RoundedModule.export`` traces, and what ``load`` returns.
 
 A file that ``RoundedModule.export`` wrote holds the graph with every rounding, (seed, sample) as a named buffer, the
-version of fxround, and a digest of everything else. A file that is truncated, changed or of another version is refused.
-The digest detects accidents, not attacks: loading unpickles, so that a file from an untrusted source can run any code.
+version of fxround, and a digest of everything else (``exported_files``). A file that is truncated, changed or of
+another version is refused.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
-import io
-import json
-import operator
 import sys
-import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -32,19 +27,14 @@ from fxround.capture.packed import as_tuples
 from fxround.compiler.call_context import check_context, refuse_tangents
 from fxround.compiler.executable import Entry
 from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
+from fxround.compiler.exported_files import nested, program_of, read
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
 from fxround.compiler.random_state import advance, state_of, write
 from fxround.compiler.signature import flattened, packed_kinds, signature_of
 from fxround.errors import FxroundError, shown, type_of
-from fxround.files import write_file
 from fxround.float_state import require_ieee_arithmetic
-from fxround.graph.dialect.loops import COND
 from fxround.graph.dtypes import DEVICES
 
-VERSION: Final = "0.1.0"
-_RECORD: Final = "/extra/fxround.json"
-# Not under extra/, whose files PyTorch reads as text.
-_GRADIENTS: Final = "/fxround/gradients.pt2"
 RNG_BUFFER: Final = "fxround_rng"
 _DENSE: Final = torch.strided
 
@@ -73,82 +63,24 @@ class Exportable(nn.Module):
         self.__dict__["forward"] = forward
 
 
-def save(
-    program: Any,
-    path: str | Path,
-    example: Any,
-    keep_inputs: bool,
-    training: bool,
-    gradients: tuple[Any, Gradients] | None = None,
-    caches: Sequence[CacheArgument] = (),
-) -> Path:
-    """Write an exported program with its record; if writing fails, an existing file is kept.
-
-    example: the example (args, kwargs). keep_inputs: whether they are stored too. training: the model's mode.
-    gradients: the program of its gradients, and what that takes. caches: the caches among its arguments. Raises OSError
-    if the file cannot be written.
-    """
-    memory = _written(program, keep_inputs)
-    with zipfile.ZipFile(memory, "a") as archive:
-        root = archive.namelist()[0].partition("/")[0]
-        if gradients is not None:
-            archive.writestr(f"{root}{_GRADIENTS}", _written(gradients[0], keep_inputs=False).getvalue())
-        record: dict[str, Any] = {
-            "version": VERSION,
-            "digest": _digest(archive),
-            "imports": sorted(_imports(program.call_spec)),
-            "sequences": [kind.sequences for kind in packed_kinds(example)],
-            "training": training,
-            "caches": [cache.record() for cache in caches],
-        }
-        if gradients is not None:
-            record["gradients"] = gradients[1].record()
-        archive.writestr(f"{root}{_RECORD}", json.dumps(record))
-    return write_file(path, memory.getbuffer())
-
-
-def _written(program: Any, keep_inputs: bool) -> io.BytesIO:
-    """Return a program as ``torch.export.save`` writes it; the example inputs of gradients include the parameters."""
-    if not keep_inputs:
-        program._example_inputs = None
-    for part in program.graph_module.modules():
-        if isinstance(part, fx.GraphModule):
-            _make_writable(part)
-    memory = io.BytesIO()
-    torch.export.save(program, memory)
-    return memory
-
-
-def _make_writable(part: fx.GraphModule) -> None:
-    """Spell what PyTorch does not write: a list of results, and a sum of any number of sizes."""
-    for node in part.graph.find_nodes(op="call_function", target=COND):
-        node.meta["val"] = tuple(node.meta["val"])
-    for node in part.graph.find_nodes(op="call_function", target=torch.sym_sum):
-        first, *others = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
-        with part.graph.inserting_before(node):
-            for other in others:
-                values = (size.meta["val"] if isinstance(size, fx.Node) else size for size in (first, other))
-                first = part.graph.call_function(operator.add, (first, other))
-                first.meta = {**node.meta, "val": sum(values)}
-        node.replace_all_uses_with(first)
-        part.graph.erase_node(node)
-
-
-def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
+def load(path: str | Path, *, any_version: bool = False, imports: Collection[str] = ()) -> LoadedModule:
     """Load a program that ``RoundedModule.export`` wrote; it gives the same bits without the model's source.
 
-    PyTorch unpickles the contents of the file: never load a file from an untrusted source.
+    The digest of a file covers all that is read of it, and detects accidents. It does not stop an attacker, who can
+    compute it: PyTorch unpickles and evaluates what the file says. Never load a file from an untrusted source.
 
     Args:
         path: the file.
         any_version: whether to load a file of another version of fxround, which may give other bits.
+        imports: the names of modules that may be imported if the file needs them. Those that have been imported, and
+            transformers' own, need no permission.
 
     Returns:
         A ``LoadedModule``.
 
     Raises:
         OSError: if the file cannot be read.
-        ImportError: if a module whose types the results have (transformers' outputs) cannot be imported.
+        ImportError: if a module whose types the arguments or results have cannot be imported, or may not be.
         ValueError: for a file that is truncated, changed or not a program of fxround.
         FxroundError: for a file of another version, unless ``any_version``.
 
@@ -157,84 +89,33 @@ def load(path: str | Path, *, any_version: bool = False) -> LoadedModule:
         compiled.export("model.pt2", x)
         y = fxround.load("model.pt2").reseed(0, sample=9)(x)
     """
-    record = _check(Path(path), any_version)
-    for name in record.get("imports", ()):
-        _import(name, path)
-    exported = torch.export.load(path)
-    program, spec = exported.module(), exported.call_spec.in_spec
-    sequences, training = tuple(record.get("sequences", ())), bool(record.get("training", False))
-    caches = tuple(map(CacheArgument.from_record, record.get("caches", ())))
-    if caches:
-        _import(CACHES, path)
-    if "gradients" not in record:
-        return LoadedModule(program, spec, training, sequences, caches=caches)
-    with zipfile.ZipFile(path) as archive:
-        found = next(member for member in archive.namelist() if member.endswith(_GRADIENTS))
-        gradients = torch.export.load(io.BytesIO(archive.read(found))).module()
-    second = gradients, Gradients.from_record(record["gradients"])
-    return LoadedModule(program, spec, training, sequences, second, caches)
+    with open(path, "rb") as file:
+        record, gradients = read(file, path, any_version)
+        for name in record.imports:
+            _require_imported(name, path, imports)
+        if record.caches:
+            importlib.import_module(CACHES)
+        program, spec = program_of(file, path)
+    try:
+        second = None
+        if gradients is not None and record.gradients is not None:
+            second = program_of(nested(gradients), path)[0], record.gradients
+        return LoadedModule(program, spec, record.training, record.sequences, second, record.caches)
+    except ValueError as error:
+        raise ValueError(f"{shown(str(path))} holds no program of fxround: {error}; export the module again") from error
 
 
-def _imports(spec: Any) -> set[str]:
-    """Return the modules whose types arguments and results have, such as a model's output class of transformers.
-
-    PyTorch reads a file with such a type only after its module has registered it.
-    """
-    specs = [spec.in_spec, spec.out_spec]
-    found = set()
-    while specs:
-        one = specs.pop()
-        specs += one.children()
-        found.add(getattr(one.type, "__module__", "builtins"))
-    return {name for name in found if name not in sys.stdlib_module_names and name.partition(".")[0] != "torch"}
-
-
-def _import(name: str, path: str | Path) -> None:
+def _require_imported(name: str, path: str | Path, allowed: Collection[str]) -> None:
+    """Import a module that a file names, if it is one of transformers, or the caller allows it."""
+    said = (
+        f"{shown(str(path))} holds a program whose arguments or results have types of the module {shown(name)}, which"
+    )
+    if sys.modules.get(name) is None and name.partition(".")[0] != "transformers" and name not in allowed:
+        raise ImportError(f"{said} is not imported: import it first, or pass imports=[{shown(name)}] if you trust it")
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"{shown(str(path))} holds a program whose arguments or results have types of the module {name}, which "
-            f"cannot be imported: {error}"
-        ) from error
-
-
-def _check(path: Path, any_version: bool) -> Mapping[str, Any]:
-    """Return the record of a file. Raises unless the file is one that ``save`` wrote."""
-    name, record = shown(str(path)), None
-    try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            found = [member for member in archive.namelist() if member.endswith(_RECORD)]
-            record = json.loads(archive.read(found[0])) if found else None
-            digest = _digest(archive)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{name} is truncated or changed: {error}; export the module again") from error
-    if record is None:
-        raise ValueError(
-            f"{name} holds no program of fxround: it has no record of a version. It is truncated, or was not written "
-            "by export()"
-        )
-    if not isinstance(record, Mapping) or record.get("digest") != digest:
-        raise ValueError(f"{name} was changed after it was exported: its digest differs; export the module again")
-    if record.get("version") != VERSION and not any_version:
-        raise FxroundError(
-            f"{name} was exported by fxround {shown(record.get('version'))}, and this is {VERSION}, which may give "
-            "other bits: export the module again, or pass any_version=True"
-        )
-    return record
-
-
-def _digest(archive: zipfile.ZipFile) -> str:
-    """Return the SHA-256 of names and contents of an archive's members, sorted by name, without fxround's record."""
-    whole = hashlib.sha256()
-    for name in sorted(archive.namelist()):
-        if name.endswith(_RECORD):
-            continue
-        whole.update(f"{len(name)}:{name}={archive.getinfo(name).file_size}:".encode())
-        with archive.open(name) as member:
-            while chunk := member.read(1 << 20):
-                whole.update(chunk)
-    return whole.hexdigest()
+        raise ImportError(f"{said} cannot be imported: {error}") from error
 
 
 def _listed(items: Iterable[Any]) -> str:
@@ -290,6 +171,8 @@ class LoadedModule(nn.Module):
         state_of(program.get_buffer(RNG_BUFFER), RNG_BUFFER)
         self.program, self.training = program, training
         self._sequences, self._caches = tuple(sequences), tuple(caches)
+        if gradients:
+            gradients[1].require_fit(program, spec.num_leaves)
         self._gradients = LoadedGradients(*gradients, program) if gradients else None
         # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
         self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}

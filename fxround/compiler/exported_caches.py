@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,10 @@ class CacheArgument:
     layers: tuple[CacheLayer, ...]
     dynamic: bool
 
-    def record(self) -> dict[str, Any]:
-        """Return what a file holds of it, for JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_record(record: Mapping[str, Any]) -> CacheArgument:
-        """Return what ``record`` described."""
-        layers = tuple(CacheLayer(**layer) for layer in record["layers"])
-        return CacheArgument(record["place"], layers, bool(record["dynamic"]))
+    def __post_init__(self) -> None:
+        """Raise ValueError for a position below zero, or no layers."""
+        if (isinstance(self.place, int) and self.place < 0) or not self.layers:
+            raise ValueError(f"argument {self.place} is a cache of {len(self.layers)} layers; expected 0 and 1 or more")
 
 
 def caches_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CacheArgument, ...]:

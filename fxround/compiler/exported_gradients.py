@@ -7,8 +7,8 @@ call, and the gradients of its results. The second program holds no state of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fxround.capture import export_graph
 from fxround.capture.dynamo import aside
 from fxround.compiler.executable import Entry, resolved
 from fxround.compiler.training_step import differentiable_later
-from fxround.errors import FxroundError
+from fxround.errors import FxroundError, shown
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ class Gradients:
     changed: tuple[int, ...]
     trains: bool
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a kind, or a position, that cannot be."""
+        kinds, inputs, tangents = {row[0] for row in self.inputs}, len(self.inputs), len(self.tangents)
+        if not kinds <= {"parameter", "buffer", "argument"}:
+            raise ValueError(f"gradients of {shown(sorted(kinds))}; expected parameter, buffer or argument")
+        reached = [position for row in self.reached for position in row]
+        for positions, most in ((self.gradients, inputs), (self.changed, inputs), (reached, tangents)):
+            if not all(0 <= position < most for position in positions):
+                raise ValueError(f"a gradient has the positions {shown(positions)}; expected 0 to {most - 1}")
+        if len(self.reached) != len(self.gradients) or min(self.tangents, default=0) < 0:
+            raise ValueError("gradients, and the tangents that they depend on, do not fit together")
+
     @staticmethod
     def of(entry: Entry, trains: bool) -> Gradients:
         """Describe the joint graph of an entry."""
@@ -57,21 +69,15 @@ class Gradients:
             trains,
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return what a file holds of it, for JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_record(record: Mapping[str, Any]) -> Gradients:
-        """Return what ``record`` described."""
-        return Gradients(
-            tuple((str(kind), str(name), int(index)) for kind, name, index in record["inputs"]),
-            tuple(record["gradients"]),
-            tuple(tuple(reached) for reached in record["reached"]),
-            tuple(record["tangents"]),
-            tuple(record["changed"]),
-            bool(record["trains"]),
-        )
+    def require_fit(self, program: nn.Module, arguments: int) -> None:
+        """Raise ValueError unless every input is a parameter or buffer of the program, or one of its arguments."""
+        state = {
+            "parameter": {name for name, _ in program.named_parameters(remove_duplicate=False)},
+            "buffer": {name for name, _ in program.named_buffers(remove_duplicate=False)},
+        }
+        for kind, name, index in self.inputs:
+            if not (0 <= index < arguments if kind == "argument" else name in state[kind]):
+                raise ValueError(f"its gradients take {kind} {shown(name or index)}, which its program does not have")
 
 
 class _Joint(nn.Module):

@@ -10,8 +10,9 @@ from torch import nn
 
 from fxround.capture import export_program, trace_example
 from fxround.compiler.executable import Entry
-from fxround.compiler.exported import Exportable, save
+from fxround.compiler.exported import Exportable
 from fxround.compiler.exported_caches import Cached, caches_among, with_tensors
+from fxround.compiler.exported_files import save
 from fxround.compiler.exported_gradients import gradients_of
 from fxround.compiler.module_delayed import Delayed
 from fxround.compiler.signature import arguments

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import torch
 
 from fxround import new_process
-from fxround.compiler.exported import VERSION
+from fxround.compiler.exported_files import VERSION
 from fxround.errors import CaptureError
 from fxround.runtime import disk_cache
 

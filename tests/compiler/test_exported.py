@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from archives import with_record
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
-from fxround.compiler.exported import VERSION
+from fxround.compiler.exported_files import VERSION
 from fxround.errors import FxroundError
 
 
@@ -45,7 +46,7 @@ def test_a_truncated_or_changed_file_is_refused(exported: Path, tmp_path: Path) 
     middle = len(content) // 2
     for wrong in (content[:-40], content[:middle], b"", content[:at] + b"N" + content[at + 1 :]):
         copied.write_bytes(wrong)
-        with pytest.raises(ValueError, match="is truncated"):
+        with pytest.raises(ValueError, match=r"truncated or changed|digest differs"):
             fxround.load(copied)
 
 
@@ -62,7 +63,11 @@ def test_a_file_with_another_number_or_version_is_refused(exported: Path, tmp_pa
     rewritten("model.json", b"binary32", b"bfloat16")
     with pytest.raises(ValueError, match="was changed after it was exported"):
         fxround.load(copied)
-    rewritten("extra/fxround.json", VERSION.encode(), b"0.0.1")
+    for old, new in ((VERSION.encode(), b"0.0.1"), (b'"training": false', b'"training": true')):
+        rewritten("extra/fxround.json", old, new)
+        with pytest.raises(ValueError, match="was changed after it was exported"):
+            fxround.load(copied)
+    copied.write_bytes(with_record(exported.read_bytes(), lambda record: record | {"version": "0.0.1"}))
     with pytest.raises(FxroundError, match=r"exported by fxround '0\.0\.1'"):
         fxround.load(copied)
     assert torch.equal(fxround.load(copied, any_version=True)(x), fxround.load(exported)(x))
@@ -105,11 +110,20 @@ def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
     file = fxround.compile(named_results.Halving().eval(), "reproducible").export(tmp_path / "halves.pt2", x)
     assert torch.equal(fxround.load(file)(x).low, x / 2)
     here = {**os.environ, "PYTHONPATH": f"{Path(fxround.__file__).parent.parent}:{tmp_path}"}
-    code = f"import torch, fxround; x = torch.ones(2, 4); assert (fxround.load({str(file)!r})(x).high == 2).all()"
+    code = (
+        "import sys, torch, fxround\n"
+        "try:\n"
+        f"    fxround.load({str(file)!r})\n"
+        "except ImportError as error:\n"
+        "    assert 'is not imported: import it first, or pass imports=' in str(error), error\n"
+        "assert 'named_results' not in sys.modules\n"
+        f"loaded = fxround.load({str(file)!r}, imports=['named_results'])\n"
+        "assert (loaded(torch.ones(2, 4)).high == 2).all()\n"
+    )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=here, check=True)
     monkeypatch.setitem(sys.modules, "named_results", None)
-    with pytest.raises(ImportError, match="types of the module named_results"):
-        fxround.load(file)
+    with pytest.raises(ImportError, match="types of the module 'named_results', which cannot be imported"):
+        fxround.load(file, imports=["named_results"])
 
 
 @pytest.mark.parametrize(
