@@ -1,21 +1,34 @@
-"""``pytest --quick``: an answer in two minutes.
+"""What every run shares: the same numbers for the same test, no state left behind, ``--quick``, ``--shuffle``.
 
-The core test of every file runs first, in its first case, then further tests in their first cases, file by file in
-turn, until the time is over. The core tests always run; the rest of the suite is deselected or skipped by name,
-and the summary says how much was run: a quick run is no substitute for the suite.
+**Draws.** Before a test, a fixture that tests share, and the import of a file, the generators of torch, NumPy and
+random are seeded from its name, so that a test draws the same numbers alone, after others, and in every run of a
+commit. Hypothesis draws from the test's own source. ``--seed N`` gives every test other numbers (``./run explore``).
+PyTorch has two threads, whatever the machine has. A test that leaves a setting of the process changed fails.
+
+**Order.** ``--shuffle N`` runs the files, and the tests of each file, in an order drawn from N.
+
+**``--quick``**: an answer in two minutes. The core test of every file runs first, in its first case, then further
+tests in their first cases, file by file in turn, until the time is over. The core tests always run; the rest of the
+suite is deselected or skipped by name, and the summary says how much was run: a quick run is no substitute for the
+suite.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+import hypothesis
+import numpy as np
 import pytest
+import torch
 
 # When no further test begins: the last ones end within the two minutes.
 _SECONDS: Final = 90
@@ -34,19 +47,98 @@ CORES: Final = {
     "test_random_models": "test_the_judge_sees_a_fault",
     "numerics/test_rounding": "test_boundaries",
 }
+# Of PyTorch, in every test.
+_THREADS: Final = 2
+_SEED: Final = pytest.StashKey[int]()
+_SETTINGS: Final = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="two minutes: the core of every file, then what time allows")
+    parser.addoption("--seed", type=int, default=0, help="every test draws other numbers; 0: those of every run")
+    parser.addoption("--shuffle", type=int, help="run files, and the tests of each, in an order drawn from this number")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SEED] = config.getoption("--seed")
+    # Neither load nor an earlier run decides: no deadline, no database. too_slow is a time as well.
+    hypothesis.settings.register_profile(
+        "fixed",
+        derandomize=not config.stash[_SEED],
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=(hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture),
+    )
+    hypothesis.settings.load_profile("fixed")
+    if config.stash[_SEED]:
+        hypothesis.core.global_force_seed = config.stash[_SEED]
     # The processes of xdist are started later, and inherit it.
     if config.getoption("--quick"):
         os.environ.setdefault(_STARTED, str(time.time()))
 
 
+def _draw_from(config: pytest.Config, name: str) -> None:
+    """Seed every generator of the process from a name."""
+    number = int.from_bytes(hashlib.sha256(f"{config.stash[_SEED]} {name}".encode()).digest()[:4], "little")
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.File):
+        _draw_from(collector.config, collector.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A fixture that several tests share draws from its own name, not from that of the test which comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    _draw_from(request.config, f"{fixturedef.baseid}::{fixturedef.argname} {getattr(request, 'param', '')}")
+    try:
+        return (yield)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _settings() -> dict[str, Any]:
+    """What a test may change for a while, and must give back."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "global hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
+        "os.environ": {name: value for name, value in os.environ.items() if name.startswith("FXROUND")},
+    }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    before, after = item.stash.get(_SETTINGS, {}), _settings()
+    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not left, f"the test leaves settings changed, each as before and after: {left}"
+
+
+def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    chosen, files = random.Random(seed), {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups = list(files.values())
+    chosen.shuffle(groups)
+    for group in groups:
+        chosen.shuffle(group)
+    return [item for group in groups for item in group]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shuffle") is not None:
+        items[:] = _shuffled(items, config.getoption("--shuffle"))
     if not config.getoption("--quick"):
         return
     files: dict[str, dict[str, pytest.Item]] = {}
@@ -86,6 +178,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.stash.get(_PLACE, 0) and time.time() - float(os.environ[_STARTED]) > _SECONDS:
         pytest.skip("the time of --quick is over")
+    torch.set_num_threads(_THREADS)
+    item.stash[_SETTINGS] = _settings()
+    _draw_from(item.config, item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,8 +1,8 @@
 """A pytest plugin, ``-p foreign``: PyTorch's own float kernels are off by one ulp, and add in another order.
 
 This models another processor, whose square root, exponential, and orders of sums, products and convolutions differ. A
-test that passes on one processor alone takes a stock operation as an oracle. Kept are what IEEE 754 defines (``+ - * /``
-of elements, selections, copies) and short results (small integers are the same in any order).
+test that passes on one processor alone takes a stock operation as an oracle. Kept are what IEEE 754 defines (``+ - *
+/`` of elements, selections, copies) and short results (small integers are the same in any order).
 
 Every kernel is a function of its operands, so that a graph run eagerly has the bits of the same graph run again.
 ``STOCK`` names the tests that need PyTorch's own kernels, with the reason; they are skipped.
@@ -43,7 +43,8 @@ _SUMS: Final = r"""
     (native_)?(layer|batch|group)_norm(_backward)? | _native_batch_norm_legit | _batch_norm_with_update | renorm
     (_?adaptive_)?avg_pool[23]d(_backward)? | _adaptive_avg_pool[23]d(_backward)? | grid_sampler_[23]d(_backward)?
     _?upsample_(bicubic2d|bilinear2d|lanczos2d|linear1d|trilinear3d)(_aa)?(_backward)? | _embedding_bag(_forward_only)?
-    _embedding_bag_(dense|per_sample_weights)_backward | _?(mse|smooth_l1|huber)_loss(_backward)? | _ctc_loss(_backward)?
+    _embedding_bag_(dense|per_sample_weights)_backward | (mse|smooth_l1|huber)_loss(_backward)?
+    _ctc_loss(_backward)?
     binary_cross_entropy(_backward)? | nll_loss(2d)?_forward | multi_margin_loss(_backward)? | _cdist_(forward|backward)
     _pdist_(forward|backward) | mkldnn_rnn_layer(_backward)? | _scaled_dot_product_flash_attention_for_cpu(_backward)?
     _transformer_encoder_layer_fwd | _native_multi_head_attention | _fft_\w+ | _weight_norm_interface(_backward)?
@@ -52,7 +53,6 @@ _SUMS: Final = r"""
 # These add to elements, each a single time or in some order.
 _SCATTERS: Final = r"scatter_add | index_add | embedding_dense_backward"
 _LIBRARY: Final = torch.library.Library("aten", "IMPL")
-_KEYS: Final = ("CPU", "CompositeExplicitAutograd")
 
 
 def _named(families: str) -> re.Pattern[str]:
@@ -169,31 +169,25 @@ def _mapped(value: Any) -> Any:
     return type(value)(map(_mapped, value)) if isinstance(value, list | tuple) else value
 
 
-def _kernels() -> Iterator[tuple[str, str, str]]:
-    """The name, the family and the dispatch key of every kernel that is replaced."""
-    families = _named(" | ".join(map(str.strip, (_FUNCTIONS + _SUMS).strip().splitlines())) + f"|{_SCATTERS}")
+def _kernels() -> Iterator[tuple[str, str]]:
+    """The name and the family of every kernel that is replaced."""
+    families = re.compile("|".join(f"(?:{_named(each).pattern})" for each in (_FUNCTIONS, _SUMS, _SCATTERS)))
     for name in torch._C._dispatch_get_all_op_names():
         packet = name.removeprefix("aten::").partition(".")[0].removesuffix("_")
-        if not name.startswith("aten::") or not families.fullmatch(packet):
-            continue
-        key = next((key for key in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)), None)
-        if key is not None and (key == "CPU" or packet in ("convolution", "convolution_backward")):
-            yield name, packet, key
+        keys = ("CPU", "CompositeExplicitAutograd") if packet.startswith("convolution") else ("CPU",)
+        has = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+        if has and name.startswith("aten::") and families.fullmatch(packet):
+            yield name, packet
 
 
 def _install() -> int:
-    count = 0
-    for name, packet, key in list(_kernels()):
-        schema = torch._C._get_schema(*_overload(name))
+    kernels = list(_kernels())
+    for name, packet in kernels:
+        base, _, overload = name.partition(".")
         kernel = torch.library.get_kernel(name, "CPU")
-        _LIBRARY.impl(name.removeprefix("aten::"), _replaced(packet, schema, kernel), "CPU", with_keyset=True)
-        count += 1
-    return count
-
-
-def _overload(name: str) -> tuple[str, str]:
-    base, _, overload = name.partition(".")
-    return base, overload
+        replacement = _replaced(packet, torch._C._get_schema(base, overload), kernel)
+        _LIBRARY.impl(name.removeprefix("aten::"), replacement, "CPU", with_keyset=True)
+    return len(kernels)
 
 
 with warnings.catch_warnings():
