@@ -1,6 +1,6 @@
 """Run every benchmark of the package, or the one that is named: each module that has a ``main``.
 
-Modules that write into docs/ and measure nothing run only if they are named. ``--isa`` runs every kernel of fxround as
+Modules that measure nothing (they write into docs/, or look for defects) run only if they are named. ``--isa`` runs every kernel of fxround as
 code for an instruction set; with ``avx2``, the kernels of PyTorch, oneDNN and MKL are limited to AVX2 too.
 
 python -m benchmarks [--isa avx2] [NAME [its own arguments]]
@@ -19,7 +19,7 @@ from fxround.invariance.cases import STOCK_SETS
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 
-WRITERS = ("pictures", "walk")
+NAMED = ("pictures", "walk", "explore")
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         # PyTorch, oneDNN and MKL read these at the first use of a kernel.
         os.environ.update(STOCK_SETS[chosen.isa])
     with instruction_set(chosen.isa):
-        for name in names or [name for name in known if name not in WRITERS]:
+        for name in names or [name for name in known if name not in NAMED]:
             run = getattr(importlib.import_module(f"benchmarks.{name}"), "main", None)
             if run is not None:
                 print(f"\n== {name} ==", flush=True)

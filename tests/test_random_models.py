@@ -55,7 +55,7 @@ FOUND = {
 }
 
 
-# .ci/run draws 2,000 more, from a seed of the commit.
+# .ci/run draws 2,000 more, from a fixed seed.
 @settings(max_examples=80, deadline=None, suppress_health_check=QUIET, print_blob=True)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])
