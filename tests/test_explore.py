@@ -66,8 +66,8 @@ def test_a_test_draws_the_same_numbers_in_every_order_and_others_with_a_seed(tmp
     )
 
     def lines(*options: str) -> set[str]:
-        command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-        done = subprocess.run([*command, *options, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-m", "pytest", "-qs", "-p", "no:cacheprovider", "--rootdir", ".", *options, "."]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         return {line[line.index("DRAW") :] for line in done.stdout.splitlines() if "DRAW" in line}
 
     usual = lines()
