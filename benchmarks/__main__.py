@@ -1,8 +1,8 @@
 """Run every benchmark of the package, or the one that is named: each module that has a ``main``.
 
 Modules that measure nothing (they write into docs/, or look for defects) run only if they are named. ``--isa`` runs
-every kernel of fxround as code for an instruction set; with ``avx2``, the kernels of PyTorch, oneDNN and MKL are limited
-to AVX2 too.
+every kernel of fxround as code for an instruction set; with ``avx2``, the kernels of PyTorch, oneDNN and MKL are
+limited to AVX2 too.
 
 python -m benchmarks [--isa avx2] [NAME [its own arguments]]
 """

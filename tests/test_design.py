@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import stock_oracles
 
 ROOT = Path(__file__).parent.parent / "fxround"
 
@@ -171,3 +172,41 @@ def test_the_design_names_files_and_folders_that_exist() -> None:
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text)
     missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT.parent))]
     assert len(named) > 20 and missing == []
+
+
+def test_no_stock_kernel_is_an_oracle_of_bits() -> None:
+    """tests/support/stock_oracles.py has the rule and the mark; ./run foreign finds what it cannot read."""
+    assert stock_oracles.files(ROOT.parent / "tests") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert torch.equal(compiled(x), a @ b)",
+        "assert (got == F.conv2d(x, w)).all()",
+        "same(got, torch.softmax(x, -1).detach().numpy())",
+        "want = fxround.round(x, 'bf16') @ w.T; assert want.any() and torch.equal(net(x), want)",
+        "want, other = 2 * x.sum(1), 1; assert got.equal(want.reshape(-1))",
+        "assert [torch.equal(a, b) for a, b in pairs] and got.tolist() == torch.stack([x.exp(), y]).tolist()",
+        "assert torch.equal(got, x.double().sqrt_().float())  # rounded once",
+    ],
+)
+def test_an_oracle_of_bits_is_seen(line: str) -> None:
+    assert len(stock_oracles.found(f"def test():\n    {line}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert torch.equal(OPS.sum(x, 1), want) and torch.equal(fxround.exp(x), want)",
+        "assert torch.equal(compiled(a @ b), reference(a @ b))",
+        "assert torch.allclose(got, a @ b)",
+        "assert (got != x).sum() == 3 and rationals.sqrt(x) == want",
+        "assert torch.equal(got, a + b * 2)",
+        "assert torch.equal(got, x.sum(1))  # stock: small integers",
+        "want = x.sum(1)  # stock: small integers\n    assert torch.equal(got, want)",
+    ],
+)
+def test_other_comparisons_are_none(line: str) -> None:
+    text = f"import fxround, rationals\ndef test():\n    {line}\n"
+    assert stock_oracles.found(text) == []

@@ -131,6 +131,7 @@ def test_a_large_tensor_is_rounded_whole() -> None:
     want = torch.arange(4096).float().bfloat16().float()
     assert torch.equal(got[:4096], want)
     assert torch.equal(got[n - 7 :], want[torch.arange(n - 7, n) % 4096])
+    # stock: integers below 2^53, exact in any order
     assert (
         got.double().sum().item() == want.double().sum().item() * (n // 4096) + want[: n % 4096].double().sum().item()
     )

@@ -88,14 +88,14 @@ def test_every_element_is_flipped_as_the_specification_says(policy: Policy, coun
 def test_a_flipped_value_is_one_value_for_all_who_read_it() -> None:
     """The gradient of x is a product with the flipped weight, and the fused graph has the same bits."""
     torch.manual_seed(1)
-    layer, x, g = nn.Linear(6, 5, bias=False), torch.rand(4, 6, requires_grad=True), torch.rand(4, 5)
+    layer, x, g = nn.Linear(6, 5, bias=False), torch.rand(4, 6, requires_grad=True), torch.eye(4, 5)
     policy = Policy("p", (Rule(role="weight", rounding="dtype", faults="significand:0.3"),))
     compiled = fxround.compile(layer, policy, seed=2)
     compiled(x).backward(g)
     values = dict(compiled.reseed(2).observe_step({0: g}, x))
     weight = values["weight_flipped"]
     assert not torch.equal(weight, layer.weight)
-    assert x.grad is not None and torch.equal(x.grad, g @ weight)
+    assert x.grad is not None and torch.equal(x.grad, weight[:4])
     compiled = fxround.compile(net().eval(), FAULTY, seed=3, example_inputs=X)
     assert torch.equal(compiled.evaluate(X), unfused(compiled).evaluate(X))
 
@@ -105,7 +105,7 @@ def test_operands() -> None:
     rule = Rule(operator="mm", direction="forward", operands=NARROW, faults="significand:0.1")
     policy = Policy("p", (rule,))
     torch.manual_seed(1)
-    layer, x, g = nn.Linear(16, 12, bias=False), torch.rand(24, 16, requires_grad=True), torch.rand(24, 12)
+    layer, x, g = nn.Linear(16, 12, bias=False), torch.rand(24, 16, requires_grad=True), torch.eye(24, 12)
     compiled = fxround.compile(layer, policy, seed=2)
     assert Policy.from_toml(policy.to_toml()) == policy and policy.draws
     compiled(x).backward(g)
@@ -117,7 +117,7 @@ def test_operands() -> None:
     assert weights and all(torch.equal(w, weights[0]) for w in weights)
     rounded = fxround.round(layer.weight.detach(), NARROW)
     assert sum(row.flipped for row in found.filter().flips[1:]) == int((weights[0] != rounded).sum()) > 0
-    assert x.grad is not None and torch.equal(x.grad, g @ weights[0])
+    assert x.grad is not None and torch.equal(x.grad[:12], weights[0]) and not x.grad[12:].any()
     assert not compiled.leaks(x.detach(), tangents={0: g})
 
 

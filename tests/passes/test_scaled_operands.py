@@ -174,6 +174,7 @@ def transformed(value: Tensor, dim: int, transform: Hadamard) -> Tensor:
 def test_a_hadamard_transform_is_orthogonal_and_rounded_at_every_step() -> None:
     for size in (4, 16, 64):
         matrix = torch.tensor(Hadamard(size, 7).matrix(), dtype=torch.float64)
+        # stock: powers of two, exact in any order
         assert torch.equal(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
     assert Hadamard(16, 1).matrix() != Hadamard(16, 2).matrix()
     x = torch.randn(3, 32, 2)

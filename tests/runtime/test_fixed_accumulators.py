@@ -183,9 +183,8 @@ def test_a_layer_multiplies_as_integers_of_a_digital_signal_processor_do() -> No
     assert np.array_equal(compiled(torch.from_numpy(x).float() / 16).detach().numpy() * 256, want)
     assert "fixed(16,8)/nearest_even/wrap" in str(compiled.summary())
     saturated = fxround.compile(layer, Policy("s", (Rule(accumulate="fixed(32,8)"),)))
-    assert np.array_equal(
-        saturated(torch.from_numpy(x).float() / 16).detach().numpy() * 256, x.astype(np.int64) @ w.T.astype(np.int64)
-    )
+    want = x.astype(np.int64) @ w.T.astype(np.int64)  # stock: NumPy's integers
+    assert np.array_equal(saturated(torch.from_numpy(x).float() / 16).detach().numpy() * 256, want)
 
 
 def test_what_cannot_be_an_accumulator_is_refused_with_its_reason() -> None:

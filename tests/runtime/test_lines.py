@@ -176,7 +176,7 @@ def test_long_lines_equal_the_reference(length: int, lines: int, accumulate: str
 @given(st.integers(0, 5000), st.integers(0, 2**31))
 def test_every_order_agrees_where_partial_sums_are_exact(length: int, seed: int) -> None:
     x = torch.randint(-99, 100, (2, length), generator=torch.Generator().manual_seed(seed)).float()
-    want = x.sum(1).numpy()
+    want = x.sum(1).numpy()  # stock: small integers, exact in any order
     for order in ("sequential", "lanes:4", "lanes:64", "exact"):
         for operand, dims in ((x, [1]), (x.t().contiguous(), [0]), (x[:, :, None].expand(2, length, 1), [1, 2])):
             got = total(operand, dims, order, "binary32/stochastic")

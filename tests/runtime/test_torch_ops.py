@@ -110,7 +110,7 @@ def test_convolution_of_integers_is_torchs(dims: int, transposed: bool, groups: 
     stride, padding, dilation = [2, 1, 3][:dims], [1, 2, 0][:dims], [1, 2, 1][:dims]
     extra = [1, 0, 2][:dims] if transposed else [0] * dims
     args = (x, w, stride, padding, dilation, transposed, extra, groups)
-    want = torch.ops.aten.convolution(x, w, None, *args[2:6], args[6], args[7])
+    want = torch.ops.aten.convolution(x, w, None, *args[2:6], args[6], args[7])  # stock: small integers
     assert torch.equal(OPS.convolution(*args, RNE, RNE, rng(), 0), want)
 
 
@@ -128,10 +128,10 @@ def test_convolution_visits_taps_in_order() -> None:
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_sum_of_integers_is_torchs(dims: list[int], keepdim: bool) -> None:
     x = torch.randint(-9, 10, (3, 70, 5), generator=torch.Generator().manual_seed(1)).float()
-    want = x.sum(dims or [0, 1, 2], keepdim=keepdim)
+    want = x.sum(dims or [0, 1, 2], keepdim=keepdim)  # stock: small integers
     for order in ("sequential", "lanes:16"):
         assert torch.equal(OPS.sum(x, dims, keepdim, order, RNE, RNE, rng(), 0), want)
-    assert torch.equal(OPS.cumsum(x, 1, RNE, RNE, rng(), 0), x.cumsum(1))
+    assert torch.equal(OPS.cumsum(x, 1, RNE, RNE, rng(), 0), x.cumsum(1))  # stock: small integers
 
 
 def test_empty_contractions_and_sums_are_zero() -> None:
@@ -191,4 +191,5 @@ def test_one_channel_may_have_any_stride() -> None:
     w = torch.randint(-4, 5, (2, 1, 3, 3), generator=torch.Generator().manual_seed(2)).float()
     args = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     assert x.is_contiguous() and x.stride(1) != 30
-    assert torch.equal(OPS.convolution(x, w, *args, RNE, RNE, rng(), 0), torch.nn.functional.conv2d(x, w))
+    want = torch.nn.functional.conv2d(x, w)  # stock: small integers
+    assert torch.equal(OPS.convolution(x, w, *args, RNE, RNE, rng(), 0), want)

@@ -30,13 +30,13 @@ _INTEGER: Final = {
 # A file, or file::test, and why it cannot pass where PyTorch's kernels are others.
 STOCK: Final[dict[str, str]] = {}
 # The families of operators whose results IEEE 754 does not define, by their names without the "_" of those in place.
-_FUNCTIONS: Final = r"""
+FUNCTIONS: Final = r"""
     a?(cos|sin|tan)h? | atan2 | exp2? | expm1 | log(2|10|1p)? | r?sqrt | pow | hypot | erf(c|inv)? | sigmoid | sinc
     l?gamma | lgamma | digamma | polygamma | mvlgamma | i0 | igammac? | logit | xlogy | logaddexp2? | special_\w+
     gelu | silu | mish | elu | celu | softplus | log_sigmoid_forward | hardswish | hardsigmoid | polar | angle
     (gelu|silu|mish|elu|softplus|log_sigmoid|hardswish|hardsigmoid|tanh|sigmoid|logit)_backward | lerp | addc(mul|div)
 """
-_SUMS: Final = r"""
+SUMS: Final = r"""
     sum | nansum | mean | prod | cumsum | cumprod | _?logcumsumexp | (var|std)(_mean)? | norm | linalg_\w+ | _linalg_\w+
     trace | v?dot | mm | bmm | addmm | _addmm_activation | addmv | addbmm | baddbmm | addr | convolution
     convolution_backward | _?(log_)?softmax(_backward_data)? | _masked_softmax(_backward)? | cholesky | cholesky_inverse
@@ -55,7 +55,7 @@ _SCATTERS: Final = r"scatter_add | index_add | embedding_dense_backward"
 _LIBRARY: Final = torch.library.Library("aten", "IMPL")
 
 
-def _named(families: str) -> re.Pattern[str]:
+def named(families: str) -> re.Pattern[str]:
     return re.compile("|".join(" | ".join(families.strip().splitlines()).split(" | ")).replace(" ", ""))
 
 
@@ -122,7 +122,7 @@ def _replaced(packet: str, schema: Any, kernel: Any) -> Callable[..., Any]:
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     names = [argument.name for argument in schema.arguments]
     tensors = [str(argument.type) == "Tensor" for argument in schema.arguments]
-    scatters = _named(_SCATTERS).fullmatch(packet)
+    scatters = named(_SCATTERS).fullmatch(packet)
 
     def foreign(keys: Any, *args: Any, **kwargs: Any) -> Any:
         values = [_tensor(a, args) if of else a for a, of in zip(args, tensors, strict=False)]
@@ -171,7 +171,7 @@ def _mapped(value: Any) -> Any:
 
 def _kernels() -> Iterator[tuple[str, str]]:
     """The name and the family of every kernel that is replaced."""
-    families = re.compile("|".join(f"(?:{_named(each).pattern})" for each in (_FUNCTIONS, _SUMS, _SCATTERS)))
+    families = re.compile("|".join(f"(?:{named(each).pattern})" for each in (FUNCTIONS, SUMS, _SCATTERS)))
     for name in torch._C._dispatch_get_all_op_names():
         packet = name.removeprefix("aten::").partition(".")[0].removesuffix("_")
         keys = ("CPU", "CompositeExplicitAutograd") if packet.startswith("convolution") else ("CPU",)
@@ -180,23 +180,23 @@ def _kernels() -> Iterator[tuple[str, str]]:
             yield name, packet
 
 
-def _install() -> int:
-    kernels = list(_kernels())
-    for name, packet in kernels:
+def install() -> None:
+    """Replace the kernels for the rest of the process."""
+    for name, packet in list(_kernels()):
         base, _, overload = name.partition(".")
         kernel = torch.library.get_kernel(name, "CPU")
         replacement = _replaced(packet, torch._C._get_schema(base, overload), kernel)
         _LIBRARY.impl(name.removeprefix("aten::"), replacement, "CPU", with_keyset=True)
-    return len(kernels)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
-    REPLACED: Final = _install()
+def pytest_configure() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
+        install()
 
 
 def pytest_report_header() -> str:
-    return f"foreign: {REPLACED} kernels of PyTorch are off by an ulp"
+    return f"foreign: {len(list(_kernels()))} kernels of PyTorch are off by an ulp"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
