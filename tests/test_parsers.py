@@ -79,14 +79,14 @@ def refused_or_printed(parse: Callable[[Any], Any], text: Any, errors: tuple[typ
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_a_text_is_parsed_or_refused(kind: str, text: str) -> None:
     refused_or_printed(PARSERS[kind], text, (ValueError,))
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_a_policy_is_parsed_or_refused(kind: str, text: str) -> None:
     refused_or_printed(POLICIES[kind], text, (PolicyError,))

@@ -56,7 +56,7 @@ FOUND = {
 
 
 # .ci/run draws 2,000 more, from a fixed seed.
-@settings(max_examples=80, deadline=None, suppress_health_check=QUIET, print_blob=True)
+@settings(max_examples=80, suppress_health_check=QUIET)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])
 @example(recipe=replace(FOUND["clamp"], dtype=3))

@@ -12,9 +12,7 @@ from random_reference import quickly
 
 
 # A module takes seconds, and a minimal one minutes: what fails is shown as it was drawn. .ci/run draws four more.
-@settings(
-    max_examples=2, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
-)
+@settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(steps=MODULES, policy=st.sampled_from(("reproducible", "stochastic", "up_down", "bfloat16")))
 def test_every_entrance_gives_a_module_the_same_bits(tmp_path: Path, steps: Steps, policy: str) -> None:
     with quickly(graphs=False), as_if_large():

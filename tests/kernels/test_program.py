@@ -38,7 +38,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(tuple(statements), tuple(draw(st.lists(st.sampled_from(targets), unique=True, max_size=3))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs(), st.lists(st.tuples(*[ELEMENTS] * OPERANDS), min_size=1, max_size=8))
 def test_a_program_is_its_statements_one_after_the_other(program: Program, rows: list[tuple[float, ...]]) -> None:
     kernel = fused_kernel(program, ("f32",) * OPERANDS, ("f32",) * len(program.results))
@@ -54,7 +54,7 @@ def test_a_program_is_its_statements_one_after_the_other(program: Program, rows:
         assert [x.hex() for x in found] == [x.hex() for x in want], (str(program), row)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(programs())
 def test_a_text_is_its_program_and_has_its_kernel(program: Program) -> None:
     again = Program.parse(str(program))

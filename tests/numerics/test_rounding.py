@@ -107,7 +107,7 @@ def cases(draw: st.DrawFn, carrier: str) -> tuple[Rounding, Array, Array]:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_encoding(carrier: str, data: st.DataObject) -> None:
     rounding, x, random = data.draw(cases(carrier))

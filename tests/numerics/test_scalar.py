@@ -143,7 +143,7 @@ def fma_exact(a: float, b: float, c: float, rounding: Rounding) -> float | None:
 
 
 @pytest.mark.parametrize("type", FLOATS)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_fma_rounds_once(type: Type, data: st.DataObject) -> None:
     width = 32 if type == "f32" else 64

@@ -163,7 +163,7 @@ def test_blocks_run_along_any_dimension_and_the_last_may_be_shorter(text: str, s
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FORMS), st.sampled_from(MODES), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_operands(seed: int, text: str, mode: str, length: int) -> None:
     require_same(operand((2, length), torch.float32, seed), f"{text}/{mode}", seed=seed)
 

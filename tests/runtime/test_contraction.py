@@ -78,7 +78,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATORS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> None:
     size = st.integers(0, 36)
@@ -248,7 +248,7 @@ def windows(x: Tensor, w: Tensor, stride: int, padding: int, dilation: int, grou
 
 
 @pytest.mark.parametrize("accumulate", [RNE, "binary32/stochastic", "binary32/up_down", "bfloat16", "binary16"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     images=st.integers(1, 3),
     group=st.sampled_from([(1, 3, 5), (2, 4, 6), (4, 4, 4), (5, 5, 10), (3, 3, 3)]),

@@ -92,7 +92,7 @@ def transposed(x: Tensor, w: Tensor, case: Case, size: list[int], accumulate: st
 
 
 @pytest.mark.parametrize("accumulate", STEPS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(case=cases())
 def test_transposed_convolutions_are_their_definition(accumulate: str, case: Case) -> None:
     into, out = case.groups * case.narrow, case.wide
@@ -108,7 +108,7 @@ def test_transposed_convolutions_are_their_definition(accumulate: str, case: Cas
 
 
 @pytest.mark.parametrize("accumulate", STEPS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(case=cases())
 def test_input_gradients_are_transposed_convolutions(accumulate: str, case: Case) -> None:
     into, out = case.groups * case.narrow, case.groups * case.wide
@@ -144,7 +144,7 @@ def gradient(small: Tensor, image: Tensor, case: Case, accumulate: str) -> Tenso
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("accumulate", STEPS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(case=cases())
 def test_weight_gradients_are_their_definition(accumulate: str, turned: bool, case: Case) -> None:
     """turned: of a transposed convolution, in which input and gradient are exchanged."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -116,7 +116,7 @@ def shaped(data: st.DataObject, shape: tuple[int, ...]) -> tuple[int, ...]:
     return {"same": shape, "flat": (math.prod(shape),), "one more": (*shape[:1], 1, *shape[1:])}[kind]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(st.data())
 def test_the_bits_are_those_of_one_after_the_other(data: st.DataObject) -> None:
     graph, given = fx.Graph(), []
@@ -147,7 +147,7 @@ def test_the_bits_are_those_of_one_after_the_other(data: st.DataObject) -> None:
         assert torch.equal(one.view(kind), other.view(kind))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.data())
 def test_leading_elements_are_complete_when_a_plan_says_so(data: st.DataObject) -> None:
     graph, given = fx.Graph(), []

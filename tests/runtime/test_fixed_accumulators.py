@@ -137,7 +137,7 @@ def test_sums_prefixes_and_scatters_step_as_the_specification_says(text: str) ->
     same(torch.from_numpy(reference.scatter(kernel, stored(to), index.numpy(), stored(x.reshape(-1)), KEY)), want)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     mode=st.sampled_from([m for m in MODES.values() if not m.random_bits]),
     wraps=st.booleans(),

@@ -97,7 +97,7 @@ def operands(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
     return x[tuple(slice(None, None, s) for s in steps)].permute(*(order.index(d) for d in range(len(shape))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_map_walks_any_strides(data: st.DataObject) -> None:
     """To nearest even in its own format an addition is PyTorch's."""

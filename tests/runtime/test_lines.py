@@ -135,7 +135,7 @@ def test_scans_products_and_scatters_are_the_same_in_every_width_and_number_of_t
         torch.set_num_threads(before)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_sums_over_any_dimensions_of_any_view(data: st.DataObject) -> None:
     x, dims = data.draw(st.integers(1, 4).flatmap(views))
@@ -158,7 +158,7 @@ def views(draw: Any, rank: int) -> tuple[Tensor, list[int]]:
     return x, sorted(draw(st.sets(st.integers(0, rank - 1))))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.sampled_from([0, 63, 700, 5000]),
     st.integers(1, 20),
@@ -172,7 +172,7 @@ def test_long_lines_equal_the_reference(length: int, lines: int, accumulate: str
             same(total(operand, [dim], order, accumulate), want)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 5000), st.integers(0, 2**31))
 def test_every_order_agrees_where_partial_sums_are_exact(length: int, seed: int) -> None:
     x = torch.randint(-99, 100, (2, length), generator=torch.Generator().manual_seed(seed)).float()

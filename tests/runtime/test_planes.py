@@ -95,7 +95,7 @@ def shapes(draw: st.DrawFn, dims: int, strides: Sequence[Sequence[int]]) -> tupl
 
 
 @pytest.mark.parametrize("accumulate", KINDS_OF_STEP)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_planes_equal_panels_in_every_mode(accumulate: str, data: st.DataObject) -> None:
     x, w, geometry = data.draw(shapes(2, STRIDES[2][:1]))
@@ -105,7 +105,7 @@ def test_planes_equal_panels_in_every_mode(accumulate: str, data: st.DataObject)
 
 @pytest.mark.parametrize("accumulate", FEW[:2])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_planes_equal_panels_at_every_stride(accumulate: str, dims: int, data: st.DataObject) -> None:
     x, w, geometry = data.draw(shapes(dims, STRIDES[dims]))
@@ -138,7 +138,7 @@ def test_planes_take_every_storage(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("accumulate", FEW[:2])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(stride=st.integers(1, 3), padding=st.integers(0, 2), size=st.integers(5, 17), kind=st.sampled_from(KINDS))
 def test_input_gradients_of_depthwise_convolutions(
     accumulate: str, stride: int, padding: int, size: int, kind: str

@@ -74,7 +74,7 @@ def test_exact_sums_are_the_same_in_every_width(isa: str) -> None:
         same(run_exact(kernel, x[:, :, None], DRAW)[:, 0], reference.exact(kernel, stored(x), KEY))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.sampled_from(list(MODES)))
 def test_an_exact_sum_is_one_rounding_of_the_sum(row: list[float], mode: str) -> None:
     """Against ``round_exact`` alone, for the modes that draw nothing."""
@@ -91,7 +91,7 @@ def test_an_exact_sum_is_one_rounding_of_the_sum(row: list[float], mode: str) ->
         assert got.item() == total, "an exact result stays"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30))
 def test_an_exact_sum_of_binary64_is_correctly_rounded(row: list[float]) -> None:
     total = sum(map(Fraction, row), Fraction(0))
@@ -156,7 +156,7 @@ def test_many_rows_side_by_side_equal_the_reference(accumulate: str) -> None:
             same(run_scan(scan, x[:, :, None], DRAW)[:, :, 0], reference.scan(scan, stored(x), KEY))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 5000), st.sampled_from(["sequential", "lanes:2", "lanes:16", "lanes:64", "exact"]))
 def test_orders_agree_where_partial_sums_are_exact(length: int, order: str) -> None:
     x = torch.randint(-99, 100, (2, length), generator=torch.Generator().manual_seed(length)).float()

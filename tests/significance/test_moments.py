@@ -42,7 +42,7 @@ def test_the_chunks_of_an_update_change_no_bit(monkeypatch: pytest.MonkeyPatch) 
     assert (whole.mean == parts.mean).all() and (whole.squares == parts.squares).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=12), st.data())
 def test_merged_moments_are_those_of_the_joined_samples(values: list[float], data: st.DataObject) -> None:
     samples = torch.tensor(values)[:, None]
