@@ -267,12 +267,12 @@ class RoundedModule(Exporting):
     def observe(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Run one operation at a time, and yield the name and value of each, then ``("output", result)``.
 
-        Names are those of ``summary(movement=True)``. The values are those of a call with the same seed and sample, bit
-        for bit. Where the policy rounds the result of an operation that rounds nothing itself, or that a stock kernel
-        computes, both are operations of the summary: ``relu``, what it selects, and ``relu_rounded``, which is the
-        result that later operations see.
-        Each is dropped after its last use, so that a caller who keeps none needs no more memory than a call. Buffers
-        and arguments that the model changes in place are not written. Example::
+        Names are those of ``coverage().operations``: what ``summary()`` lists, and data movement. The values are those
+        of a call with the same seed and sample, bit for bit. Where the policy rounds the result of an operation that
+        rounds nothing itself, or that a stock kernel computes, the summary has two operations: ``clamp``, what it
+        selects, and ``clamp_rounded``, which later operations see. Each value is dropped after its last use, so that a
+        caller who keeps none needs no more memory than a call. Buffers and arguments that the model changes in place
+        are not written. Example::
 
             for name, value in compiled.observe(x):
                 print(name, value.isfinite().all())

@@ -436,6 +436,22 @@ def test_observed_values_are_those_of_the_call(compiled: fxround.RoundedModule, 
     assert {str(row["node"]) for row in compiled.summary()} <= set(seen)
 
 
+class Bounded(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x * 1.5).clamp(-0.3, 0.3)
+        return y + 1, torch.linalg.qr(y).R
+
+
+def test_observed_names_are_those_of_the_summary_and_a_rounded_selection_has_two() -> None:
+    compiled, x = fxround.compile(Bounded(), "bfloat16"), torch.randn(4, 4)
+    seen = dict(compiled.observe(x))
+    listed = [o.node for o in compiled.coverage().operations]
+    assert list(seen) == [*listed, "output"]
+    before, after = seen["clamp"], seen["clamp_rounded"]
+    assert before.max() == torch.tensor(0.3) and torch.equal(after, fxround.round(before, "bfloat16"))
+    assert {"clamp", "clamp_rounded"} <= {o.node for o in compiled.summary().operations}
+
+
 def test_observing_keeps_the_grad_mode_and_writes_no_buffer() -> None:
     source = nn.Sequential(nn.BatchNorm1d(3)).train()
     compiled = fxround.compile(source, "stochastic")

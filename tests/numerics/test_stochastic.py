@@ -34,6 +34,26 @@ def stochastic(fmt: Format, bits: int = 32) -> Rounding:
     return Rounding(fmt, Mode.parse(f"stochastic:{bits}"), fmt.default_overflow)
 
 
+@pytest.mark.parametrize("mode", ["stochastic", "stochastic_b:8", "stochastic_c:8", "stochastic_equal", "up_down"])
+@pytest.mark.parametrize("name", ["binary16", "e4m3fn", "e5m2", "ieee(5,7)"])
+def test_a_value_beyond_the_maximum_by_a_quantum_overflows_whatever_is_drawn(name: str, mode: str) -> None:
+    """A value between the maximum and the quantum above it is drawn, except by up_down, which takes the nearest."""
+    fmt = Format.parse(name)
+    step = float(quantum(Fraction(fmt.maximum), fmt))
+    far, near = fmt.maximum + step * np.float32([1, 1.5, 100]), np.float32(fmt.maximum + step / 4)
+    words = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
+    for overflow, beyond in ((fmt.default_overflow, np.nan if not fmt.inf else np.inf), ("saturate", fmt.maximum)):
+        function = rounding_function(Rounding(fmt, Mode.parse(mode), overflow), "f32")
+        # up_down moves the maximum, too, by an ulp.
+        expected = fmt.maximum - step if (overflow, mode) == ("saturate", "up_down") else beyond
+        for sign in (1, -1):
+            found = {str(sign * y) for w in words for y in function.evaluate(np.float32(sign * far), np.uint32(w))[0]}
+            assert found == {str(np.float32(expected))}
+        ends = {str(function.evaluate(near, np.uint32(w))[0]) for w in words}
+        drawn = {str(np.float32(fmt.maximum)), str(np.float32(beyond))}
+        assert ends == ({str(np.float32(fmt.maximum - step))} if mode == "up_down" else drawn)
+
+
 def between(fmt: Format, lost: Fraction) -> tuple[float, float, float, float]:
     """(x, value below, value above, lost fraction), where x is a binary32 value in the binade of 2."""
     gap = float(quantum(Fraction(2), fmt))
