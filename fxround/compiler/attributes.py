@@ -20,7 +20,8 @@ from torch import nn
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Function, Method, Sharing
 from fxround.compiler.method_dispatch import watching
-from fxround.compiler.method_operations import seed_of
+from fxround.compiler.random_state import of_submodule
+from fxround.compiler.samples_of_calls import CalledBy
 from fxround.compiler.stand_ins import plain, stand_in
 from fxround.compiler.state_key import StateKeys
 
@@ -104,14 +105,11 @@ class Reaching(Sharing):
         if part is None:
             part = self._apart.setdefault(path, self._like(Method(MethodType(_calling(path), self.source))))
             part.__dict__.update(_path=path, _state_keys=StateKeys(path), policy=self.policy.with_optional_rules())
-            part.__dict__.update(_recorded=self._recorded, _delayed=self._delayed)
-        seed, sample = self.rng.tolist()
-        rng = part.reseed(seed_of(seed, f"submodule {path}"), sample).rng
+            part.__dict__.update(_recorded=self._recorded, _delayed=self._delayed, _calling=CalledBy())
+        part.rng = of_submodule(self.rng, path)
         part.__dict__.update(advance=self.advance, _rank=self._rank, _world_size=self._world_size)
-        result = part(*args, **kwargs)
-        if part.rng is not rng:
-            self.reseed(seed, int(part.rng[1]))
-        return result
+        with part._calling.by(self):
+            return part(*args, **kwargs)
 
     _apart: dict[str, Any]
     _recorded: list[Any]

@@ -29,7 +29,8 @@ from fxround.compiler.executable import Entry
 from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
 from fxround.compiler.exported_files import nested, program_of, read
 from fxround.compiler.exported_gradients import Gradients, LoadedGradients
-from fxround.compiler.random_state import advance, state_of, write
+from fxround.compiler.random_state import state_of, write
+from fxround.compiler.samples_of_calls import CHANGING
 from fxround.compiler.signature import flattened, packed_kinds, signature_of
 from fxround.errors import FxroundError, shown, type_of
 from fxround.float_state import require_ieee_arithmetic
@@ -173,7 +174,7 @@ class LoadedModule(nn.Module):
         self._sequences, self._caches = tuple(sequences), tuple(caches)
         if gradients:
             gradients[1].require_fit(program, spec.num_leaves)
-        self._gradients = LoadedGradients(*gradients, program) if gradients else None
+        self._gradients = LoadedGradients(*gradients, program, RNG_BUFFER) if gradients else None
         # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
         self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}
 
@@ -216,8 +217,6 @@ class LoadedModule(nn.Module):
 
         rng = self.program.get_buffer(RNG_BUFFER)
         outputs = self._gradients.differentiable(compute, leaves, rng)
-        if self._gradients.trains:
-            advance(rng)
         return pytree.tree_unflatten(outputs, spec[0])
 
     def train(self, mode: bool = True) -> LoadedModule:
@@ -298,5 +297,6 @@ class LoadedModule(nn.Module):
 
     def reseed(self, seed: int, sample: int = 0) -> LoadedModule:
         """Set the seed (0 to 2^63 - 1) and sample (0 to 2^32 - 1); returns the module itself."""
-        write(self.program.get_buffer(RNG_BUFFER), seed, sample)
+        with CHANGING:
+            write(self.program.get_buffer(RNG_BUFFER), seed, sample)
         return self

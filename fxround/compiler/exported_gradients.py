@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import export_graph
 from fxround.capture.dynamo import aside
 from fxround.compiler.executable import Entry, resolved
+from fxround.compiler.samples_of_calls import give_back_to, read_per_call, reading, take_from
 from fxround.compiler.training_step import differentiable_later
 from fxround.errors import FxroundError, shown
 
@@ -124,10 +125,13 @@ class LoadedGradients:
     program     the loaded program of gradients
     given       what that takes and returns
     results     the loaded program of results, which owns parameters and buffers
+    rng         the name of its buffer with (seed, sample)
     """
 
-    def __init__(self, program: nn.Module, given: Gradients, results: nn.Module) -> None:
+    def __init__(self, program: nn.Module, given: Gradients, results: nn.Module, rng: str) -> None:
         self._program, self._given, self._results = program, given, results
+        if given.trains:
+            read_per_call(results, rng)
         for position, (kind, name, _) in enumerate(given.inputs):
             if kind == "parameter":
                 results.get_parameter(name).requires_grad_(position in given.gradients)
@@ -154,7 +158,21 @@ class LoadedGradients:
         return wanted
 
     def differentiable(self, compute: Callable[[], Any], leaves: Sequence[Any], rng: Tensor) -> Any:
-        """Return the leaves of compute() as results that autograd can differentiate."""
+        """Return the leaves of compute() as results that autograd can differentiate.
+
+        rng: (seed, sample). If the program trains, the call takes its own, and the tensor then has the next.
+        """
+        if not self._given.trains:
+            return self._differentiable(compute, leaves, rng)
+        own = take_from(rng)
+        try:
+            with reading(rng, own):
+                return self._differentiable(compute, leaves, own)
+        except BaseException:
+            give_back_to(rng, own)
+            raise
+
+    def _differentiable(self, compute: Callable[[], Any], leaves: Sequence[Any], rng: Tensor) -> Any:
         values = [self._value(*row, leaves) for row in self._given.inputs]
         # The call writes to them, and the gradients are those of the values before.
         values = [v.clone() if i in self._given.changed else v for i, v in enumerate(values)]
@@ -166,11 +184,6 @@ class LoadedGradients:
         if kind == "argument":
             return leaves[index]
         return self._results.get_parameter(name) if kind == "parameter" else self._results.get_buffer(name)
-
-    @property
-    def trains(self) -> bool:
-        """Whether a call that records gradients advances the sample."""
-        return self._given.trains
 
 
 @dataclass(frozen=True)

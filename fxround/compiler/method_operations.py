@@ -7,7 +7,6 @@ example, divides by a temperature and computes a softmax: both have the rounding
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxround.compiler.random_state import seed_of
 from fxround.errors import FxroundError
 from fxround.policy import Policy
 
@@ -55,12 +55,6 @@ class Operations:
         if graph not in self._complete:
             self._complete[graph] = not compiled.coverage().unrounded
         return result if self._complete[graph] else None
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Return the seed of what a method computes beside the model's forward: independent bits for each name."""
-    digest = hashlib.blake2b(f"{name} of {seed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def functional_of(func: Any) -> Any:

@@ -4,14 +4,14 @@ A ``RoundedModule`` shares the model's parameters, buffers and submodules under 
 for each combination of training flags, grad mode, dtypes and sizes, lowers the graph by the policy, and runs it for
 arguments that the graph admits. Batches, the lengths of texts and sizes that have changed are free. A call is a
 function of arguments, state and (seed, sample) alone. A call that trains (training mode, gradients wanted) advances the
-sample by one; with ``advance``, every call does.
+sample by one; with ``advance``, every call does. Such calls of several threads have different samples.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -35,9 +35,10 @@ from fxround.compiler.method_dispatch import unwatched
 from fxround.compiler.method_operations import Operations
 from fxround.compiler.module_export import Exporting
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.random_state import advanced, changed, of_rank, random_state, state_of, state_on
+from fxround.compiler.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
 from fxround.compiler.repeated_bits_warning import Repeats
 from fxround.compiler.replay import Replay
+from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
 from fxround.compiler.signature import (
     asked,
     class_of,
@@ -96,6 +97,7 @@ class RoundedModule(Exporting):
         self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
         self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
         self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="", _known=None)
+        self.__dict__["_calling"] = NO_METHOD
 
     strict: bool | None
     fuse: bool
@@ -112,6 +114,7 @@ class RoundedModule(Exporting):
     _differentiated: set[int]
     _recorded: list[Capture]
     _path: str
+    _calling: CalledBy
     _known: tuple[Any, Entry] | None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -159,9 +162,7 @@ class RoundedModule(Exporting):
         before = self.rng
         with aside(), unwatched():
             result = self._called_with(args, kwargs, flat, wanted)
-        if self.advance and self.rng is before:
-            self.rng = advanced(before)
-        elif self.rng is before and self.policy.draws:
+        if self.rng is before and self.policy.draws:
             self._repeats.warn(self.source, leaves, result, before)
         return result
 
@@ -178,11 +179,23 @@ class RoundedModule(Exporting):
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """Return the results of a captured graph for flat arguments; a training call advances the sample."""
-        if not entry.step or not self.training:
-            return entry.run(leaves, self.rng)
-        result = entry.run(leaves, of_rank(self.rng, self._rank), trains=True)
-        self.rng = advanced(self.rng, self._world_size)
-        return result
+        return self._drawing(lambda rng, trains: entry.run(leaves, rng, trains), bool(entry.step) and self.training)
+
+    def _drawing(self, compute: Callable[[Tensor, bool], Any], trains: bool = False) -> Any:
+        """Return ``compute(rng, trains)`` for the (seed, sample) of a call.
+
+        No other call, of any thread, has the same one if it advances the sample.
+        """
+        whole = self._calling.whole
+        holder, path = (self.__dict__, "") if whole is None else (whole.__dict__, self._path)
+        if not (trains or self.advance):
+            return compute(of_submodule(holder["rng"], path), False)
+        own, after = take(holder, self._world_size if trains else 1)
+        try:
+            return compute(of_submodule(of_rank(own, self._rank) if trains else own, path), trains)
+        except BaseException:
+            give_back(holder, own, after)
+            raise
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
         """Lower a graph that Dynamo passes with its example inputs."""
@@ -214,7 +227,8 @@ class RoundedModule(Exporting):
         leaves = pytree.tree_leaves((args, kwargs))
         if id(entry) in self._differentiated or any(port.mutation for port in entry.captured.outputs):
             with torch.enable_grad():
-                return self._entry(args, kwargs).run(leaves, self.rng)
+                joint = self._entry(args, kwargs)
+                return self._drawing(lambda rng, _: joint.run(leaves, rng))
         key, sources, state = self._key(args, kwargs), self._sources(leaves), self._delayed.copy()
 
         def step() -> tuple[Step, list[int], list[Tensor]]:
@@ -232,9 +246,12 @@ class RoundedModule(Exporting):
             positions = [places.index((port.name, port.index)) for port in joint.captured.entering]
             return joint.step, positions, state.multipliers(joint.delayed)
 
-        results, spec = pytree.tree_flatten(entry.run(leaves, self.rng))
-        later = differentiable_later(results, step, resolved(sources.values()), self.rng)
-        return pytree.tree_unflatten(later, spec)
+        def compute(rng: Tensor, _: bool) -> Any:
+            results, spec = pytree.tree_flatten(entry.run(leaves, rng))
+            later = differentiable_later(results, step, resolved(sources.values()), rng)
+            return pytree.tree_unflatten(later, spec)
+
+        return self._drawing(compute)
 
     def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
         """Return state by name and arguments by position, as ports name them."""
@@ -322,7 +339,8 @@ class RoundedModule(Exporting):
         device: where both are from now on, the CPU at first. Kernels read them on a CUDA device when they run, so that
         replays of a CUDA graph draw those of the latest ``reseed``. Raises TypeError and ValueError for other values.
         """
-        self.rng = changed(self.rng, seed, sample) if device is None else state_on(device, seed, sample)
+        with CHANGING:
+            self.rng = changed(self.rng, seed, sample) if device is None else state_on(device, seed, sample)
         return self
 
     def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:

@@ -7,6 +7,7 @@ the tensor then holds.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -78,6 +79,14 @@ def of_rank(rng: Tensor, rank: int) -> Tensor:
     return found
 
 
+def of_submodule(rng: Tensor, path: str) -> Tensor:
+    """Return the (seed, sample) of a submodule that a method calls; the module's own for ""."""
+    if not path:
+        return rng
+    seed, sample = rng.tolist()
+    return random_state(seed_of(seed, f"submodule {path}"), sample)
+
+
 def advanced(rng: Tensor, world_size: int = 1) -> Tensor:
     """Return another tensor of what follows a training call of every process; on a device with the same memory."""
     if rng.is_cpu:
@@ -99,3 +108,9 @@ def advance(rng: Tensor, world_size: int = 1) -> None:
 def following(seed: int, sample: int, world_size: int = 1) -> tuple[int, int]:
     """Return (seed, sample) after a training call of every process; a seed has 2^32 samples."""
     return (seed, sample + world_size) if sample + 2 * world_size <= 1 << 32 else (seed + 1, 0)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of what a method computes beside the model's forward: independent bits for each name."""
+    digest = hashlib.blake2b(f"{name} of {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

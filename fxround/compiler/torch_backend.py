@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.random_state import following, random_state
+from fxround.compiler.random_state import random_state
+from fxround.compiler.samples_of_calls import give_back_to, take_from
 from fxround.compiler.signature import require_flag
 from fxround.errors import FxroundError, PolicyError
 from fxround.float_state import require_ieee_arithmetic
@@ -71,10 +72,14 @@ def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], options: _Options) -
 
     def run(*args: Any) -> Any:
         require_ieee_arithmetic()
-        result = entry.run(args, options.rng)
-        if entry.step and trains():
-            options.rng.copy_(random_state(*following(*options.rng.tolist())))
-        return result
+        if not (entry.step and trains()):
+            return entry.run(args, options.rng)
+        own = take_from(options.rng)
+        try:
+            return entry.run(args, own)
+        except BaseException:
+            give_back_to(options.rng, own)
+            raise
 
     return run
 
