@@ -207,8 +207,8 @@ _RANDOM: Final = """
 
 _OPAQUE: Final = {
     "no kernel has this function yet": """
-        polygamma i0 special_i0e special_i1 special_i1e special_entr special_ndtri special_erfcx
-        special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor sinc
+        special_entr special_ndtri special_erfcx
+        special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor
         special_log_ndtr xlogy.Tensor angle mvlgamma float_power.Tensor_Scalar""",
     "an algorithm of linear algebra, not a sequence of rounded operations that fxround defines": """
         _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu_solve

@@ -50,7 +50,6 @@ ROW: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "xlogy(x, y)": (torch.xlogy, (X, Y)),
     "xlog1py(x, y)": (S.xlog1py, (X, Y)),
     "entr(x)": (S.entr, (X,)),
-    "softsign(x)": (F.softsign, (X,)),
     "celu(x, a)": (F.celu, (X, 1.5)),
     "selu(x)": (F.selu, (X,)),
     "hardshrink(x, c)": (F.hardshrink, (X, 0.5)),

@@ -8,6 +8,7 @@ the nodes inherit the module path and the source line of the operator that they 
 
 from fxround.operators.formulas import (
     activations,
+    bessel,
     choices,
     derivatives,
     experts,
@@ -20,6 +21,7 @@ from fxround.operators.formulas import (
     reductions,
     repdl,
     scatters,
+    special,
 )
 from fxround.operators.formulas.table import FORMULAS, TABLES, decompositions
 
@@ -27,6 +29,7 @@ __all__ = [
     "FORMULAS",
     "TABLES",
     "activations",
+    "bessel",
     "choices",
     "decompositions",
     "derivatives",
@@ -40,4 +43,5 @@ __all__ = [
     "reductions",
     "repdl",
     "scatters",
+    "special",
 ]
