@@ -163,6 +163,26 @@ def test_linspace_is_the_line_of_the_page() -> None:
     assert found.tolist() == expected.tolist()
 
 
+def test_arange_without_a_dtype_is_the_line_of_the_page() -> None:
+    found = compiled_result(lambda x: torch.arange(0.1, 5.0, 0.3) + x, (torch.zeros(17),))
+
+    def rounded(x: Tensor) -> Tensor:
+        return fxround.round(x, "ieee(8,7)")
+
+    k = torch.arange(17, dtype=torch.float32)
+    # Products and sums of short significands are exact in binary64; the second 0 is added.
+    product = rounded((k.double() * float(torch.tensor(0.3))).float())
+    assert found.tolist() == rounded((product.double() + float(torch.tensor(0.1))).float()).tolist()
+
+
+def test_softsign_computes_each_operation_in_its_dtype() -> None:
+    x = drawn().half()
+    found: Tensor = fxround.compile(nn.Softsign(), "reproducible")(x)
+    # Sums of binary16 numbers are exact in binary64, and a quotient of them is no midpoint that binary64 could hide.
+    below = (x.double().abs() + 1).half()
+    assert torch.equal(found, (x.double() / below.double()).half())
+
+
 def words_of(text: str) -> set[str]:
     return set(text.split())
 

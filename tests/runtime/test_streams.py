@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,22 +19,32 @@ from torch import Tensor, nn
 import fxround
 from fxround import Policy, Rounding, Rule
 from fxround.numerics.exact import round_exact
+from fxround.numerics.randomness import iteration_function
 
 SEED, SAMPLE = 2**61 + 12345, 7
 WORD, OUTPUT, STATE = 2**32, 2**64, 2**52
 
 
-def words(node: int, element: int) -> Iterator[int]:
-    """The draws of the stream of an element, as section 6 says."""
-    (c0, c1, c2, c3), (k0, k1) = (0, 0xFFFF << 16, node, SAMPLE), (SEED % WORD, SEED // WORD)
+def philox(counter: int, draw: int, node: int) -> int:
+    """(word 1) 2^32 + word 0 of Philox4x32-10."""
+    (c0, c1, c2, c3), (k0, k1) = (counter, draw << 16, node, SAMPLE), (SEED % WORD, SEED // WORD)
     for i in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         r0, r1 = (k0 + i * 0x9E3779B9) % WORD, (k1 + i * 0xBB67AE85) % WORD
         c0, c1, c2, c3 = (p1 // WORD) ^ c1 ^ r0, p1 % WORD, (p0 // WORD) ^ c3 ^ r1, p0 % WORD
-    z = (c1 * WORD + c0 + (element + 1) * 0x9E3779B97F4A7C15) % OUTPUT
+    return c1 * WORD + c0
+
+
+def splitmix(seed: int, number: int) -> int:
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) % OUTPUT
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % OUTPUT
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % OUTPUT
-    x = (z ^ (z >> 31)) % STATE
+    return z ^ (z >> 31)
+
+
+def words(node: int, element: int) -> Iterator[int]:
+    """The draws of the stream of an element, as section 6 says."""
+    x = splitmix(philox(0, 0xFFFF, node), element) % STATE
     while True:
         yield x >> 20
         x = (0xCAC74EE5 * x + 0x9E3779B97F4A7) % STATE
@@ -143,3 +154,29 @@ def test_thirty_two_steps_with_a_coin_each_share_a_word(mode: str) -> None:
                     word ^= word >> 16
                 acc = rounded(Fraction(left) * Fraction(right) + acc, f"ieee(5,7)/{mode}", word << k % 32 & 0xFFFFFFFF)
             assert found[i][j] == acc
+
+
+@pytest.mark.parametrize("mode, width", [("stochastic", 32), ("stochastic:7", 16), ("stochastic:1", 1), ("up_down", 1)])
+def test_elements_of_a_map_share_an_output(mode: str, width: int) -> None:
+    x = few_bits(100)
+    found, node = run(lambda x: x * 1.25, (x,), Rule(rounding=f"ieee(5,4)/{mode}"), "pointwise")
+    share, seed = 64 // width, philox(0, 0, node)
+    for i, value in enumerate(x.tolist()):
+        word = (splitmix(seed, i // share) >> width * (i % share)) % 2**width << (32 - width)
+        assert found[i] == rounded(Fraction(value) * Fraction(5, 4), f"ieee(5,4)/{mode}", word)
+
+
+def test_a_mask_of_dropout_is_a_draw_of_32_bits_under_every_policy() -> None:
+    compiled = fxround.compile(nn.Dropout(0.3).train(), "reproducible").reseed(SEED, SAMPLE)
+    kept = compiled(torch.ones(200)) != 0
+    (number,) = re.findall(r"identity\(x0\) .*torch\.float32, (\d+)\)", compiled.graph_text())
+    seed, p = philox(0, 0, int(number)), int(Fraction(float(np.float32(0.7))) * WORD)
+    drawn = [splitmix(seed, i // 2) >> 32 * (i % 2) & (WORD - 1) for i in range(200)]
+    assert kept.tolist() == [bits + p >= WORD for bits in drawn]
+
+
+@pytest.mark.parametrize("iteration, node", [(0, 0), (1, 5), (2**31, 17)])
+def test_an_iteration_has_a_seed_of_its_own(iteration: int, node: int) -> None:
+    key = (np.uint32(word) for word in (SEED % WORD, SEED // WORD, SAMPLE, node))
+    low, high = iteration_function().evaluate(np.uint64(iteration), *key)
+    assert int(high) * WORD + int(low) == philox(iteration, 0xFFFE, node) % 2**63

@@ -81,7 +81,8 @@ def pow_scalar(x: Tensor, exponent: Any) -> Any:
 def arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """arange(start, end, step) = start + k * step in floating point, k = 0, 1, ...; integer steps are exact"""
     whole = all(isinstance(v, int | torch.SymInt) for v in (start, end, step))
-    if whole or dtype is None or not dtype.is_floating_point:
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if whole or not dtype.is_floating_point:
         return NotImplemented
     k = torch.arange(math.ceil((end - start) / step), dtype=torch.int64, device=options.get("device")).to(dtype)
     return scaled(k, step) if start == 0 else scaled(k, step) + start
