@@ -66,7 +66,7 @@ def test_ulps_are_steps_of_the_format(dtype: torch.dtype) -> None:
 
 def test_labels_and_accuracy() -> None:
     x, r = pair(60, 5, spread=1.0)
-    flips = (x.argmax(1) != r.argmax(1)).double().mean()
+    flips = int((x.argmax(1) != r.argmax(1)).sum()) / 60
     assert 0 < value("label_flips", x, r) == flips
     target = torch.randint(0, 5, (60,), generator=G)
     assert value("accuracy", x, r, Call((), target=target)) == sklearn_metrics.accuracy_score(target, x.argmax(1))

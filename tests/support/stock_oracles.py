@@ -38,6 +38,7 @@ _MOVEMENTS: Final = re.compile(
 )
 _BUILDERS: Final = re.compile(r"stack|cat|tensor|as_tensor|where|list|tuple|float")
 _TORCH: Final = re.compile(r"torch(\.(nn\.functional|linalg|special|fft|_C\._nn))?|F|functional|(torch\.ops\.)?aten")
+_NUMBER: Final = ast.Constant | ast.UnaryOp
 _MARK: Final = re.compile(r"#.*\bstock: \S")
 
 
@@ -94,10 +95,10 @@ def _compared(statement: ast.stmt) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call) and _COMPARISONS.fullmatch(_last(node.func)):
             base = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             yield from [*base, *node.args]
-        elif isinstance(node, ast.Compare) and all(isinstance(op, ast.Eq) for op in node.ops):
-            sides = [node.left, *node.comparators]
-            if not any(isinstance(side, ast.Constant | ast.UnaryOp) for side in sides):
-                yield from sides
+        elif isinstance(node, ast.Compare):
+            for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                if isinstance(op, ast.Eq) and not isinstance(left, _NUMBER) and not isinstance(right, _NUMBER):
+                    yield from (left, right)
 
 
 def _assigned(scope: ast.AST) -> dict[str, list[tuple[ast.stmt, ast.expr]]]:
