@@ -369,3 +369,22 @@ def test_a_report_is_data_and_text() -> None:
     assert found.to_pandas().to_dict("records") == list(found.table())
     assert [row["module"] for row in found.table()] == ["2"] and "<table" in found._repr_html_()
     assert abs(0.05 - (1 - found.overlooked) ** 5) < 1e-12
+
+
+class Solved(nn.Module):
+    """Numbers that are too large are added and subtracted; then a system is solved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x + 4096.0) - 4096.0
+        return torch.linalg.solve(torch.eye(8) * 2, y.T)
+
+
+def test_operations_that_draw_nothing_are_no_sites_and_are_named() -> None:
+    quiet = fxround.compile(Solved(), "reproducible", strict=False)(X)
+    # Any spread fails.
+    found = localize(Solved(), X, lambda y: torch.equal(y, quiet))
+    (place,) = found.undrawn
+    assert place.startswith("_linalg_solve_ex: aten._linalg_solve_ex.default in the root module at test_localize.py:")
+    assert "1 operation of this model draws nothing: _linalg_solve_ex." in str(found)
+    assert not any("linalg" in site.operator for culprits in found.sets for site in culprits.sites)
+    assert found.to_dict()["undrawn"] == (place,)
