@@ -30,6 +30,7 @@ from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
+from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
 from fxround.capture.refusals import (
     EXPECTED,
@@ -221,7 +222,9 @@ def _trace(
         stack.enter_context(packed_sequences((args, kwargs)))
         try:
             graph, reads, constants = _graph_of(stack, model, args, kwargs, differentiable)
-            refuse_reads(graph, {read.source for read in reads if isinstance(read, Read)})
+            outside = {read.source for read in reads if isinstance(read, Read)}
+            refuse_reads(graph, outside)
+            wrap_reads(model, graph, outside)
             redefine(graph, decompositions)
             own_loops(graph)
             if doubled and _excludes_one(graph):

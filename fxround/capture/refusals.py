@@ -13,7 +13,9 @@ PyTorch's own explanation is kept as the cause of the exception.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import torch
@@ -33,12 +35,41 @@ def refused_kind(tensor: torch.Tensor) -> str:
     return "unknown" if tensor.is_floating_point() and tensor.dtype not in FORMAT_OF else ""
 
 
+UNSHARDED: Final = (
+    "fxround captures modules and tensors of one process: sharded and wrapped ones are not supported yet. Compile the "
+    "module as it is, and use DistributedDataParallel(fxround.compile(module)); or gather what is sharded "
+    "(tensor.full_tensor(), or get_model_state_dict of torch.distributed.checkpoint.state_dict with "
+    "full_state_dict=True), and compile an unsharded module that has loaded it."
+)
+# The modules of PyTorch with what makes modules and tensors distributed. Where none is imported, nothing is.
+_DISTRIBUTED: Final = (
+    ("torch.distributed.tensor", "DTensor", "a DTensor"),
+    ("torch.distributed.fsdp", "FSDPModule", "sharded by fully_shard (FSDP2)"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "a FullyShardedDataParallel (FSDP)"),
+    ("torch.nn.parallel", "DistributedDataParallel", "a DistributedDataParallel"),
+)
+
+
+def distribution_of(value: object) -> str:
+    """Return how a module or tensor is distributed over processes, in words; "" for one that is not."""
+    for module, name, said in _DISTRIBUTED:
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and isinstance(value, kind):
+            return said
+    return ""
+
+
 def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError for state or arguments that are quantized, sparse, or on a device without kernels."""
+    """Raise CaptureError for state or arguments that are quantized, sparse, sharded, or on a device without kernels."""
+    for name, module in model.named_modules():
+        if distributed := distribution_of(module):
+            raise CaptureError(f"{f'the module {name}' if name else 'the model'} is {distributed}. {UNSHARDED}")
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue
+        if distributed := distribution_of(tensor):
+            raise CaptureError(f"{name} is {distributed}. {UNSHARDED}")
         kind = refused_kind(tensor)
         if kind:
             raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. Pass the float model.")
@@ -121,6 +152,11 @@ _ADVICE: Final = (
         "_autograd_grad",
         "PyTorch traces no forward derivative of a backward one: nest torch.func.grad or torch.func.jacrev instead",
     ),
+    (
+        ", placeholders={",
+        "make the tensor that is changed in place of arguments, parameters and buffers: register what it is made of "
+        "as buffers",
+    ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
@@ -161,8 +197,18 @@ _OF_LOOPS: Final = re.compile(r"This higher order operator doesn't work unless [
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
 
+def _package(filename: str) -> Path:
+    """Return the folder of the outermost package that a file belongs to, or the file itself."""
+    found = Path(filename)
+    while (found.parent / "__init__.py").is_file():
+        found = found.parent
+    return found
+
+
 def explained(model: torch.nn.Module, error: Exception, called: str = "") -> CaptureError:
     """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change.
+
+    For a line of a library, the line that calls the library is named too.
 
     called: the sizes of the arguments, if they are known.
     """
@@ -171,10 +217,11 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "") -> Cap
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     frames = list(getattr(error, "real_stack", None) or ())
     outside = [frame for frame in frames if not frame.filename.startswith(TORCH)]
-    where = ": ".join(source_line(text))
+    where = ": ".join(source_line(text)) if any(source_line(text)) else "a line that PyTorch does not name"
     if frames:
         frame = (outside or frames)[-1]
-        where = f"{frame.filename}:{frame.lineno}: {frame.line}"
+        callers = [other for other in outside if not PurePath(other.filename).is_relative_to(_package(frame.filename))]
+        where = "\n  from    ".join(f"{f.filename}:{f.lineno}: {f.line}" for f in (frame, *callers[-1:]))
     hint = re.search(r"Hint: ([^\n]+)", text)
     advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
     explanation = re.search(r"Explanation: ([^\n]+)", text)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fxround.capture.refusals import UNSHARDED
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Function, Method, Sharing
 from fxround.compiler.method_dispatch import watching
@@ -24,6 +25,7 @@ from fxround.compiler.random_state import of_submodule
 from fxround.compiler.samples_of_calls import CalledBy
 from fxround.compiler.stand_ins import plain, stand_in
 from fxround.compiler.state_key import StateKeys
+from fxround.errors import CaptureError
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {
@@ -81,7 +83,11 @@ class Reaching(Sharing):
         source = self.__dict__.get("source")
         return type(self) if source is None or isinstance(source, Function) else type(source)
 
-    __class__ = property(_class)
+    def _refuse_class(self, kind: type) -> None:
+        """Raise CaptureError: ``fully_shard`` gives the modules that it shards another class."""
+        raise CaptureError(f"a compiled module keeps its class, and was given {kind.__name__}. {UNSHARDED}")
+
+    __class__ = property(_class, _refuse_class)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag by the model's own ``train``, which may leave some modules out; returns the module."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
@@ -38,6 +38,11 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     if 0 in found:
         for x, address in zip(tensors, found, strict=True):
             if not address and x.numel():
+                if type(x) not in (Tensor, nn.Parameter):
+                    raise ValueError(
+                        f"a {type(x).__name__} of shape {tuple(x.shape)} has no memory of its own: pass a plain "
+                        "tensor, such as the local or the full one of a DTensor (.to_local(), .full_tensor())"
+                    )
                 raise ValueError(f"a {x.dtype} tensor of shape {tuple(x.shape)} has no memory: its storage was freed")
     return found
 

@@ -1,0 +1,105 @@
+"""Refusals name what came, the place, and what to do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fxround
+from fxround.errors import CaptureError
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    model = net()
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+x: Final = torch.ones(3, 4)
+REFUSED: Final[dict[str, tuple[Callable[[DeviceMesh], Any], str]]] = {
+    "FSDP2": (lambda mesh: fxround.compile(sharded(mesh), "reproducible")(x), "is sharded by fully_shard"),
+    "FSDP2, studied": (lambda mesh: fxround.variability(sharded(mesh), x, samples=3), "is sharded by fully_shard"),
+    "FSDP2, compiled before": (
+        lambda mesh: fully_shard(fxround.compile(net(), "reproducible"), mesh=mesh),
+        "a compiled module keeps its class",
+    ),
+    "FSDP": (
+        lambda _: fxround.compile(FullyShardedDataParallel(net(), device_id=torch.device("cpu")), "bfloat16")(x),
+        "the model is a FullyShardedDataParallel",
+    ),
+    "DDP": (lambda _: fxround.compile(DistributedDataParallel(net()), "bfloat16")(x), "is a DistributedDataParallel"),
+    "tensor parallel": (
+        lambda mesh: fxround.compile(parallelize_module(net(), mesh, {"0": ColwiseParallel()}), "bfloat16")(x),
+        "0.weight is a DTensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_sharded_is_refused_with_the_remedy(case: str, mesh: DeviceMesh) -> None:
+    call, said = REFUSED[case]
+    with pytest.raises(CaptureError, match=said) as error:
+        call(mesh)
+    assert "DistributedDataParallel(fxround.compile(module))" in str(error.value) and len(str(error.value)) < 600
+
+
+def test_the_remedies_work(mesh: DeviceMesh) -> None:
+    model = net()
+    compiled = fxround.compile(model, "reproducible")
+    assert torch.equal(DistributedDataParallel(compiled)(x), compiled(x))
+    gathered = fxround.round(distribute_tensor(x, mesh, [Replicate()]).full_tensor(), "bfloat16")
+    assert torch.equal(gathered, x)
+    with pytest.raises(ValueError, match=r"a DTensor .* pass a plain tensor"):
+        fxround.round(distribute_tensor(x, mesh, [Replicate()]), "bfloat16")
+
+
+def test_a_branch_in_a_library_is_named_with_the_line_that_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchdiffeq's solvers decide by their error estimates."""
+    package = tmp_path / "solvers"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("from solvers.inner.steps import solve\n")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "inner" / "steps.py").write_text(
+        "def solve(x):\n    return halved(x)\n\n"
+        "def halved(x):\n    while x.sum() > 1:\n        x = x / 2\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    solvers = importlib.import_module("solvers")
+
+    class Solved(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return solvers.solve(x) * 2
+
+    with pytest.raises(CaptureError) as error:
+        fxround.compile(Solved(), "reproducible")(x)
+    lines = str(error.value).splitlines()
+    assert lines[1].endswith("inner/steps.py:5: while x.sum() > 1:")
+    assert lines[2].startswith("  from ") and lines[2].endswith("return solvers.solve(x) * 2")
+    assert "test_refusals.py" in lines[2] and lines[4].startswith("  change  choose with torch.where")
