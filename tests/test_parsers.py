@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fxround  # noqa: F401  registers the operators
+import fxround
 from fxround import Policy, Rule
 from fxround.errors import PolicyError
 from fxround.kernels.program import Program
@@ -110,6 +110,23 @@ def test_a_million_characters_are_refused_in_a_few(start: str, part: str) -> Non
     for parse in POLICIES.values():
         refused_or_printed(parse, text, (PolicyError,))
     assert time.process_time() - before < 10  # linear in the length: 0.1 to 1.2 s were seen
+
+
+def test_arguments_of_studies_are_shortened_too() -> None:
+    text, model, x = "x" * 1_000_000, torch.nn.Linear(2, 2), torch.ones(2, 2)
+    calls: tuple[Callable[[], Any], ...] = (
+        *(lambda key=key: fxround.variability(model, x, **{key: text}) for key in ("capture", "isolate", "method")),
+        lambda: fxround.variability(model, x, metrics=(text,)),
+        lambda: fxround.variability(model, x, samples=text),  # type: ignore[arg-type]
+        lambda: fxround.check_invariance(model, x, axes=(text,)),
+        lambda: fxround.localize(model, x, lambda _: True, level=text),  # type: ignore[arg-type]
+        lambda: fxround.localize(model, x, text),  # type: ignore[arg-type]
+        lambda: Rule(rounding="bfloat16", gradient="zero_clamped " + "\n" * 1_000_000),
+    )
+    for call in calls:
+        with pytest.raises((ValueError, TypeError)) as error:
+            call()
+        assert len(str(error.value)) < LONGEST, str(error.value)[:LONGEST]
 
 
 @pytest.mark.parametrize("value", [None, 5, b"e5m2", ["e5m2"], {}, 1.5])

@@ -37,7 +37,7 @@ from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
 from fxround.compiler.signature import REFUSED
-from fxround.errors import FxroundError
+from fxround.errors import FxroundError, shown
 from fxround.files import write_file
 from fxround.interrupts import INTERRUPTED, SAID, interruptible
 
@@ -184,7 +184,7 @@ _CHECKS: Final = (
 def _samples(text: str) -> int | str:
     if text == "auto" or text.isdecimal():
         return text if text == "auto" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of runs, or auto")
+    raise argparse.ArgumentTypeError(f"{shown(text)}: expected a number of runs, or auto")
 
 
 def _variability(arguments: argparse.Namespace) -> int:
@@ -379,7 +379,7 @@ def _named(spec: str) -> Callable[..., Any]:
     """Return the object that ``MODULE:CALLABLE`` names."""
     name, colon, attribute = spec.partition(":")
     if not colon or not name or not attribute:
-        raise ValueError(f"{spec!r}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
+        raise ValueError(f"{shown(spec)}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
     build = getattr(_module(name), attribute, None)
     if not callable(build):
         raise ValueError(f"{name} has no callable {attribute!r}")
@@ -410,8 +410,8 @@ def _example(shape: str) -> Any:
     try:
         sizes = [int(size) for size in shape.split(",")]
     except ValueError:
-        raise ValueError(f"--shape {shape!r}: expected sizes like 1,3,224,224") from None
+        raise ValueError(f"--shape {shown(shape)}: expected sizes like 1,3,224,224") from None
     try:
         return torch.rand(sizes, generator=torch.Generator().manual_seed(0))
     except (RuntimeError, TypeError) as error:  # negative, beyond 64 bits, or more than there is memory for
-        raise ValueError(f"--shape {shape!r}: {_first_line(error)}") from None
+        raise ValueError(f"--shape {shown(shape)}: {_first_line(error)}") from None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fxround.cli.arguments import add_model, put, said
+from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
 
 
@@ -77,11 +78,11 @@ def widths_of(text: str) -> tuple[int, ...]:
             return tuple(range(low, high + 1))
         return tuple(map(int, text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected widths as 4:12 or 4,8,12") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)}: expected widths as 4:12 or 4,8,12") from None
 
 
 def _site(text: str) -> tuple[str, tuple[str, ...]]:
     name, equals, globs = text.partition("=")
     if not (name and equals and globs):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=GLOB, such as first=transformer.h.0")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: expected NAME=GLOB, such as first=transformer.h.0")
     return name, tuple(globs.split(","))

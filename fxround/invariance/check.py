@@ -20,7 +20,7 @@ from fxround.compiler import compile
 from fxround.compiler.exported import LoadedModule
 from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import require_module
-from fxround.errors import FxroundError, type_of
+from fxround.errors import FxroundError, shown, type_of
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
@@ -92,7 +92,7 @@ def _axes(names: Sequence[str]) -> list[Axis]:
         if name not in AXES:
             near = get_close_matches(str(name), AXES, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"unknown axis {name!r}{hint} The axes are {', '.join(AXES)}.")
+            raise ValueError(f"unknown axis {shown(name)}{hint} The axes are {', '.join(AXES)}.")
     if not names:
         raise ValueError(f"axes is empty; expected some of {', '.join(AXES)}")
     return [AXES[name] for name in dict.fromkeys(names)]

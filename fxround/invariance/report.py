@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fxround.errors import shown
 from fxround.invariance.subjects import Place
 from fxround.views.table import Table, Tabled
 
@@ -89,7 +90,7 @@ class InvarianceReport(Tabled):
         """The axis of that name. Raises KeyError listing the axes of the report."""
         found = next((axis for axis in self.axes if axis.axis == name), None)
         if found is None:
-            raise KeyError(f"no axis {name!r} in this report; it has {', '.join(axis.axis for axis in self.axes)}")
+            raise KeyError(f"no axis {shown(name)} in this report; it has {', '.join(axis.axis for axis in self.axes)}")
         return found
 
     def check(self) -> InvarianceReport:

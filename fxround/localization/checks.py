@@ -26,7 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.errors import type_of
+from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
@@ -63,8 +63,8 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
         return
     if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
         raise TypeError(
-            f"check is {check!r}; expected a function of the output that returns True where it passes, or (metric, "
-            "threshold) with a metric's name or a function of the output and the reference"
+            f"check is {shown(check)}; expected a function of the output that returns True where it passes, or (metric"
+            ", threshold) with a metric's name or a function of the output and the reference"
         )
     if math.isnan(check[1]):
         raise ValueError("the threshold is nan, and no value passes or fails it; expected a number")

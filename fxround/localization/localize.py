@@ -93,7 +93,7 @@ def localize(
     """
     require_module(model)
     if level not in LEVELS:
-        raise ValueError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
+        raise ValueError(f"level is {shown(level)}; expected one of {', '.join(LEVELS)}")
     positive("runs", runs)
     if limit is not None:
         positive("limit", limit)

@@ -186,12 +186,12 @@ class Rule:
         if ZEROED in words and self.rounding not in (None, IDENTITY):
             if is_scaled(self.rounding):
                 if not clamps_elements(ScaledRounding.parse(str(self.rounding))):
-                    raise PolicyError(f"gradient = {self.gradient!r}: {self.rounding} clamps nothing")
+                    raise PolicyError(f"gradient = {shown(self.gradient)}: {self.rounding} clamps nothing")
                 return " ".join(words)
             rounding = resolve(str(self.rounding), "binary32")
             if not clamps(rounding):
                 raise PolicyError(
-                    f"gradient = {self.gradient!r}: {self.rounding} clamps nothing; write {rounding.format}/"
+                    f"gradient = {shown(self.gradient)}: {self.rounding} clamps nothing; write {rounding.format}/"
                     f"{'nearest_even' if rounding.mode.jitter else rounding.mode}/saturate"
                 )
         return " ".join(words)

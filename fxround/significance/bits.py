@@ -23,6 +23,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fxround.errors import shown
+
 Method = Literal["cnh", "general"]
 Kind = Literal["significant", "contributing"]
 Floats = NDArray[np.float64]
@@ -125,7 +127,7 @@ def _within(apart: Floats) -> Floats:
 def known_method(method: str) -> Method:
     """Return the method. Raises ValueError listing the methods."""
     if method not in get_args(Method):
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, get_args(Method)))}")
+        raise ValueError(f"method is {shown(method)}; expected one of {', '.join(map(repr, get_args(Method)))}")
     return method  # type: ignore[return-value]
 
 

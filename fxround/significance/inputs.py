@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.compiler.signature import signature_of
-from fxround.errors import type_of
+from fxround.errors import shown, type_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _cut(t: Tensor, rows: int, part: slice) -> Tensor:
 def positive(name: str, number: int) -> int:
     """Return the argument of this name. Raises ValueError unless it is a whole number of at least 1."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name} is {number!r}; expected a whole number of at least 1")
+        raise ValueError(f"{name} is {shown(number)}; expected a whole number of at least 1")
     return number
 
 

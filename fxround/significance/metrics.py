@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fxround.errors import shown
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import Call
@@ -277,10 +278,10 @@ def _metric(asked: Any) -> Metric:
         return asked
     if isinstance(asked, str):
         if asked not in METRICS:
-            raise ValueError(f"no metric is named {asked!r}; known: {', '.join(METRICS)}, or a function")
+            raise ValueError(f"no metric is named {shown(asked)}; known: {', '.join(METRICS)}, or a function")
         return METRICS[asked]
     if not callable(asked):
-        raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {asked!r}")
+        raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {shown(asked)}")
 
     def measure(sample: Any, reference: Any, call: Call) -> Sums:
         return float(asked(sample, reference)) * call.rows, float(call.rows)

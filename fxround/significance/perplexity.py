@@ -212,7 +212,7 @@ def _narrowed(fmt: Format, width: int) -> Format:
 def _patterns(name: Any, globs: Any) -> tuple[str, ...]:
     several = (globs,) if isinstance(globs, str) or not isinstance(globs, Iterable) else tuple(globs)
     if not isinstance(name, str) or not several or not all(isinstance(glob, str) for glob in several):
-        raise TypeError(f"sites has {name!r}: {globs!r}; expected a name and globs over module paths")
+        raise TypeError(f"sites has {shown(name)}: {shown(globs)}; expected a name and globs over module paths")
     return several
 
 
@@ -241,6 +241,6 @@ def _require(model: nn.Module, samples: Any, confidence: float, seed: int) -> No
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} has an encoder; expected a causal model, which predicts its input")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
-        raise ValueError(f"samples is {samples!r}; expected a whole number of at least 2, which an interval needs")
+        raise ValueError(f"samples is {shown(samples)}; expected a whole number of at least 2, which an interval needs")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; expected more than 0 and less than 1")

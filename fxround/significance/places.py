@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, get_args
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from fxround.errors import shown
 from fxround.graph.dialect import graphs_of
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.graph.site import Site, float_values, site
@@ -36,14 +37,15 @@ SHOWN: Final = 8
 def known_capture(capture: str) -> Capture:
     """Return the word. Raises ValueError listing the words."""
     if capture not in get_args(Capture):
-        raise ValueError(f"capture is {capture!r}; expected one of {', '.join(map(repr, get_args(Capture)))}")
+        raise ValueError(f"capture is {shown(capture)}; expected one of {', '.join(map(repr, get_args(Capture)))}")
     return capture  # type: ignore[return-value]
 
 
 def known_isolate(isolate: str | None) -> Isolate | None:
     """Return the word. Raises ValueError listing the words."""
     if isolate is not None and isolate not in get_args(Isolate):
-        raise ValueError(f"isolate is {isolate!r}; expected one of {', '.join(map(repr, get_args(Isolate)))}, or None")
+        words = ", ".join(map(repr, get_args(Isolate)))
+        raise ValueError(f"isolate is {shown(isolate)}; expected one of {words}, or None")
     return isolate  # type: ignore[return-value]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from fxround.compiler.signature import require_module
+from fxround.errors import shown
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import require_tolerance
@@ -165,7 +166,7 @@ def _plan(
     if automatic:
         require_tolerance(tolerance)
     if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
-        raise TypeError(f"samples is {samples!r}; expected a whole number or 'auto'")
+        raise TypeError(f"samples is {shown(samples)}; expected a whole number or 'auto'")
     if not automatic and samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
     require_reference(reference, BINARY64)
@@ -184,7 +185,7 @@ def _watching(plan: Sampling) -> Sampling:
     """The plan, with the watched metric among its metrics."""
     known = {**METRICS, **{metric.name: metric for metric in named(plan.metrics)}}
     if plan.watch not in known:
-        raise ValueError(f"watch is {plan.watch!r}; expected 'bits' or one of {', '.join(known)}")
+        raise ValueError(f"watch is {shown(plan.watch)}; expected 'bits' or one of {', '.join(known)}")
     metric = known[plan.watch]
     if metric.pairs:
         raise ValueError(f"watch is {plan.watch!r}, a metric of pairs: it has no value of one sample to average")
@@ -196,7 +197,7 @@ def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
     """Raise for arguments that no run can use; warn of few samples."""
     Draw(seed)
     if not isinstance(n_jobs, int) or n_jobs == 0:
-        raise ValueError(f"n_jobs is {n_jobs!r}; expected the number of workers, or -1 for all cores")
+        raise ValueError(f"n_jobs is {shown(n_jobs)}; expected the number of workers, or -1 for all cores")
     if isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0] == 0:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
     if plan.samples is not None and plan.samples < FEW:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, TypeVar
 
+from fxround.errors import shown
 from fxround.graph.site import Direction, Status, placed
 from fxround.keys import nearest, selects
 from fxround.views.table import Table, data_frame
@@ -216,7 +217,8 @@ def sorted_rows(rows: tuple[R, ...], by: tuple[str, ...], reverse: bool) -> tupl
     known = [f.name for f in fields(rows[0])] if rows else list(by)  # type: ignore[arg-type]
     for name in by:
         if name not in known:
-            raise ValueError(f"there is no field {name!r} to sort by{nearest(name, known)} Fields: {', '.join(known)}")
+            near = nearest(name, known)
+            raise ValueError(f"there is no field {shown(name)} to sort by{near} Fields: {', '.join(known)}")
 
     def key(row: R) -> tuple[tuple[bool, Any], ...]:
         return tuple(((value := getattr(row, name)) is not None, value) for name in by)
@@ -228,7 +230,7 @@ def _filtered(
     operations: Iterable[Operation], module: str, operator: str | None, status: str | None, direction: str | None
 ) -> Iterable[Operation]:
     if status is not None and status not in _ORDER:
-        raise ValueError(f"no status is named {status!r}{nearest(status, _ORDER)} Known: {', '.join(_ORDER)}")
+        raise ValueError(f"no status is named {shown(status)}{nearest(status, _ORDER)} Known: {', '.join(_ORDER)}")
     return (
         o
         for o in operations

@@ -18,7 +18,7 @@ from typing import Any, Final
 import networkx as nx
 from torch import Tensor
 
-from fxround.errors import type_of
+from fxround.errors import shown, type_of
 from fxround.files import write_file
 from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
@@ -134,7 +134,7 @@ class VariabilityReport:
         for figures in self.figures:
             if figures.place.name == name:
                 return figures
-        raise KeyError(f"no figures of {name!r}; there are {', '.join(f.place.name for f in self.figures)}")
+        raise KeyError(f"no figures of {shown(name)}; there are {', '.join(f.place.name for f in self.figures)}")
 
     @property
     def outputs(self) -> tuple[Figures, ...]:
@@ -152,7 +152,7 @@ class VariabilityReport:
             if metric.name == name:
                 return metric
         names = ", ".join(m.name for m in self.metrics) or "none"
-        raise ValueError(f"no metric {name!r} was measured; measured: {names}. Ask for it with metrics=({name!r},)")
+        raise ValueError(f"no metric {shown(name)} was measured; measured: {names}. Ask for it with metrics=(...,)")
 
     # ---- views ----
 
