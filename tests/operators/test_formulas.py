@@ -163,6 +163,10 @@ def samples() -> dict[Any, list[Call]]:
             op: [call(x * 9)]
             for op in (aten.i0.default, aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default)
         },
+        F.grid_sample: [
+            call(image, t(2, 3, 3, 2).sigmoid(), mode, align_corners=False)
+            for mode in ("bilinear", "nearest", "bicubic")
+        ],
         torch.gru_cell: [call(x, t(3, 2), t(6, 6), t(6, 2), t(6), t(6)), call(x, t(3, 2), t(6, 6), t(6, 2))],
         torch.lstm_cell: [
             call(x, (t(3, 2), t(3, 2)), t(8, 6), t(8, 2), t(8), t(8)),

@@ -1,0 +1,102 @@
+"""``grid_sample`` and its gradients: bicubic ones over rational numbers, those of all modes against stock."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from math import floor
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fxround
+
+A = Fraction(-3, 4)
+
+
+def weight(t: Fraction) -> tuple[Fraction, Fraction]:
+    """Cubic convolution with a = -3/4 (Keys 1981), and its derivative."""
+    s, sign = abs(t), 1 if t >= 0 else -1
+    if s <= 1:
+        return ((A + 2) * s - (A + 3)) * s * s + 1, (3 * (A + 2) * s - 2 * (A + 3)) * s * sign
+    if s < 2:
+        return ((A * s - 5 * A) * s + 8 * A) * s - 4 * A, ((3 * A * s - 10 * A) * s + 8 * A) * sign
+    return Fraction(0), Fraction(0)
+
+
+def position(v: float, size: int, align: bool) -> tuple[Fraction, Fraction]:
+    """A coordinate of the grid in pixels, and its derivative."""
+    slope = Fraction(size - 1, 2) if align else Fraction(size, 2)
+    return (Fraction(v) + 1) * slope - (0 if align else Fraction(1, 2)), slope
+
+
+def bicubic(
+    image: torch.Tensor, grid: torch.Tensor, g: torch.Tensor, align: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The samples with zeros outside, and the gradients of sum(samples * g), exactly and then rounded."""
+    height, width = image.shape[2:]
+    result, slope_x, slope_grid = torch.zeros_like(g), torch.zeros_like(image), torch.zeros_like(grid)
+    sums: dict[tuple[int, ...], Fraction] = {}
+    for n, i, j in product(range(len(grid)), *map(range, grid.shape[1:3])):
+        (x, dx), (y, dy) = (
+            position(float(v), size, align) for v, size in zip(grid[n, i, j], (width, height), strict=True)
+        )
+        along = [Fraction(0), Fraction(0)]
+        for c in range(image.shape[1]):
+            value, out = Fraction(0), Fraction(float(g[n, c, i, j]))
+            for row, column in product(range(floor(y) - 1, floor(y) + 3), range(floor(x) - 1, floor(x) + 3)):
+                if not (0 <= row < height and 0 <= column < width):
+                    continue
+                pixel = Fraction(float(image[n, c, row, column]))
+                (wx, sx), (wy, sy) = weight(x - column), weight(y - row)
+                value += pixel * wx * wy
+                along[0] += out * pixel * sx * wy * dx
+                along[1] += out * pixel * wx * sy * dy
+                sums[n, c, row, column] = sums.get((n, c, row, column), Fraction(0)) + out * wx * wy
+            result[n, c, i, j] = float(value)
+        slope_grid[n, i, j] = torch.tensor([float(a) for a in along], dtype=grid.dtype)
+    for at, total in sums.items():
+        slope_x[at] = float(total)
+    return result, slope_x, slope_grid
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    image = torch.rand(2, 3, 5, 6, generator=generator, dtype=torch.float64)
+    grid = torch.rand(2, 4, 3, 2, generator=generator, dtype=torch.float64) * 2.8 - 1.4
+    g = torch.rand(2, 3, 4, 3, generator=generator, dtype=torch.float64)
+    return image.to(dtype).requires_grad_(), grid.to(dtype).requires_grad_(), g.to(dtype)
+
+
+@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bicubic_samples_and_gradients_are_those_of_rational_numbers(dtype: torch.dtype, align: bool) -> None:
+    image, grid, g = operands(dtype)
+    compiled = fxround.compile(
+        lambda x, at: F.grid_sample(x, at, mode="bicubic", padding_mode="zeros", align_corners=align), "reproducible"
+    )
+    y = compiled(image, grid)
+    found = (y, *torch.autograd.grad((y * g).sum(), (image, grid)))
+    unit = torch.finfo(dtype).eps
+    with torch.no_grad():
+        for ours, exact in zip(found, bicubic(image, grid, g, align), strict=True):
+            # A tolerance: some sixty roundings of terms whose magnitudes add up to less than 8.
+            assert (ours - exact).abs().max() <= 64 * 8 * unit
+    again = compiled(image[:1], grid[:1])
+    assert torch.equal(again, y[:1])
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_gradients_of_every_mode_are_stock_s_but_for_roundings(mode: str) -> None:
+    image, grid, g = operands(torch.float64)
+    for padding, align in (("zeros", False), ("border", True), ("reflection", False)):
+
+        def sampled(x: torch.Tensor, at: torch.Tensor, padding: str = padding, align: bool = align) -> torch.Tensor:
+            return F.grid_sample(x, at, mode=mode, padding_mode=padding, align_corners=align)
+
+        found = torch.autograd.grad((fxround.compile(sampled, "reproducible")(image, grid) * g).sum(), (image, grid))
+        stock = torch.autograd.grad((sampled(image, grid) * g).sum(), (image, grid))
+        for ours, theirs in zip(found, stock, strict=True):
+            # A tolerance: the stock kernel adds in another order.
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
