@@ -27,12 +27,12 @@ def write_file(path: str | Path, content: str | bytes | memoryview, *, private: 
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     status = path.stat() if path.exists() else None
-    if path.absolute().parent in _OPEN or (status and not stat.S_ISREG(status.st_mode)):
-        with open(path, "wb") as file:
-            file.write(data)
-        return path
     try:
-        _replace(path.resolve(), data, 0o600 if private else stat.S_IMODE(status.st_mode) if status else None)
+        if path.absolute().parent in _OPEN or (status and not stat.S_ISREG(status.st_mode)):
+            with open(path, "wb") as file:
+                file.write(data)
+        else:
+            _replace(path.resolve(), data, 0o600 if private else stat.S_IMODE(status.st_mode) if status else None)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path

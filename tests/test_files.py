@@ -105,7 +105,8 @@ def test_pipes_are_written_to_and_folders_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "pipe", "text")
     reader.join()
     assert read == ["text"] and (tmp_path / "pipe").is_fifo()
-    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none" / "a", FileNotFoundError)):
+    full = (Path("/dev/full"), OSError)
+    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none" / "a", FileNotFoundError), full):
         with pytest.raises(kind) as error:
             write_file(path, "text")
         assert error.value.filename == str(path)
