@@ -196,13 +196,16 @@ def read(file: IO[bytes], path: str | Path, any_version: bool) -> tuple[Record, 
 def program_of(file: IO[bytes], path: str | Path) -> tuple[nn.Module, Any]:
     """Return the program that PyTorch reads from a file, and the structure of its arguments.
 
-    path: for messages. Raises ValueError for whatever PyTorch raises for a file that it cannot read.
+    path: for messages. Raises ValueError for whatever PyTorch raises for a file that it cannot read,
+    and ImportError for a module that is missing.
     """
     file.seek(0)
     try:
         exported: Any = torch.export.load(file)
         return exported.module(), exported.call_spec.in_spec
-    except (ImportError, MemoryError):
+    except ImportError as error:
+        raise ImportError(f"{shown(str(path))} needs a module that cannot be imported: {error}") from error
+    except MemoryError:
         raise
     except Exception as error:  # of any kind: the file says which code runs
         said = brief(str(error).strip().partition("\n")[0])
