@@ -242,10 +242,11 @@ RULES: Final = MappingProxyType(
     {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
     | _TABLE
     | _rows("movement", "fxround", "marked marked_gradient")
+    | _rows("movement", "prims", "scalar_tensor")
     | _rows("opaque", "transformers", "grouped_mm_fallback grouped_mm_fallback_backward", "a third party's operator")
     | _rows("opaque", "higher_order", "run_and_save_rng_state run_with_rng_state", "random state of a checkpoint")
 )
-CONSTANTS: Final = frozenset(_rows("movement", "aten", _CONSTANT))
+CONSTANTS: Final = frozenset(_rows("movement", "aten", _CONSTANT) | _rows("movement", "prims", "scalar_tensor"))
 
 
 def _index_put(node: fx.Node) -> OpRule:

@@ -163,3 +163,9 @@ def test_the_polynomial_of_tanhshrink_is_good_to_59_bits() -> None:
             x = mpmath.mpf(3) / 4 * i / 100
             exact = (x - mpmath.tanh(x)) / x**3
             assert abs(mpmath.polyval(special.TANHSHRINK[::-1], x * x) / exact - 1) < mpmath.mpf(2) ** -53
+
+
+def test_a_number_as_the_factor_of_xlogy_is_a_constant() -> None:
+    x = torch.linspace(0.1, 3, 50)
+    found = fxround.compile(lambda x: torch.xlogy(2.0, x), "reproducible")(x)
+    assert torch.equal(found, 2 * fxround.compile(torch.log, "reproducible")(x))
