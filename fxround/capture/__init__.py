@@ -25,8 +25,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import tracing
 
+from fxround.capture.aliases import Alias, aliases_of, positions_of
 from fxround.capture.constants import Constants
-from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph
+from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by, tensors_of
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
@@ -76,6 +77,7 @@ class Captured:
     sizes: Sizes
     reads: tuple[Read | Kept, ...] = ()
     constants: Constants = field(default_factory=Constants)
+    aliases: Mapping[int, Alias] = field(default_factory=dict)
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -96,6 +98,7 @@ class _Traced:
     leaves: list[Any] = field(repr=False)
     reads: tuple[Read | Kept, ...]
     constants: Constants
+    aliases: Mapping[int, Alias]
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -159,7 +162,8 @@ def _captured(
         if traced is None:
             one_differs = True
             continue
-        captured = replace(describe(traced.joint, len(traced.leaves)), reads=traced.reads, constants=traced.constants)
+        captured = describe(traced.joint, len(traced.leaves))
+        captured = replace(captured, reads=traced.reads, constants=traced.constants, aliases=traced.aliases)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             return captured
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
@@ -222,6 +226,8 @@ def _trace(
         stack.enter_context(packed_sequences((args, kwargs)))
         try:
             graph, reads, constants = _graph_of(stack, model, args, kwargs, differentiable)
+            returned = returned_by(graph, model, args, kwargs)
+            aliases = aliases_of(graph, returned, tensors_of(graph, model, args, kwargs))
             outside = {read.source for read in reads if isinstance(read, Read)}
             refuse_reads(graph, outside)
             wrap_reads(model, graph, outside)
@@ -230,7 +236,7 @@ def _trace(
             if doubled and _excludes_one(graph):
                 return None
             if differentiable:
-                separate_results(graph)
+                separate_results(graph, positions_of(aliases, returned))
                 if marked:
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
@@ -244,7 +250,7 @@ def _trace(
             raise explained(model, e) from e
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants)
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants, aliases)
 
 
 def _graph_of(

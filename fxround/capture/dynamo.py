@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest import mock
 
 import torch
@@ -22,11 +22,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxround.capture.aliases import Returned
 from fxround.capture.constants import Constants, constants_of, spelled
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
 from fxround.errors import CaptureError
+from fxround.graph.site import Port
 from fxround.graph.source_lines import TORCH
 from fxround.locks import waited_for
 
@@ -376,6 +378,31 @@ def inputs_of(graph: fx.GraphModule, args: Any, kwargs: Any) -> tuple[Any, ...]:
     codegen: Any = graph.graph._codegen
     found: tuple[Any, ...] = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
     return found
+
+
+def tensors_of(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> dict[fx.Node, Port | Tensor]:
+    """Return what the tensors that enter Dynamo's graph are to the model; one from elsewhere is itself."""
+    ports = _ports(model, args, kwargs)
+    entering = zip(graph.graph.find_nodes(op="placeholder"), inputs_of(graph, args, kwargs), strict=True)
+    return {node: ports.get(id(value), value) for node, value in entering if isinstance(value, Tensor)}
+
+
+def returned_by(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> list[Returned]:
+    """Return, for each leaf of the model's result, the position among the outputs of Dynamo's graph, or the input."""
+    ports, codegen = _ports(model, args, kwargs), cast(Any, graph.graph._codegen)
+    marks = [torch.empty(0) for _ in cast(Any, graph.graph.output_node().args[0])]
+    places: dict[int, Returned] = {id(mark): i for i, mark in enumerate(marks)}
+    leaves = pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values())))
+    known = places | ports
+    return [known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _ports(model: nn.Module, args: Any, kwargs: Any) -> dict[int, Port]:
+    """Return what tensors of the model and of a call are, by their ids."""
+    named = [("buffer", model.named_buffers()), ("parameter", model.named_parameters())]
+    ports = {id(tensor): Port(kind, name) for kind, tensors in named for name, tensor in tensors}  # type: ignore
+    leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+    return ports | {id(leaf): Port("argument", index=i) for i, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _reads(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> tuple[Read, ...]:

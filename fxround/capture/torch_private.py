@@ -17,7 +17,7 @@ import importlib
 import inspect
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -138,13 +138,16 @@ def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]
     return graph
 
 
-def separate_results(graph: fx.GraphModule) -> None:
+def separate_results(graph: fx.GraphModule, aliases: Collection[int] = ()) -> None:
     """Copy every result of Dynamo's graph.
 
-    A result that is a view of an argument or of another result would be differentiated outside of the graph. So would
-    an argument or a parameter that the model returns unchanged, which Dynamo adds to the results after the graph.
+    A result that is a view of an argument or of another result is differentiated outside of the graph, as an alias of
+    it (``capture.aliases``). So is an argument or a parameter that the model returns unchanged, which Dynamo adds to
+    the results after the graph. Both have no gradient here.
+
+    aliases: the positions of the graph's outputs that are views.
     """
-    copy_results(graph)
+    copy_results(graph, aliases)
     codegen: Any = graph.graph._codegen
     restored = codegen.dynamo_bytecode_unflatten
 
@@ -153,7 +156,7 @@ def separate_results(graph: fx.GraphModule) -> None:
 
         def copied(value: torch.Tensor) -> torch.Tensor:
             if id(value) not in own:
-                return value.clone()
+                return value.detach().clone()
             own.remove(id(value))
             return value
 
@@ -162,9 +165,15 @@ def separate_results(graph: fx.GraphModule) -> None:
     codegen.dynamo_bytecode_unflatten = separated
 
 
-def copy_results(graph: fx.GraphModule) -> None:
-    """Make every result of Dynamo's graph a tensor of its own."""
-    _replace_results(graph, lambda node, value: torch.clone)
+def copy_results(graph: fx.GraphModule, aliases: Collection[int] = ()) -> None:
+    """Make every result of Dynamo's graph a tensor of its own; those at the positions ``aliases`` have no gradient."""
+    outputs: Any = graph.graph.output_node().args[0]
+    detached = {outputs[position] for position in aliases}
+    _replace_results(graph, lambda node, value: _detached_copy if node in detached else torch.clone)
+
+
+def _detached_copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone()
 
 
 def detach_results(graph: fx.GraphModule) -> None:

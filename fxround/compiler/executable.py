@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
+from fxround.capture.aliases import Alias
 from fxround.compiler.call_context import refuse_tangents
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.outside_state import OutsideState
@@ -53,10 +54,12 @@ class Entry:
     delayed: tuple[DelayedScale, ...] = ()
     state: DelayedState = field(default_factory=DelayedState)
 
-    def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False) -> Any:
+    def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False, aliased: bool = True) -> Any:
         """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
 
-        trains: whether delayed scales take the largest magnitudes of this call, and of its backward pass.
+        trains: whether delayed scales take the largest magnitudes of this call, and of its backward pass. aliased:
+        whether results that share memory with an input or another result do so; if not, the graph's values are
+        returned in their places, for ``with_aliases``.
 
         Raises FxroundError if such a change would be visible through another input, and for tangents of forward-mode
         differentiation.
@@ -72,15 +75,16 @@ class Entry:
                 outputs = self._straight(*inputs, rng)
         results = len(self.captured.results)
         outputs, magnitudes = outputs[:results], outputs[results:]
+        shown = leaves if aliased else None
         if not (trains or self._changed):
-            return self._result(outputs)
+            return self._result(outputs, shown)
         with torch.no_grad():
             if trains and self.step:
                 self.state.record(self.step.early, magnitudes)
             for port, output in zip(self.captured.results, outputs, strict=True):
                 if port.mutation:
                     self._target(port, leaves).copy_(output)
-        return self._result(outputs)
+        return self._result(outputs, shown)
 
     def evaluate(self, leaves: Sequence[Any], rng: Tensor) -> Any:
         """Return the same result without writing anything."""
@@ -148,16 +152,44 @@ class Entry:
         held = {node.name: getattr(self.lowered, str(node.target)) for node in nodes if node.op == "get_attr"}
         return held | dict(zip(placeholders, self.entering(leaves, tangents), strict=False))
 
-    def _result(self, outputs: Sequence[Any]) -> Any:
+    def _result(self, outputs: Sequence[Any], leaves: Sequence[Any] | None = None) -> Any:
+        """Return the model's result. leaves: the flat arguments if results share memory as the model's do."""
         if self._returns_one:
             return outputs[0]
         results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
+        if leaves is not None and self.captured.aliases:
+            results = self.with_aliases(results, leaves)
         return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    def with_aliases(self, results: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of a result; those that share memory are made of the tensors of the call.
+
+        Raises FxroundError for one with a gradient that no policy rounds.
+        """
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        aliases, made = self.captured.aliases, list(results)
+
+        def base(alias: Alias) -> Tensor:
+            if isinstance(alias.base, Tensor):
+                return alias.base
+            return self._target(alias.base, leaves) if isinstance(alias.base, Port) else made_at(alias.base)
+
+        def made_at(position: int) -> Any:
+            alias = waiting.pop(position, None)
+            if alias is not None:
+                made[position] = alias.of(base(alias), lambda size: self.captured.sizes.measured((size,), shapes)[0])
+            return made[position]
+
+        waiting = dict(aliases)
+        for position in aliases:
+            made_at(position)
+        return made
 
     @cached_property
     def _returns_one(self) -> bool:
         """Whether the graph has one result, and the model returns it as it is."""
-        return len(self.captured.results) == 1 and not self._changed and self.captured.out_spec == _ONE
+        one = len(self.captured.results) == 1 and self.captured.out_spec == _ONE
+        return one and not (self._changed or self.captured.aliases)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
         inputs = [leaves[index] if owner is None else _tensor(*owner) for index, owner in self._places]

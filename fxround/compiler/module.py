@@ -247,9 +247,10 @@ class RoundedModule(Exporting):
             return joint.step, positions, state.multipliers(joint.delayed)
 
         def compute(rng: Tensor, _: bool) -> Any:
-            results, spec = pytree.tree_flatten(entry.run(leaves, rng))
-            later = differentiable_later(results, step, resolved(sources.values()), rng)
-            return pytree.tree_unflatten(later, spec)
+            results, spec = pytree.tree_flatten(entry.run(leaves, rng, aliased=False))
+            own = [None if i in entry.captured.aliases else result for i, result in enumerate(results)]
+            later = differentiable_later(own, step, resolved(sources.values()), rng)
+            return pytree.tree_unflatten(entry.with_aliases(later, leaves), spec)
 
         return self._drawing(compute)
 

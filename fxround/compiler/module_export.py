@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxround.capture import export_program, trace_example
+from fxround.capture.aliases import require_written
 from fxround.compiler.executable import Entry
 from fxround.compiler.exported import Exportable
 from fxround.compiler.exported_caches import Cached, caches_among, with_tensors
@@ -50,7 +51,8 @@ class Exporting(Delayed):
         Raises:
             OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
             TypeError: for a cache that is empty, or of layers of another kind.
-            FxroundError: with ``gradients``, if nothing requires a gradient, or for delayed scales.
+            FxroundError: with ``gradients``, if nothing requires a gradient, for delayed scales, or for a result that
+                shares memory with an input or another result; and for a view of an input that the model changes.
         """
         args, kwargs = arguments(example_inputs)
         caches = caches_among(args, kwargs)
@@ -63,6 +65,7 @@ class Exporting(Delayed):
             entry = self._entry(args, kwargs)
         with torch.set_grad_enabled(gradients):
             joint = self._entry(args, kwargs) if gradients else entry
+        require_written(joint.captured if gradients else entry.captured, gradients)
         args, kwargs = trace_example(args, kwargs)
         with torch.no_grad():
             program = export_program(Exportable(self.source, self.rng, entry), args, kwargs, entry.captured.sizes)

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, describe, refuse_unsupported_nodes
+from fxround.capture.aliases import aliases_of, positions_of
 from fxround.capture.dynamo import alone
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.loops import own_loops
@@ -68,17 +69,22 @@ def _captured(
         stack.enter_context(tracing_switches(by_dynamo=True))
         stack.enter_context(quickened())
         try:
+            outputs: Any = graph.graph.output_node().args[0]
+            returned = [i if isinstance(node, fx.Node) else None for i, node in enumerate(outputs)]
+            aliases = aliases_of(
+                graph, returned, dict(zip(graph.graph.find_nodes(op="placeholder"), names, strict=True))
+            )
             redefine(graph, decompositions)
             own_loops(graph)
             if torch.is_grad_enabled():
-                copy_results(graph)
+                copy_results(graph, positions_of(aliases, returned))
                 if marked:
                     mark_values(graph)
             joint = joint_of(stack, graph, tuple(inputs), {}, decompositions)
         except Exception as e:  # whatever the model's own code raises
             raise explained(model or graph, e) from e
     refuse_unsupported_nodes(joint.graph_module)
-    return _named(describe(joint, len(inputs)), names)
+    return replace(_named(describe(joint, len(inputs)), names), aliases=aliases)
 
 
 def _refuse_parts(graph: fx.GraphModule, function: str) -> None:
