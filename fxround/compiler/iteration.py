@@ -30,8 +30,8 @@ _HOLDING: Final = waited_for()
 class Iteration(nn.Module):
     """A step function as a module of many steps: (state, ticks, inputs) to the last state, and the kept ones.
 
-    ticks: a tensor with a row for each step, of which only the number of rows counts. Each tensor of a state has one
-    more dimension in front, so that its own dimensions are not taken for a batch.
+    ticks: a tensor of integers, which no rule rounds, with a row for each step; only the number of rows counts. Each
+    tensor of a state has one more dimension in front, so that its own dimensions are not taken for a batch.
     """
 
     def __init__(self, step: Callable[..., Any], keep: int | None) -> None:
@@ -144,7 +144,7 @@ def iterate(
         with _HOLDING if watched.found else contextlib.nullcontext():
             if watched.found and isinstance(compiled.source, Iteration):
                 compiled.source.hold(watched)
-            return compiled.reseed(seed, sample)(wide, torch.empty(count, 0), *given)
+            return compiled.reseed(seed, sample)(wide, torch.empty(count, 0, dtype=torch.int64), *given)
 
     last, rows = run(steps)
     if check_finite and _broken(last):

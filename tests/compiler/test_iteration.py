@@ -56,6 +56,19 @@ def test_states_may_be_nested_and_read_inputs() -> None:
     assert found["a"].numpy().tobytes() == a.tobytes() and found["b"][0].numpy().tobytes() == b.tobytes()
 
 
+def test_a_format_wider_than_binary32_is_computed_in_a_state_of_binary64() -> None:
+    def step(s: Tensor) -> Tensor:
+        return s * 1.5 - s * s * 0.5
+
+    state = torch.tensor([0.3, 0.4], dtype=torch.float64)
+    compiled, expected = fxround.compile(step, "ieee(10,12)"), state
+    for _ in range(5):
+        expected = compiled(expected)
+    assert torch.equal(fxround.iterate(step, state, 5, "ieee(10,12)"), expected)
+    with pytest.raises(fxround.FxroundError, match="binary32"):
+        fxround.iterate(step, state.float(), 5, "ieee(10,12)")
+
+
 def test_random_bits_differ_from_step_to_step_and_follow_the_seed() -> None:
     start = torch.ones(64)
 
