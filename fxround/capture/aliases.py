@@ -93,7 +93,7 @@ def aliases_of(
     """
     outputs: Any = graph.graph.output_node().args[0]
     nodes = {i: outputs[leaf] for i, leaf in enumerate(returned) if isinstance(leaf, int)}
-    chains = {i: list(_chain(node)) for i, node in nodes.items() if isinstance(_value(node), Tensor)}
+    chains = {i: list(_chain(node)) for i, node in nodes.items() if _has_memory(_value(node))}
     found = {i: Alias(leaf, ()) for i, leaf in enumerate(returned) if isinstance(leaf, Port | Tensor)}
     first: dict[fx.Node, int] = {}
     for i, chain in chains.items():
@@ -118,12 +118,15 @@ def positions_of(aliases: Mapping[int, Alias], returned: Sequence[Returned]) -> 
 def require_written(captured: Any, gradients: bool) -> None:
     """Raise FxroundError for results that share memory in a way that a written program does not."""
     changed = {(port.name, port.index) for port in captured.results if port.mutation}
+    pairs = zip(captured.outputs, captured.graph.graph.output_node().args[0], strict=True)
+    results = [node for port, node in pairs if port.kind != "gradient" and not port.mutation]
     for position, alias in captured.aliases.items():
         base, views = alias.base, alias.views
         while isinstance(base, int) and base in captured.aliases:
             views += captured.aliases[base].views
             base = captured.aliases[base].base
-        if gradients:
+        value = results[position].meta["val"]
+        if gradients and value.is_floating_point():
             raise FxroundError(
                 f"a program with gradients=True holds no result {position}, which shares memory with an input or "
                 "another result: return a copy (.clone()), or export without gradients=True"
@@ -190,7 +193,13 @@ def _viewed(node: fx.Node, memory: Any) -> fx.Node | None:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(_value(node)) if isinstance(t, Tensor) and t.layout == torch.strided]
+    return [t for t in pytree.tree_leaves(_value(node)) if _has_memory(t)]
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether a value is a dense tensor that is not wrapped by a transform of ``torch.func``."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, Tensor) and value.layout == torch.strided and not wrapped(value)
 
 
 def _name(node: fx.Node) -> str:
