@@ -141,11 +141,8 @@ def redefine(graph: fx.GraphModule, definitions: Mapping[Any, Callable[..., Any]
 def separate_results(graph: fx.GraphModule, aliases: Collection[int] = ()) -> None:
     """Copy every result of Dynamo's graph.
 
-    A result that is a view of an argument or of another result is differentiated outside of the graph, as an alias of
-    it (``capture.aliases``). So is an argument or a parameter that the model returns unchanged, which Dynamo adds to
-    the results after the graph. Both have no gradient here.
-
-    aliases: the positions of the graph's outputs that are views.
+    aliases: the positions of the outputs that share memory with an input or another result (``capture.aliases``), and
+    have no gradient here. Dynamo adds inputs that the model returns to the results after the graph.
     """
     copy_results(graph, aliases)
     codegen: Any = graph.graph._codegen
