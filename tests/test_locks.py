@@ -200,6 +200,7 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_in_the_middle_of_another_threads_capture_or_compilation() -> None:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, x = Net().eval(), torch.rand(5, 4)
     ready = fxround.compile(model, "reproducible")
@@ -229,6 +230,7 @@ def test_a_fork_in_the_middle_of_another_threads_capture_or_compilation() -> Non
             assert in_child(work)
     finally:
         thread.join()
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -20,7 +20,8 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filter, self.out = nn.Parameter(torch.randn(9, 2)), nn.Linear(16, 3)
+        # No bias: PyTorch may add one within the product, and the captured graph adds it afterwards.
+        self.filter, self.out = nn.Parameter(torch.randn(9, 2)), nn.Linear(16, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         filtered = torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter))
