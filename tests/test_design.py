@@ -130,6 +130,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
         if name not in (
             "capture",
             "capture.torch_private",
+            "capture.derivatives",
             "capture.traced_packing",
             "capture.transforms",
             "capture.dynamo",

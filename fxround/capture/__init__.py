@@ -53,10 +53,11 @@ from fxround.capture.torch_private import (
     tracing_switches,
     uncollected,
 )
+from fxround.capture.undifferentiated import CONSTANT, mark_constants
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
 from fxround.graph.site import PORT, PORTS, Port, located
-from fxround.graph.values import fake_mode, module_of
+from fxround.graph.values import drop_aliases, fake_mode, module_of
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 # The position of a tensor among the flattened arguments, and a dimension of it.
@@ -67,7 +68,8 @@ Dimension = tuple[int, int]
 class Captured:
     """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, with ports in the same order.
 
-    Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients).
+    Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients). ``once`` says
+    why its gradients cannot be differentiated again; it is empty if they can.
     """
 
     graph: fx.GraphModule
@@ -78,6 +80,7 @@ class Captured:
     reads: tuple[Read | Kept, ...] = ()
     constants: Constants = field(default_factory=Constants)
     aliases: Mapping[int, Alias] = field(default_factory=dict)
+    once: str = ""
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -99,6 +102,7 @@ class _Traced:
     reads: tuple[Read | Kept, ...]
     constants: Constants
     aliases: Mapping[int, Alias]
+    once: str
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -162,8 +166,9 @@ def _captured(
         if traced is None:
             one_differs = True
             continue
-        captured = describe(traced.joint, len(traced.leaves))
-        captured = replace(captured, reads=traced.reads, constants=traced.constants, aliases=traced.aliases)
+        described = describe(traced.joint, len(traced.leaves))
+        found = replace(described, reads=traced.reads, constants=traced.constants)
+        captured = replace(found, aliases=traced.aliases, once=traced.once)
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             return captured
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
@@ -250,7 +255,8 @@ def _trace(
             raise explained(model, e) from e
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants, aliases)
+    once = mark_constants(graph, joint.graph_module) if differentiable else ""
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants, aliases, once)
 
 
 def _graph_of(
@@ -292,7 +298,7 @@ def describe(joint: Any, arguments: int) -> Captured:
     graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
     for part in graphs_of(graph):
-        _drop_aliases(part)
+        drop_aliases(part, but=CONSTANT)
     ask_arguments_for_sizes(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_port(node.meta["desc"]) for node in placeholders)
@@ -326,16 +332,6 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
     output.args = (tuple(results[i] for i in kept),)
     output.meta["desc"] = [output.meta["desc"][i] for i in kept]
     for node in [n for n in nodes if n.op == "placeholder" and "Token" in type(n.meta["desc"]).__name__]:
-        graph.graph.erase_node(node)
-
-
-def _drop_aliases(graph: fx.GraphModule) -> None:
-    """Remove ``alias``, which marks values that are not differentiated further.
-
-    A graph that holds its gradients has no use for it.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
-        node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)
 
 

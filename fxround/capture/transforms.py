@@ -81,3 +81,14 @@ def _stacked(backward: Backward, tangents: Sequence[Any], dims: Sequence[int | N
     rows = ([t if d is None else t.select(d, i) for t, d in pairs] for i in range(sizes[0]))
     columns = zip(*map(backward, rows), strict=True)
     return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs needs the gradient for a node of autograd's graph.
+
+    PyTorch does not tell it of a leaf under ``torch.autograd.grad``; then it may.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True

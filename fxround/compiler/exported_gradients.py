@@ -19,7 +19,7 @@ from fxround.capture import export_graph
 from fxround.capture.dynamo import aside
 from fxround.compiler.executable import Entry, resolved
 from fxround.compiler.samples_of_calls import give_back_to, read_per_call, reading, take_from
-from fxround.compiler.training_step import differentiable_later
+from fxround.compiler.training_step import differentiable_later, shaped
 from fxround.errors import FxroundError, shown
 
 
@@ -177,7 +177,7 @@ class LoadedGradients:
         # The call writes to them, and the gradients are those of the values before.
         values = [v.clone() if i in self._given.changed else v for i, v in enumerate(values)]
         results = compute()
-        step = _LoadedStep(self._program, self._given, [_like(result) for result in results])
+        step = _LoadedStep(self._program, self._given, [shaped(result) for result in results])
         return differentiable_later(results, lambda: (step, range(len(values)), ()), resolved(values), rng)
 
     def _value(self, kind: str, name: str, index: int, leaves: Sequence[Any]) -> Any:
@@ -197,6 +197,7 @@ class _LoadedStep:
     given: Gradients
     like: Sequence[Any]
     late: tuple[()] = ()
+    derivatives: None = None
 
     @property
     def results(self) -> int:
@@ -220,8 +221,3 @@ class _LoadedStep:
     def backwards(self, *values: Any) -> Any:
         with aside():
             return self.program(list(values))
-
-
-def _like(result: Any) -> Any:
-    """Return a tensor of the same shape, dtype and device that takes no memory."""
-    return result.new_zeros(()).expand(result.shape) if isinstance(result, Tensor) else result

@@ -16,10 +16,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
+from fxround.capture.derivatives import differentiated
 from fxround.capture.loops import unrolled_loops
 from fxround.capture.recurrent import recurrent_layers
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
+from fxround.compiler.derivatives import Derivatives
 from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
@@ -77,6 +79,13 @@ class Pipeline:
             captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
         return self.program(captured, owners, state), model
 
+    def differentiate(
+        self, graph: fx.GraphModule, gradients: Sequence[int], wanted: Collection[int], shapes: Sequence[Any] | None
+    ) -> Captured:
+        """Return the derivative of a joint graph; arguments and errors as of ``differentiated``."""
+        with self._loops():
+            return differentiated(graph, gradients, wanted, shapes, self._formulas())
+
     @contextlib.contextmanager
     def _loops(self) -> Iterator[None]:
         """Let recurrent layers run as loops, unless the policy has what loops cannot have; then they are unrolled."""
@@ -105,6 +114,11 @@ class Pipeline:
             return Entry(captured, lowered, lowered, lowered, owners, step, *own)
         graphs = self.scheduled(lowered)
         return Entry(captured, lowered, graphs.fused, graphs.running, owners, None, *own)
+
+    @uncollected()
+    def step(self, captured: Captured) -> Step | None:
+        """Return the training step of a captured joint graph; None for a graph without gradients."""
+        return self._step(captured, lower(captured.graph, Plan(self.policy, self.strict)))
 
     def graphs(self, graph: fx.GraphModule) -> Graphs:
         """Return a captured graph without gradients after each part of the pipeline."""
@@ -136,6 +150,7 @@ class Pipeline:
             frozenset(_position(entering, port) for port in results if port.mutation),
             tuple(delayed[name] for name in parts.early),
             tuple(delayed[name] for name in parts.late),
+            Derivatives(captured, self),
         )
 
 

@@ -33,6 +33,7 @@ from fxround.capture.torch_private import (
     tracing_switches,
     uncollected,
 )
+from fxround.capture.undifferentiated import mark_constants
 from fxround.compiler.executable import Owner, owner_of
 from fxround.errors import CaptureError
 from fxround.graph.site import PORT, PORTS, Port
@@ -84,7 +85,9 @@ def _captured(
         except Exception as e:  # whatever the model's own code raises
             raise explained(model or graph, e) from e
     refuse_unsupported_nodes(joint.graph_module)
-    return replace(_named(describe(joint, len(inputs)), names), aliases=aliases)
+    once = mark_constants(graph, joint.graph_module) if torch.is_grad_enabled() else ""
+    captured = _named(describe(joint, len(inputs)), names)
+    return replace(captured, aliases=aliases, once=once)
 
 
 def _refuse_parts(graph: fx.GraphModule, function: str) -> None:

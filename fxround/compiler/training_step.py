@@ -4,7 +4,8 @@ The forward graph saves the values that the backward graph reads; the backward g
 own forward, even if the module's has changed. A result that no loss uses has the gradient zero; a gradient that depends
 on unused results alone is None, as in PyTorch. In eval mode nothing is saved until a gradient is first requested; then
 the forward graph runs again, with the same bits. Values are saved by ``save_for_backward``, so that a change in place
-raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. A second derivative raises.
+raises, memory is freed after the backward, and ``retain_graph=True`` keeps it. Gradients that are computed under
+``create_graph=True`` can be differentiated again (``derivatives``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxround.capture.transforms import by_rows
+from fxround.capture.transforms import by_rows, will_run
+from fxround.compiler.derivatives import Derivatives
 from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
@@ -44,6 +46,8 @@ class Differentiated(Protocol):
     def forwards(self) -> Callable[..., Any]: ...
     @property
     def backwards(self) -> Callable[..., Any]: ...
+    @property
+    def derivatives(self) -> Derivatives | None: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Step:
     early       the delayed scales whose magnitudes are the last ones of ``results``
     late        those whose magnitudes follow the gradients
     mutated     the positions of the inputs to which results are written after the forward
+    derivatives those of the gradients
     """
 
     shown: Parts
@@ -72,6 +77,7 @@ class Step:
     mutated: frozenset[int]
     early: tuple[DelayedScale, ...] = ()
     late: tuple[DelayedScale, ...] = ()
+    derivatives: Derivatives | None = None
 
     @cached_property
     def forwards(self) -> Straight:
@@ -129,7 +135,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
         outputs = step.forwards(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
-        ctx.step, ctx.rng, ctx.record, ctx.inputs = step, rng, record, inputs
+        ctx.step, ctx.rng, ctx.record, ctx.inputs = step, rng, record, _Inputs(step, inputs)
         _save(ctx, saved)
         ctx.set_materialize_grads(False)
         ctx.like = [(results[i].shape, results[i].dtype, results[i].device) for i in step.tangents]
@@ -139,12 +145,16 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        saved, inputs = _saved(ctx), _released(ctx)
+        saved, inputs, number = _saved(ctx), ctx.inputs, len(ctx.needs_input_grad) - 3
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.inputs = None
 
         def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
             with unwatched():
                 found = _gradients(ctx.step, saved, tangents, ctx.like, ctx.rng, ctx.record)
-            return _final([found.get(i) for i in range(len(inputs))], [*inputs, *tangents])
+            if torch.is_grad_enabled():
+                found = _again(found, ctx.step, inputs.unchanged(ctx.step), tangents, ctx.like, ctx.rng)
+            return [found.get(i) for i in range(number)]
 
         return None, None, None, *by_rows(gradients, given)
 
@@ -162,20 +172,108 @@ class _Later(torch.autograd.Function):
         inputs = _saved(ctx)
 
         @functools.cache
-        def computed() -> tuple[Differentiated, Sequence[int], tuple[Any, ...]]:
+        def computed() -> tuple[Differentiated, Sequence[int], Sequence[Any], tuple[Any, ...]]:
             step, positions, multipliers = ctx.step()
+            entering = [*(inputs[i] for i in positions), *multipliers]
             with torch.no_grad():
-                return step, positions, step.forwards(*(inputs[i] for i in positions), *multipliers, ctx.rng)
+                return step, positions, entering, step.forwards(*entering, ctx.rng)
 
         def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
             with unwatched():
-                step, positions, outputs = computed()
+                step, positions, entering, outputs = computed()
                 like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
                 found = _gradients(step, outputs[step.results :], tangents, like, ctx.rng)
+            if torch.is_grad_enabled():
+                found = _again(found, step, entering, tangents, like, ctx.rng)
             by_input = {positions[i]: gradient for i, gradient in found.items()}
-            return _final([by_input.get(i) for i in range(len(inputs))], [*inputs, *tangents])
+            return [by_input.get(i) for i in range(len(inputs))]
 
         return None, None, None, *by_rows(gradients, given)
+
+
+class _Again(torch.autograd.Function):
+    """Gradients that can be differentiated again.
+
+    The step that does it is made when it is needed: its forward graph computes the gradients once more.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: tuple[Any, ...], derivatives: Derivatives, rng: Tensor, *inputs: Any
+    ) -> tuple[Any, ...]:
+        ctx.derivatives, ctx.rng = derivatives, rng
+        _save(ctx, inputs)
+        ctx.set_materialize_grads(False)
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        inputs, wanted = _saved(ctx), _asked(ctx)
+
+        def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
+            shown = tuple(i for i, tangent in enumerate(tangents) if tangent is not None)
+            reached = wanted & frozenset().union(*(ctx.derivatives.sources[i] for i in shown))
+            zeros = {i: torch.zeros_like(inputs[i], memory_format=torch.contiguous_format) for i in reached}
+            with unwatched():
+                step = ctx.derivatives.step(shown, wanted, inputs)
+                if step is None:
+                    return [zeros.get(i) for i in range(len(inputs))]
+                with torch.no_grad():
+                    outputs = step.forwards(*inputs, ctx.rng)
+                like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
+                chosen = [tangents[i] for i in shown]
+                found = _gradients(step, outputs[step.results :], chosen, like, ctx.rng)
+            if torch.is_grad_enabled():
+                found = _again(found, step, inputs, chosen, like, ctx.rng)
+            return [found.get(i, zeros.get(i)) for i in range(len(inputs))]
+
+        return None, None, None, *by_rows(gradients, given)
+
+
+def _asked(ctx: Any) -> frozenset[int]:
+    """Return the positions of the inputs of ``_Again`` whose gradients this backward pass may need."""
+    edges = iter(ctx.next_functions[1:])  # the first is that of (seed, sample)
+    found = set()
+    for i, (value, needed) in enumerate(zip(ctx.others, ctx.needs_input_grad[3:], strict=True)):
+        if value is not Tensor:
+            continue
+        node, _ = next(edges)
+        if needed and node is not None and will_run(node):
+            found.add(i)
+    return frozenset(found)
+
+
+class _Inputs:
+    """What entered a forward pass, and the versions that it had.
+
+    A second derivative needs all of it, and the backward pass may need less: it must not matter to a backward pass that
+    running statistics change between a forward pass and it. Inputs that the call itself writes are copied.
+    """
+
+    __slots__ = ("_values", "_versions")
+
+    def __init__(self, step: Step, values: Sequence[Any]) -> None:
+        if step.mutated and step.derivatives is not None:
+            written = step.mutated & step.derivatives.needed
+            values = [value.clone() if i in written else value for i, value in enumerate(values)]
+        self._values = values
+        self._versions = [_version(value) for value in values]
+
+    def unchanged(self, step: Step) -> Sequence[Any]:
+        """Return the values; raise FxroundError if one that the gradients are computed from was changed in place."""
+        derivatives = step.derivatives
+        needed = derivatives.needed if derivatives is not None else frozenset()
+        for i, (value, version) in enumerate(zip(self._values, self._versions, strict=True)):
+            if derivatives is not None and i in needed and _version(value) != version:
+                raise FxroundError(
+                    f"{derivatives.name(i)} was changed in place between a call and its backward pass with "
+                    "create_graph=True, which keeps it for second derivatives: change it after them, or pass a copy."
+                )
+        return self._values
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _gradients(
@@ -191,13 +289,9 @@ def _gradients(
     One that depends on no tangent, and may be a constant of the graph, is returned as a copy.
     """
     found = [given[i] for i in step.tangents]
-    pairs = zip(found, like, strict=True)
-    tangents = [
-        torch.zeros(shape, dtype=dtype, device=device) if t is None else t.resolve_neg()
-        for t, (shape, dtype, device) in pairs
-    ]
     require_ieee_arithmetic()
     with torch.no_grad():
+        tangents = [t.resolve_neg() for t in _tangents(step, given, like)]
         values = step.backwards(*saved, *tangents, rng)
         gradients = values[: len(step.gradients)]
         if record is not None and step.late:
@@ -206,6 +300,12 @@ def _gradients(
     rows = zip(step.gradients, step.reached, gradients, strict=True)
     kept = {i: g if reached else g.clone() for i, reached, g in rows if g is not None and used & (reached or used)}
     return _owned(kept, [*saved, *tangents])
+
+
+def _tangents(step: Differentiated, given: Sequence[Any], like: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients of the results that have one in the graph; zeros for a result that no loss uses."""
+    pairs = zip((given[i] for i in step.tangents), like, strict=True)
+    return [torch.zeros(s, dtype=dtype, device=device) if t is None else t for t, (s, dtype, device) in pairs]
 
 
 def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
@@ -230,34 +330,50 @@ def _owned(gradients: dict[int, Tensor], others: Sequence[Any]) -> dict[int, Ten
     return owned
 
 
-def _released(ctx: Any) -> Any:
-    """Return the inputs of the forward pass; those of a graph that is not retained are freed, as saved values are."""
-    inputs = ctx.inputs
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
-        ctx.inputs = (None,) * len(inputs)
-    return inputs
+def _again(
+    gradients: dict[int, Tensor],
+    step: Differentiated,
+    inputs: Sequence[Any],
+    given: Sequence[Any],
+    like: Sequence[Any],
+    rng: Tensor,
+) -> dict[int, Tensor]:
+    """Return gradients that can be differentiated again, by the position of their input.
 
-
-def _final(gradients: Sequence[Tensor | None], sources: Sequence[Any]) -> Sequence[Tensor | None]:
-    """Return the gradients; under ``create_graph=True``, ones that raise if they are differentiated again.
-
-    sources: the values on which they depend, so that autograd finds a way from a second derivative's loss to each.
+    inputs: what entered the step, with its history. given: the tangents by the numbers of the results.
     """
-    if not torch.is_grad_enabled():
-        return gradients
-    depended = [value for value in sources if isinstance(value, Tensor) and value.requires_grad]
-    final: Sequence[Tensor | None] = _Final.apply(tuple(gradients), *depended)  # type: ignore[no-untyped-call]
-    return final
+    derivatives = step.derivatives
+    if derivatives is None:
+        depended = [value for value in (*inputs, *given) if isinstance(value, Tensor) and value.requires_grad]
+        final: tuple[Tensor, ...] = _Final.apply(tuple(gradients.values()), *depended)  # type: ignore[no-untyped-call]
+        return dict(zip(gradients, final, strict=True))
+    values = [*inputs, *_tangents(step, given, like)]
+    requires = {i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad}
+    varying = [
+        gradients.get(position) if sources & requires else None
+        for position, sources in zip(step.gradients, derivatives.sources, strict=True)
+    ]
+    needed = [value if i in derivatives.needed else shaped(value) for i, value in enumerate(values)]
+    found = _Again.apply(tuple(varying), derivatives, rng, *needed)  # type: ignore[no-untyped-call]
+    pairs = zip(step.gradients, found, strict=True)
+    return gradients | {position: gradient for position, gradient in pairs if gradient is not None}
+
+
+def shaped(value: Any) -> Any:
+    """Return a tensor of the same shape, dtype and device that takes no memory; another value as it is."""
+    return value.detach().new_zeros(()).expand(value.shape) if isinstance(value, Tensor) else value
 
 
 class _Final(torch.autograd.Function):
+    """Gradients that raise if they are differentiated again."""
+
     @staticmethod
-    def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, gradients: tuple[Tensor, ...], *depended: Tensor) -> tuple[Tensor, ...]:
         return gradients
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise FxroundError(
-            "this gradient was computed by fxround's backward graph, which cannot be differentiated: for second "
-            "derivatives, call torch.autograd.grad inside of the model that is compiled, or use the original model."
+            "this gradient was computed by a loaded program, which has no second derivatives: compile the model in "
+            "this process, with fxround.compile, or export one that calls torch.autograd.grad itself."
         )

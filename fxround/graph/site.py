@@ -24,6 +24,10 @@ DIRECTION: Final = "fxround_direction"
 ROLE: Final = "fxround_role"
 PORTS: Final = "fxround_ports"  # of the output node: one for each output
 ORIGIN: Final = "fxround_origin"
+# The Site of the value of another graph that a node computes again: it is rounded and draws as that one.
+REPEATED: Final = "fxround_repeated"
+# Of the output node: the first number that no value of that graph has.
+FREE: Final = "fxround_free"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
 Direction = Literal["forward", "backward", "update"]

@@ -27,6 +27,17 @@ _SETTLED: Final = "fxround_settled"
 _KNOWN: Final = "fxround_known"
 
 
+def drop_aliases(graph: fx.GraphModule, but: str | None = None) -> None:
+    """Remove ``alias``, by which autograd keeps results and detaches values, from a graph that holds its gradients.
+
+    but: the key in ``meta`` of those that stay.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        if but not in node.meta:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
 def settle(graph: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
     """Declare every node's fake value right for its present arguments.
 

@@ -16,7 +16,7 @@ from torch import fx
 from fxround.capture.torch_private import quickened, uncollected
 from fxround.graph.dialect import Fused, graphs_of, loops_of, read_map
 from fxround.graph.site import ORIGIN
-from fxround.graph.values import module_of, settle
+from fxround.graph.values import drop_aliases, module_of, settle
 from fxround.kernels.program import EXACT
 from fxround.passes.assign import assign
 from fxround.passes.classify import classify
@@ -61,6 +61,20 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 _OF_ALL: Final = (assign, round_operands)
 
 
+def classified(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Return a copy of a captured graph as the passes see it, before the policy is asked: every value has its Site."""
+    copied = module_of(graph, copy.deepcopy(graph.graph))
+    own_bodies(copied)
+    for part in graphs_of(copied):
+        settle(part)
+    for step in (normalize, classify):
+        for part in _outer_first(copied):
+            step(part, plan)
+        for part in graphs_of(copied):
+            verify(part, step.__name__)
+    return copied
+
+
 @uncollected()
 @quickened()
 def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -74,6 +88,8 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     lowered = module_of(graph, copy.deepcopy(graph.graph))
     for node in lowered.graph.nodes:
         node.meta[ORIGIN] = node.name
+    for part in graphs_of(lowered):
+        drop_aliases(part)
     own_bodies(lowered)
     for part in graphs_of(lowered):
         settle(part)

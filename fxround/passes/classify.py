@@ -23,9 +23,11 @@ from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
 from fxround.graph.dialect import is_loop, loops_of
 from fxround.graph.site import (
     DIRECTION,
+    FREE,
     META,
     PORT,
     PORTS,
+    REPEATED,
     ROLE,
     Direction,
     Port,
@@ -54,6 +56,7 @@ _ROLE_OF_PORT: Final = {
     "carried": "activation",
     "random": "constant",
 }
+_ALIAS: Final = torch.ops.aten.alias.default
 _COMPLEX: Final = "fxround has no kernels for complex numbers"
 _INDEX: Final = "it becomes an index and depends on no data: it only chooses elements"
 # Operators that make integers, and those that make multiples of one half from such multiples.
@@ -76,6 +79,7 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
         if node in gradients:
             place = replace(place, role="gradient")
         place = replace(place, role=node.meta.get(ROLE) or carried_role(node) or place.role)
+        place = node.meta.get(REPEATED) or place
         roles[node] = place.role
         if node in coordinates:
             place = replace(place, kind="coordinate", role="coordinate", status="integer", reason=_INDEX)
@@ -91,7 +95,7 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
     Values that the results need come first, then inputs and constants, then gradients, then the rest. A value therefore
     has the same number with and without gradients, and the number does not depend on how data is moved, which differs
     if the batch is symbolic. Each node has two streams: the second is for a rounding after an operator that draws
-    itself.
+    itself. Values that are computed again (``REPEATED``) have their numbers already, and new ones follow.
     """
     output = graph.graph.output_node()
     results = outputs_of(graph)
@@ -104,7 +108,9 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
         elif node.op == "placeholder" and direction_of(node) == "forward":
             first.add(node)
     values = [node for node in graph.graph.nodes if float_value(node) is not None or is_loop(node)]
-    return {node: 2 * i for i, node in enumerate(sorted(values, key=lambda node: _turn(node, node in first)))}
+    own = [node for node in values if REPEATED not in node.meta and node.target is not _ALIAS]
+    free = output.meta.get(FREE, 0)
+    return {node: free + 2 * i for i, node in enumerate(sorted(own, key=lambda node: _turn(node, node in first)))}
 
 
 def _turn(node: fx.Node, first: bool) -> int:

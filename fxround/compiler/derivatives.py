@@ -1,0 +1,131 @@
+"""Derivatives of gradients: training steps that are made when a gradient is differentiated again.
+
+A training step computes gradients once, as a function of what entered it and of the tangents of its results. If they
+were computed with ``create_graph=True``, ``Derivatives.step`` returns a training step of that function: its forward
+graph computes the gradients again, and its backward graph their derivatives. The captured graph is differentiated, and
+the result is lowered by the same policy. There is one step for each set of gradients that are differentiated and of
+inputs whose derivatives are asked for. Each step can be differentiated in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+from fxround.capture import Captured
+from fxround.capture.derivatives import gradients_of
+from fxround.capture.dynamo import capturing
+from fxround.capture.undifferentiated import CONSTANT
+from fxround.errors import CaptureError, FxroundError
+from fxround.graph.site import float_values
+from fxround.numerics.lazy import cached_property
+from fxround.passes import Plan, classified
+
+if TYPE_CHECKING:
+    from fxround.compiler.pipeline import Pipeline
+    from fxround.compiler.training_step import Step
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """The derivatives of the gradients of one captured joint graph, under one policy.
+
+    Positions of inputs count all inputs of the graph: state, arguments, tangents.
+    """
+
+    captured: Captured
+    pipeline: Pipeline
+    _steps: dict[Any, list[tuple[Captured, Step | None]]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """The positions of the inputs that the gradients are computed from."""
+        graph = self.captured.graph.graph
+        found = {value for value in gradients_of(self.captured.graph) if value is not None}
+        for node in reversed(graph.nodes):
+            if node in found:
+                found.update(node.all_input_nodes)
+        return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in found)
+
+    @cached_property
+    def sources(self) -> tuple[frozenset[int], ...]:
+        """For each gradient the positions of the inputs on which it depends by numbers that have a derivative."""
+        graph = self.captured.graph.graph
+        found = {node: frozenset([i]) for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        for node in graph.nodes:
+            if node.op == "call_function" and float_values(node) and CONSTANT not in node.meta:
+                found[node] = frozenset().union(*(found.get(used, frozenset()) for used in node.all_input_nodes))
+        return tuple(found.get(value, frozenset()) for value in gradients_of(self.captured.graph))
+
+    def name(self, position: int) -> str:
+        """Return an input in words, for messages."""
+        port = self.captured.inputs[position]
+        return f"{port.kind} {port.name or port.index}"
+
+    def step(self, gradients: tuple[int, ...], wanted: frozenset[int], values: Sequence[Any]) -> Step | None:
+        """Return a training step from all inputs to these gradients, and to their derivatives.
+
+        Args:
+            gradients: the numbers of the gradients.
+            wanted: the positions of the inputs for which derivatives are wanted.
+            values: the inputs, of which those that are not needed may have any numbers.
+
+        Returns:
+            The step; None if none of the derivatives depends on anything.
+
+        Raises:
+            FxroundError: for what has no second derivative.
+        """
+        shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in values]
+        found = self._known(gradients, wanted, shapes)
+        if found is None:
+            with capturing():
+                found = self._known(gradients, wanted, shapes) or self._made(gradients, wanted, shapes)
+        return found[1]
+
+    def _known(self, gradients: Any, wanted: Any, shapes: Sequence[Any]) -> tuple[Captured, Step | None] | None:
+        made = self._steps.get((gradients, wanted), ())
+        return next((pair for pair in made if pair[0].sizes.admit(shapes)), None)
+
+    def _made(self, gradients: tuple[int, ...], wanted: frozenset[int], shapes: Sequence[Any]) -> Any:
+        self._require()
+        captured = None
+        for sizes in (None, shapes):
+            try:
+                captured = self.pipeline.differentiate(self._graph, gradients, wanted, sizes)
+            except CaptureError:
+                if sizes is not None:
+                    raise
+                continue
+            if captured.sizes.admit(shapes):
+                break
+        assert captured is not None
+        pipeline = replace(self.pipeline, policy=self.pipeline.policy.with_optional_rules())
+        pair = captured, pipeline.step(captured)
+        self._steps.setdefault((gradients, wanted), []).append(pair)
+        return pair
+
+    def _require(self) -> None:
+        """Raise FxroundError for what makes a second derivative impossible."""
+        if self.captured.once:
+            raise FxroundError(
+                f"{self.captured.once}: what is a constant of the derivative cannot be told from the graph, so that a "
+                "gradient cannot be differentiated again. Call detach() on a result, at the level of the model's code."
+            )
+        if self.pipeline.policy.treats_gradients:
+            raise FxroundError(
+                "a gradient that was rounded by a rule's gradient= cannot be differentiated again: use a policy whose "
+                'rules have gradient="straight_through"'
+            )
+        if self.pipeline.policy.delays_scales:
+            raise FxroundError(
+                "a gradient under delayed scales cannot be differentiated again, because their history is that of "
+                "first gradients: use a scale of the values themselves, as in current_scaling"
+            )
+
+    @cached_property
+    def _graph(self) -> fx.GraphModule:
+        return classified(self.captured.graph, Plan(self.pipeline.policy, self.pipeline.strict))
