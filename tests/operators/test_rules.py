@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -182,3 +183,11 @@ def test_a_float_result_that_a_rule_of_integers_does_not_speak_of_is_named() -> 
         node.meta["val"] = torch.zeros(2)
         status, reason = _status(node, "integer", "")
         assert status == "native" and packet in reason
+
+
+def test_rrelu_in_eval_mode_draws_nothing() -> None:
+    x, compiled = torch.linspace(-2, 2, 41), fxround.compile(torch.nn.RReLU().eval(), "reproducible")
+    values, slope = x.numpy(), np.float32((1 / 8 + 1 / 3) / 2)
+    assert compiled(x).numpy().tobytes() == np.where(values > 0, values, values * slope).tobytes()
+    with pytest.raises(fxround.FxroundError, match="generator"):
+        fxround.compile(torch.nn.RReLU().train(), "reproducible", example_inputs=x)

@@ -155,6 +155,12 @@ def leaky_relu(x: Tensor, negative_slope: Any = 0.01) -> Tensor:
     return torch.where(x > 0, x, x * negative_slope)
 
 
+@formula(F.rrelu, torch.rrelu)
+def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+    """rrelu(x) = leaky_relu(x, (lower + upper) / 2), in eval mode; in training mode the slopes are drawn"""
+    return NotImplemented if training or inplace else F.leaky_relu(x, (lower + upper) / 2)
+
+
 @formula(aten._prelu_kernel.default)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """prelu(x) = where(x > 0, x, x * weight)"""
