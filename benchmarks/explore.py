@@ -50,8 +50,8 @@ def files(chosen: random.Random, count: int) -> list[str]:
 
 
 def graphs(seed: int) -> list[str]:
-    """Two hundred graphs and a module."""
-    return ["python", "-m", "benchmarks.random_models", "--graphs", "200", "--modules", "2", "--seed", str(seed)]
+    """A hundred graphs and a module."""
+    return ["python", "-m", "benchmarks.random_models", "--graphs", "100", "--modules", "1", "--seed", str(seed)]
 
 
 def tests(seed: int) -> list[str]:
