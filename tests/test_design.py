@@ -134,6 +134,8 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.traced_packing",
             "capture.transforms",
             "capture.dynamo",
+            "capture.guards",
+            "capture.readings",
             "graph.values",
             "graph.site",
         ):

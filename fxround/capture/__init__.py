@@ -24,11 +24,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import tracing
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Alias, aliases_of, positions_of
-from fxround.capture.constants import Constants
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by, tensors_of
 from fxround.capture.gradient_marks import mark_values
+from fxround.capture.guards import Guards, Noted
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.outside_reads import wrap_reads
@@ -78,9 +79,9 @@ class Captured:
     out_spec: pytree.TreeSpec
     sizes: Sizes
     reads: tuple[Read | Kept, ...] = ()
-    constants: Constants = field(default_factory=Constants)
     aliases: Mapping[int, Alias] = field(default_factory=dict)
     once: str = ""
+    guards: Guards = field(default_factory=Guards)
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -100,7 +101,7 @@ class _Traced:
     joint: Any
     leaves: list[Any] = field(repr=False)
     reads: tuple[Read | Kept, ...]
-    constants: Constants
+    noted: Noted
     aliases: Mapping[int, Alias]
     once: str
 
@@ -139,7 +140,7 @@ def capture(
     and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
     refuse_unsupported_tensors(model, args, kwargs)
-    with alone(type(model).__name__), uncollected(), logging_while_traced():
+    with alone(type(model).__name__), uncollected(), logging_while_traced(), _disable_current_modes():
         return _captured(model, args, kwargs, decompositions, marked, varying)
 
 
@@ -166,12 +167,23 @@ def _captured(
         if traced is None:
             one_differs = True
             continue
-        described = describe(traced.joint, len(traced.leaves))
-        found = replace(described, reads=traced.reads, constants=traced.constants)
-        captured = replace(found, aliases=traced.aliases, once=traced.once)
+        captured = describe(traced.joint, len(traced.leaves))
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
-            return captured
+            guards = traced.noted.compiled()
+            _require_held(model, guards, args, kwargs)
+            found = replace(captured, reads=traced.reads, guards=guards)
+            return replace(found, aliases=traced.aliases, once=traced.once)
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
+
+
+def _require_held(model: torch.nn.Module, guards: Guards, args: Any, kwargs: Any) -> None:
+    """Raise CaptureError if what a trace read differs already from what the call has."""
+    changed = guards.changed(args, kwargs)
+    if changed:
+        raise CaptureError(
+            f"{type(model).__name__} reads {changed[0]}, which is not in this call what it was in the trace: pass "
+            "dense tensors (.contiguous()), and let no other thread change the model meanwhile."
+        )
 
 
 def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -230,7 +242,7 @@ def _trace(
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
         try:
-            graph, reads, constants = _graph_of(stack, model, args, kwargs, differentiable)
+            graph, reads, noted = _graph_of(stack, model, args, kwargs, differentiable)
             returned = returned_by(graph, model, args, kwargs)
             aliases = aliases_of(graph, returned, tensors_of(graph, model, args, kwargs))
             outside = {read.source for read in reads if isinstance(read, Read)}
@@ -256,12 +268,12 @@ def _trace(
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
     once = mark_constants(graph, joint.graph_module) if differentiable else ""
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, constants, aliases, once)
+    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, noted, aliases, once)
 
 
 def _graph_of(
     stack: contextlib.ExitStack, model: torch.nn.Module, args: Any, kwargs: Any, differentiable: bool
-) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Constants]:
+) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Noted]:
     """Return what ``dynamo_graph`` returns; the results have no gradients if none are wanted.
 
     A model whose results contain derivatives (forces, residuals of a differential equation) records gradients itself,
@@ -270,14 +282,14 @@ def _graph_of(
     if differentiable:
         return dynamo_graph(model, args, kwargs)
     try:
-        graph, reads, constants = dynamo_graph(model, args, kwargs)
+        graph, reads, noted = dynamo_graph(model, args, kwargs)
     except Exception as error:  # Dynamo's classes have what the model raised in their text
         if "does not require grad" not in str(error):
             raise
         stack.enter_context(torch.enable_grad())
-        graph, reads, constants = dynamo_graph(model, args, kwargs)
+        graph, reads, noted = dynamo_graph(model, args, kwargs)
     detach_results(graph)
-    return graph, reads, constants
+    return graph, reads, noted
 
 
 def _excludes_one(graph: fx.GraphModule) -> bool:

@@ -23,8 +23,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Returned
-from fxround.capture.constants import Constants, constants_of, spelled
+from fxround.capture.guards import Noted, spelled
 from fxround.capture.log_messages import logging_while_traced
+from fxround.capture.readings import readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
 from fxround.errors import CaptureError
@@ -189,8 +190,8 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
             raise explained(model, error, called_with(args, kwargs)) from error
 
 
-def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Constants]:
-    """Return Dynamo's graph of the call, and what it relies on besides state and arguments: tensors, and constants.
+def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Noted]:
+    """Return Dynamo's graph of the call, and what it relies on besides state and arguments: tensors, and guards.
 
     The graph uses twins of the model's modules. Raises LeftToPython if the model changes Python state, or reads tensors
     through an argument that is no tensor, tuple, list or dict.
@@ -209,6 +210,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fullgraph_capture"))
         found = stack.enter_context(_changes())
+        read = stack.enter_context(readings())
         captured = fullgraph_capture(traced, args, kwargs)
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, traced, args, kwargs)
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
@@ -218,10 +220,8 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
-    output = captured.graph_capture_output
-    scope = {"L": _locals(model), "G": output.f_globals}
-    constants = constants_of(output.output_graph.guards, scope, model)
-    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), constants
+    noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read)
+    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), noted
 
 
 def _without_graph(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fxround.capture.constants import spelled
+from fxround.capture.guards import spelled
 from fxround.errors import CaptureError
 from fxround.graph.dialect.loops import COND, MAP, SCAN, WHILE
 from fxround.graph.site import located

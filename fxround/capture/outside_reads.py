@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxround.capture.constants import spelled
+from fxround.capture.guards import spelled
 from fxround.capture.refusals import LeftToPython
 from fxround.graph.source_lines import source_line
 

@@ -6,10 +6,15 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
 from fxround.capture import inside_backward
 from fxround.capture.dynamo import tracer
 from fxround.capture.transforms import differentiates_forward, has_tangent, is_transformed
 from fxround.errors import FxroundError
+from fxround.float_state import require_ieee_arithmetic
 
 
 def require_untraced() -> None:
@@ -58,3 +63,18 @@ def check_context(recorded: bool) -> None:
             "a compiled module runs again in a backward pass (torch.utils.checkpoint around it), after its sample "
             "has advanced: use checkpointing inside the model, or none."
         )
+
+
+def require_computable() -> None:
+    """Raise FxroundError where the processor rounds in another way, or a mode changes what PyTorch's functions do.
+
+    A graph has no calls of these functions left, which the mode could change.
+    """
+    require_ieee_arithmetic()
+    if torch._C._len_torch_function_stack():
+        modes = [type(mode) for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+        if modes:
+            raise FxroundError(
+                f"a TorchFunctionMode ({modes[-1].__name__}) is active, which a compiled module cannot ask: call the "
+                "module outside of the mode, or let the model enter it"
+            )

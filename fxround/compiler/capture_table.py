@@ -90,11 +90,13 @@ def guard_of(failed: str | None) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a compiled module, by what its graph depends on: names and shapes of the leaves, and the key."""
+    """A call of a compiled module: names and shapes of the leaves, the key, and the arguments."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     key: Any
+    args: Any
+    kwargs: Any
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, key: Any) -> Call:
@@ -104,7 +106,8 @@ class Call:
             names = tuple(_name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0])
         except ValueError:  # a library's type of argument without names for its parts
             names = tuple(f"tensor or value {i}" for i in range(len(leaves)))
-        return cls(names, tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves), key)
+        shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return cls(names, shapes, key, args, kwargs)
 
 
 def reason_for(call: Call, earlier: Mapping[Any, Sequence[Any]]) -> str:
@@ -118,7 +121,7 @@ def reason_for(call: Call, earlier: Mapping[Any, Sequence[Any]]) -> str:
     near = max(earlier, key=lambda key: sum(a == b for a, b in zip(key, call.key, strict=True)))
     if near == call.key:
         reason = next(_of_same_key(call, earlier[near]), "an earlier graph does not fit")
-        if sum(not entry.captured.constants.are_current() for entry in earlier[near]) >= GRAPHS:
+        if sum(not entry.captured.guards.hold(call.args, call.kwargs) for entry in earlier[near]) >= GRAPHS:
             raise CaptureError(f"{GRAPHS} graphs already, and this call would need another one ({reason}): {ADVICE}")
         return reason
     return next(_differences(call, near), "the model has changed")
@@ -133,7 +136,7 @@ def _of_same_key(call: Call, entries: Sequence[Any]) -> Iterator[str]:
                 yield f"{name} has size {size} in dimension {d}; the graph before has {expected}"
     if not captured.sizes.admit(call.shapes):
         yield f"sizes {', '.join(str(s) for s in call.shapes if s is not None)} do not meet the conditions before"
-    yield from (f"{source} has changed" for source in captured.constants.changed())
+    yield from (f"{source} has changed" for source in captured.guards.changed(call.args, call.kwargs))
     yield from (f"{read.source} has changed" for read in captured.reads if not read.is_current())
 
 
@@ -150,8 +153,9 @@ def _differences(call: Call, near: Any) -> Iterator[str]:
             yield f"{name} is {_kind(kind, moved)}; before, it was {_kind(before, moved)}"
     if gradients != gradients_before:
         yield "gradients are wanted" if gradients else "no gradients are wanted"
-    (modules, tensors, dtype, cast), (modules_before, tensors_before, dtype_before, cast_before) = state, state_before
-    for (module, values), (module_before, values_before) in zip(modules, modules_before, strict=False):
+    (modules, tensors, *flags), (modules_before, tensors_before, *flags_before) = state, state_before
+    (dtype, cast, hooks), (dtype_before, cast_before, hooks_before) = flags, flags_before
+    for (module, *values), (module_before, *values_before) in zip(modules, modules_before, strict=False):
         if module is not module_before:
             yield f"{type(module_before).__name__} was replaced by another module"
         yield from _changed(module, values, values_before)
@@ -164,17 +168,16 @@ def _differences(call: Call, near: Any) -> Iterator[str]:
     if cast != cast_before:
         now, then = (next((str(c) for c in casts if c), "off") for casts in (cast, cast_before))
         yield f"autocast is {now}; before, it was {then}"
+    if hooks != hooks_before:
+        yield "hooks of all modules have changed"
 
 
 def _changed(module: nn.Module, now: Any, before: Any) -> Iterator[str]:
-    """Yield what ``baked`` values of a module differ in."""
+    """Yield what the training flags and hooks of a module differ in."""
     name = type(module).__name__
-    (values, training, *hooks), (values_before, training_before, *hooks_before) = now, before
+    (training, *hooks), (training_before, *hooks_before) = now, before
     if training != training_before:
         yield f"{name} is in {mode_of(training, False)} mode"
-    known = dict(values_before)
-    for attribute in [a for a, value in values if known.get(a, known) != value] + sorted({*known} - {*dict(values)}):
-        yield f"attribute {attribute} of {name} has changed"
     if hooks != hooks_before:
         yield f"hooks of {name} have changed"
 

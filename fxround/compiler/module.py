@@ -24,7 +24,7 @@ from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.call_context import check_context, require_untraced
+from fxround.compiler.call_context import check_context, require_computable, require_untraced
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.delayed_state import SCALES, DelayedState
@@ -53,7 +53,6 @@ from fxround.compiler.signature import (
 from fxround.compiler.state_key import StateKeys
 from fxround.compiler.training_step import Step, differentiable_later
 from fxround.errors import CaptureError, FxroundError, type_of
-from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy
 from fxround.runtime import torch_ops
 from fxround.views.table import Table
@@ -172,6 +171,8 @@ class RoundedModule(Exporting):
                 entry = self._entry(args, kwargs, replays=True, flat=flat)
         except LeftToPython:
             return self._replayed().call(args, kwargs)
+        if entry.captured.guards.grad_mode and torch.is_grad_enabled():
+            return self.run(self._entry(args, kwargs, flat=flat), flat[0])
         if wanted and not self.training:
             return self._differentiable_in_eval(entry, args, kwargs)
         with torch.set_grad_enabled(wanted):
@@ -412,7 +413,7 @@ class RoundedModule(Exporting):
         replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it. flat: the
         arguments' leaves and their spec, if the caller has them.
         """
-        require_ieee_arithmetic()
+        require_computable()
         record_outputs(self.source, kwargs)
         flat = flat or pytree.tree_flatten((args, kwargs))
         leaves = flat[0]
@@ -425,14 +426,14 @@ class RoundedModule(Exporting):
         key = (*self._key(args, kwargs, flat), torch.is_grad_enabled())
         known = self._known
         # Most calls are like the one before; to compare them takes less than a lookup.
-        if known is not None and known[0] == (key, shapes) and known[1].captured.constants.are_current():
+        if known is not None and known[0] == (key, shapes) and known[1].captured.guards.hold(args, kwargs):
             self._latest = known[1]
             return known[1]
-        entry = self._admitting(key, shapes, replays)
+        entry = self._admitting(key, shapes, args, kwargs, replays)
         if entry is None:
             with capturing():
                 # Another thread may have captured it meanwhile.
-                entry = self._admitting(key, shapes, replays)
+                entry = self._admitting(key, shapes, args, kwargs, replays)
                 if entry is None:
                     began, reason = time.perf_counter(), reason_for(Call.of(args, kwargs, key), self._entries)
                     entry = self._compile(args, kwargs, key)
@@ -444,13 +445,13 @@ class RoundedModule(Exporting):
         self.__dict__["_known"] = None if entry.captured.reads else ((key, shapes), entry)
         return entry
 
-    def _admitting(self, key: Any, shapes: Sequence[Any], replays: bool) -> Entry | None:
+    def _admitting(self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool) -> Entry | None:
         """Return a captured graph that may be used for these arguments."""
         left = self._left.get(key)
-        if left is not None and (replays or not left.reads):
+        if left is not None and replays:
             raise left.with_traceback(None)
         for entry in self._entries.get(key, ()):
-            if not entry.captured.sizes.admit(shapes) or not entry.captured.constants.are_current():
+            if not entry.captured.sizes.admit(shapes) or not entry.captured.guards.hold(args, kwargs):
                 continue
             changed = [read for read in entry.captured.reads if not read.is_current()]
             if not changed:

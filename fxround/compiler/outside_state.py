@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fxround.capture.constants import is_installed
+from fxround.capture.guards import is_installed
 
 # A function that reaches more objects than these (a data set in a list) has no more state.
 _MOST: Final = 10_000

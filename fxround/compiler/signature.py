@@ -1,7 +1,7 @@
-"""The arguments that a compiled module takes, and the Python values on which a captured graph depends.
+"""The arguments that a compiled module takes, and the part of them on which a captured graph depends.
 
-A graph holds Python values that it found as constants. These values are part of the key under which the graph is kept,
-so that a changed number, flag or hook is captured again.
+A graph holds numbers and flags among its arguments as constants. They are part of the key under which the graph is
+kept, so that other ones are captured again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fxround.capture.packed import packed_among
 from fxround.capture.torch_private import is_of_dynamo
-from fxround.compiler.executable import Function, Method
+from fxround.compiler.executable import Function
 from fxround.errors import CaptureError, shown, type_of
 
 # The note that distinguishes an error of the model from one of fxround.
@@ -138,34 +138,6 @@ def asked(model: nn.Module, args: Any, kwargs: Any, traced: bool = False) -> boo
 
 def _alone(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def baked(module: nn.Module) -> Any:
-    """Return the values of a module that tracing turns into constants: numbers, texts and lists of them, and its hooks.
-
-    Other objects are represented by their type, so that None in place of an object gives another key.
-    """
-    if isinstance(module, Method):
-        module = module.source
-    values = tuple((name, constant(value)) for name, value in vars(module).items() if name not in MODULE)
-    # The number of a hook is unique in a process.
-    return values, module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-
-
-def constant(value: Any) -> Any:
-    """Return the text of a value that tracing turns into a constant, the type of any other."""
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        return type(value), *map(constant, value)  # the weights of an LSTM: their numbers are no constants
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, dict) and all(isinstance(item, _PLAIN | None) for item in value.values()):
-        return repr(value)
-    return type(value)
-
-
-_PLAIN: Final = bool | int | float | str | bytes | torch.dtype | list | tuple | set | frozenset
-# The attributes of every module: its parameters, hooks and so on.
-MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def is_opaque(leaf: Any) -> bool:

@@ -1,27 +1,39 @@
-"""What a captured graph depends on beside its arguments, as a key.
+"""What a captured graph depends on beside its arguments and what its guards read, as a key.
 
-The key holds the modules with their plain attributes and hooks, the dtypes, shapes and devices of the state, and
+The key holds the modules with their training flags and hooks, the dtypes, shapes and devices of the state, and
 autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is
-made again only if one of them was replaced or changed. What a model reads from elsewhere (a global, a nested object) is
-compared for each graph (``capture/constants.py``).
+made again only if one of them was replaced or changed. What else a model reads (attributes, globals, nested objects) is
+compared for each graph (``capture/guards.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+from torch.nn.parameter import is_lazy
 
-from fxround.compiler.executable import Function, Sharing
-from fxround.compiler.signature import MODULE, baked, constant
+from fxround.capture.guards import comparing
+from fxround.compiler.executable import Function, Method, Sharing
+from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES
 
+# The hooks of a module, by the attributes that hold them.
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The attributes of every module on whose content the key depends.
-_CONTENTS: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_SCALARS: Final = bool | int | float | str | bytes | None
+_CONTENTS: Final = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_ALL: Final = itemgetter(*_CONTENTS)
+_GLOBAL: Final = (
+    hooks_of_all._global_forward_hooks,
+    hooks_of_all._global_forward_pre_hooks,
+    hooks_of_all._global_backward_hooks,
+    hooks_of_all._global_backward_pre_hooks,
+)
 
 
 class StateKeys:
@@ -39,7 +51,8 @@ class StateKeys:
         if latest is None or not latest.holds():
             latest = self._latest = _Reading(model.get_submodule(self._path) if self._path else model)
         cast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in DEVICES)
-        return latest.modules, latest.state, torch.get_default_dtype(), cast
+        hooks = tuple(map(tuple, _GLOBAL)) if any(_GLOBAL) else ()
+        return latest.modules, latest.state, torch.get_default_dtype(), cast, hooks
 
 
 class _Reading:
@@ -50,36 +63,68 @@ class _Reading:
 
     def __init__(self, model: nn.Module) -> None:
         found = tuple(model.modules())
+        _refuse_lazy(model)
         # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
-        self.modules = tuple((m, baked(m)) for m in found)
-        self._tensors: tuple[Tensor, ...] = (*model.parameters(), *model.buffers())
+        self.modules = tuple(map(_read, found))
+        self._tensors = tuple({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
         self.state = _described(self._tensors)
+        self._unchanged = comparing(self._tensors)
         watched = [vars(owner) for m in found for owner in _owners(m)]
-        self._chosen = [(own, len(own), *_read(own)) for own in watched]
-        inner = [own[name] for own in watched for name in _CONTENTS if name in own]
+        self._flags = [(own, *_flag(own)) for own in watched]
+        self._chosen = [(own, *_contents(own)) for own in watched]
+        inner = [content for _, _, contents in self._chosen for content in contents]
         self._empty = [content for content in inner if not content]
-        self._whole = [(content, tuple(content), tuple(content.values())) for content in inner if content]
-        plain = [value for own in watched for name, value in own.items() if name not in MODULE]
-        self._texts = [(value, constant(value)) for value in plain if _can_change(value)]
+        self._whole = [content for content in inner if content]
+        self._sizes = list(map(len, self._whole))
+        self._names = list(chain.from_iterable(self._whole))
+        self._values = list(chain.from_iterable(map(dict.values, self._whole)))
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        if any(self._empty):
+        if any(self._empty) or list(map(len, self._whole)) != self._sizes:
             return False
         try:
-            for own, size, read, values in self._chosen:
-                if len(own) != size or not all(map(is_, read(own), values)):
+            for own, read, contents in self._chosen:
+                if not all(map(is_, read(own), contents)):
                     return False
         except KeyError:  # an attribute was deleted
             return False
-        for content, keys, values in self._whole:
-            if len(content) != len(keys) or not (
-                all(map(is_, content, keys)) and all(map(is_, content.values(), values))
-            ):
+        for own, name, flag in self._flags:
+            if own.get(name) is not flag:
                 return False
-        if self._texts and any(constant(value) != text for value, text in self._texts):
-            return False
-        return self.state == _described(self._tensors)
+        return (
+            all(map(is_, chain.from_iterable(self._whole), self._names))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._whole)), self._values))
+            and (self._unchanged(*self._tensors) or self.state == _described(self._tensors))
+        )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter or buffer that gets its shape in the first call of the model itself."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} of {type(model).__name__} has no shape yet; a lazy module takes it from its first call: call "
+                "the model itself once, as in model(x), before the compiled module is called or prepared."
+            )
+
+
+def _read(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module with its training flag and the numbers of its hooks, which are unique in a process."""
+    own = module.source if isinstance(module, Method) else module
+    return module, own.training, *(tuple(getattr(own, hooks, ())) for hooks in _HOOKS)
+
+
+def _flag(own: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name and the value of the training flag that a module, or a function's module, has itself."""
+    name = "training" if "training" in own else "_training"
+    return name, own.get(name)
+
+
+def _contents(own: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], tuple[Any, ...]], tuple[Any, ...]]:
+    """Return the function that reads what the key depends on, and the objects that it reads."""
+    read = _ALL if all(name in own for name in _CONTENTS) else itemgetter(*(n for n in _CONTENTS if n in own))
+    return read, read(own)
 
 
 def _described(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -91,16 +136,3 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     if isinstance(module, Sharing):
         yield module.source
-
-
-def _read(own: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], tuple[Any, ...]], tuple[Any, ...]]:
-    """Return the attributes that the key is made of: the function that reads them, and their values."""
-    read = itemgetter(*(name for name in own if name not in MODULE or name in _CONTENTS or name == "training"))
-    return read, read(own)
-
-
-def _can_change(value: Any) -> bool:
-    """Whether a value of which the key holds the text can change while it stays the same object."""
-    if isinstance(value, tuple | frozenset):
-        return not all(isinstance(item, _SCALARS) for item in value)
-    return isinstance(value, list | set | dict)

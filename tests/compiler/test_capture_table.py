@@ -124,7 +124,7 @@ def changed(model: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "value": (lambda: (x, 3.0), "argument 1 is 3.0; before, it was 2.0"),
         "kind": (lambda: (x, None), "argument 1 is None; before, it was 2.0"),
         "arguments": (lambda: (x,), "other arguments: argument 0"),
-        "attribute": (lambda: setattr(model, "scale", 4.0) or (x, 2.0), "attribute scale of Scaling has changed"),
+        "attribute": (lambda: setattr(model, "scale", 4.0) or (x, 2.0), "self.scale has changed"),
         "mode": (lambda: model.train() and (x, 2.0), "Scaling is in training mode"),
         "gradients": (lambda: (x.clone().requires_grad_(), 2.0), "argument 0 is float32 of 2 dimensions that wants"),
         "hook": (

@@ -15,8 +15,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-        self.scale, self.sizes, self.options, self.nested = 0.5, [1, 2], {"a": 1}, ([1], 2)
-        self.other: object = None
+        self.scale = 0.5
 
 
 def hook(*args: object) -> None:
@@ -24,17 +23,6 @@ def hook(*args: object) -> None:
 
 
 CHANGES: dict[str, Callable[[Model], object]] = {
-    "a number": lambda m: setattr(m, "scale", 0.25),
-    "a number that equals the old one": lambda m: setattr(m, "scale", 0.5 + 0 * m.scale),
-    "a flag in place of a number": lambda m: setattr(m, "scale", True),
-    "minus zero": lambda m: setattr(m, "scale", -0.0),
-    "an item of a list": lambda m: m.sizes.append(3),
-    "an item of a dict": lambda m: m.options.update(a=2),
-    "an item in a tuple": lambda m: m.nested[0].append(2),
-    "an object in place of None": lambda m: setattr(m, "other", object()),
-    "a new attribute": lambda m: setattr(m, "extra", 1),
-    "an attribute less": lambda m: delattr(m, "scale"),
-    "an attribute renamed": lambda m: (delattr(m, "other"), setattr(m, "another", None)),
     "eval mode": lambda m: m.eval(),
     "eval mode of a part": lambda m: m.norm.eval(),
     "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.zeros(5, 3))),
@@ -47,6 +35,9 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "one module more": lambda m: m.add_module("extra", nn.Identity()),
     "a hook": lambda m: m.norm.register_forward_hook(hook),
     "a hook before": lambda m: m.register_forward_pre_hook(hook),
+    "a hook of gradients": lambda m: m.norm.register_full_backward_hook(hook),
+    "other hooks": lambda m: setattr(m, "_forward_hooks", {7: hook}),
+    "other modules": lambda m: setattr(m, "_modules", {"first": nn.Linear(3, 4)}),
 }
 
 
@@ -58,13 +49,14 @@ def test_a_change_is_read(change: str) -> None:
     CHANGES[change](model)
     after = keys.of(model)
     assert after == StateKeys().of(model)
-    assert (after == before) == (change == "a number that equals the old one")
+    assert after != before
     assert keys.of(model) == after
 
 
 def test_a_model_that_did_not_change_is_not_read_again() -> None:
     model, keys = Model(), StateKeys()
     (modules, state, *_) = keys.of(model)
+    model.scale = 0.25  # which graphs that read it compare
     assert keys.of(model)[0] is modules and keys.of(model)[1] is state
 
 

@@ -1,0 +1,390 @@
+"""What a captured graph depends on besides its tensors: Dynamo's guards, compiled, and what Dynamo does not guard.
+
+Dynamo notes a guard for every Python value that its trace depends on: attributes, globals, closures, items of lists and
+dicts, types, modes. ``Noted.compiled`` compiles them, and every call evaluates them before it uses the graph. A few
+kinds are left to other checks of a call (``_ELSEWHERE`` says which). Dynamo takes the methods of classes for constant,
+and reads the environment and some flags without a guard: they are compared here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter, methodcaller
+from types import CodeType, FunctionType, MappingProxyType, MethodType
+from typing import Any, Final
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from fxround.capture.readings import Readings
+
+# The kinds of guards that another check of a call covers, and which.
+_ELSEWHERE: Final = MappingProxyType(
+    {
+        "TENSOR_MATCH": "the key of a call has dtypes, ranks and devices; Read compares other tensors",
+        "SHAPE_ENV": "Sizes",
+        "GLOBAL_STATE": "the key has the grad mode, autocast and the default dtype; Readings what else is read",
+        "GRAD_MODE": "the key",
+        "DETERMINISTIC_ALGORITHMS": "Readings",
+        "AUTOGRAD_SAVED_TENSORS_HOOKS": "hooks see what a graph saves, and change no value that it computes",
+        "EMPTY_NN_MODULE_HOOKS_DICT": "the key has the hooks of all modules",
+    }
+)
+# The kinds of guards on an argument, or on an item of one, that the key covers: it has the structure and every leaf.
+_OF_ARGUMENTS: Final = frozenset(
+    ("TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
+)
+# The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
+_EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
+_INEXACT: Final = float | complex | list | tuple | set | frozenset
+_LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+# What a trace found in a class (functions, properties, their code) or a function: the owner, a reader, the objects.
+_Found = tuple[Any, Callable[[Any], Any], Any]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The compiled guards of one graph, and what is compared besides.
+
+    check       Dynamo's guards, for the names of a scope
+    explain     the same, with the guard that failed
+    scope       the model by the name that its forward has for it, and the default values of arguments
+    sources     what the guards read, longest first, and how the model's author spells it
+    bind        the names that mean something else in every call; None if no guard reads them
+    found       the methods of classes, and the attributes of the model itself, that no guard names
+    flags       functions of PyTorch with arguments and results
+    environment the environment, if the trace read it
+    layouts     the strides of the arguments, if the trace read some
+    grad_mode   whether the trace read the grad mode
+    kept        what is compared by identity
+    """
+
+    check: Callable[[dict[str, Any]], bool] | None = None
+    explain: Callable[[dict[str, Any]], Any] | None = field(default=None, repr=False)
+    scope: dict[str, Any] = field(default_factory=dict, repr=False)
+    sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    bind: Callable[[Any, Any], dict[str, Any]] | None = field(default=None, repr=False)
+    found: tuple[_Found, ...] = field(default=(), repr=False)
+    flags: tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...] = field(default=(), repr=False)
+    environment: Mapping[Any, Any] | None = field(default=None, repr=False)
+    layouts: tuple[Any, ...] | None = field(default=None, repr=False)
+    grad_mode: bool = False
+    kept: tuple[Any, ...] = field(default=(), repr=False)
+
+    def hold(self, args: Any, kwargs: Any) -> bool:
+        """Whether everything that the trace depended on is as it was."""
+        if self.check is None:
+            return True
+        if not self.check(self.scope if self.bind is None else {**self.scope, **self.bind(args, kwargs)}):
+            return False
+        try:
+            for owner, read, values in self.found:
+                if read(owner) != values:
+                    return False
+        except (AttributeError, KeyError):
+            return False
+        if self.flags and any(flag(*given) != value for flag, given, value in self.flags):
+            return False
+        if self.layouts is not None and self.layouts != layouts_of((args, kwargs)):
+            return False
+        return self.environment is None or _environment() == self.environment
+
+    def changed(self, args: Any, kwargs: Any) -> list[str]:
+        """Return what is not as it was, as the model's author spells it."""
+        if self.check is None or self.explain is None or self.hold(args, kwargs):
+            return []
+        scope = self.scope if self.bind is None else {**self.scope, **self.bind(args, kwargs)}
+        if not self.check(scope):
+            parts = [str(part) for part in self.explain(scope).verbose_code_parts]
+            return [self._spelled(part) for part in parts[:1]] or ["a value that the model reads"]
+        found = [f"torch.{flag.__name__}()" for flag, given, value in self.flags if flag(*given) != value]
+        if self.layouts is not None and self.layouts != layouts_of((args, kwargs)):
+            found.append("the order of an argument in memory")
+        if self.environment is not None and _environment() != self.environment:
+            found.append("os.environ")
+        return found or ["the code of a method"]
+
+    def _spelled(self, part: str) -> str:
+        """Return the source that a failed guard reads."""
+        told = part.partition("  # ")[0]
+        return next((spelled for source, spelled in self.sources if source in told), told.strip())
+
+
+def layouts_of(values: Any) -> tuple[Any, ...]:
+    """Return the strides of tensors, where they do not follow from the sizes."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return tuple(None if t.is_contiguous() else t.stride() for t in tensors)
+
+
+def _environment() -> Any:
+    return getattr(os.environ, "_data", os.environ)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The guards that Dynamo noted in a trace, before they are compiled.
+
+    output: what ``fullgraph_capture`` returned about the trace. model: the user's model, which may be another object
+    than the traced one. args, kwargs: those of the trace. readings: what it read.
+    """
+
+    output: Any = field(repr=False)
+    model: nn.Module
+    traced: nn.Module = field(repr=False)
+    args: Any = field(repr=False)
+    kwargs: Any = field(repr=False)
+    readings: Readings = field(repr=False)
+
+    def compiled(self) -> Guards:
+        """Return the guards for the values as they are now, outside of the switches of a trace."""
+        from torch._dynamo.convert_frame import get_traced_fn
+
+        graph = self.output.output_graph
+        function, owner = get_traced_fn(self.traced)
+        signature = inspect.signature(function, follow_wrapped=False)
+        given = signature.bind(*([] if owner is None else [owner]), *self.args, **self.kwargs).arguments.keys()
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        models = {name for name, value in graph.local_scope.items() if value is self.traced}
+        fixed = models | (graph.local_scope.keys() - given - cells.keys())
+        names = fixed | cells.keys()
+        kept = [guard for guard in graph.guards if _is_evaluated(guard, names)]
+        known = {guard.name for guard in graph.guards}
+        unguarded = [s for n, s in self.readings.sources.items() if n not in known and _is_compared(s, names)]
+        checker = _checker(self.output.bytecode, graph, kept, unguarded)
+        read = [*(guard.originating_source for guard in kept), *unguarded]
+        root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
+        classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
+        codes = frozenset(self.output.traced_code)
+        told = sorted({source.name for source in read if source.name}, key=len, reverse=True)
+        return Guards(
+            check=root.check,
+            explain=root.check_verbose,
+            scope={name: graph.local_scope[name] for name in fixed},
+            sources=tuple((name, _said(name, self.model)) for name in told),
+            bind=_binding(signature, owner is not None, cells, varying) if varying else None,
+            found=(*_found_in(function, self.traced, classes, codes), *_own(self.model), *self._copied()),
+            flags=self.readings.lasting_flags(),
+            environment=dict(_environment()) if self.readings.environ else None,
+            layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
+            grad_mode=self.readings.grad_mode,
+            kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__),
+        )
+
+    def _copied(self) -> tuple[_Found, ...]:
+        """Return the attributes of the model that the traced one has copies of."""
+        if self.traced is self.model:
+            return ()
+        own = vars(self.model)
+        read = itemgetter(*(name for name in vars(self.traced) if name in own))
+        return ((own, read, read(own)),)
+
+
+def _is_evaluated(guard: Any, names: set[str]) -> bool:
+    """Whether no other check of a call covers the guard. names: the variables that are no arguments."""
+    kind, root = guard.create_fn_name(), _root(guard.originating_source)
+    if kind in _ELSEWHERE:
+        return False
+    if kind == "DUPLICATE_INPUT":  # of two names of one library, each of which has a guard of its own
+        return not guard.name.startswith("G['__import_")
+    if not root or root in names:
+        return True
+    return kind not in _OF_ARGUMENTS or not all(_is_item(source) for source in _chain(guard.originating_source)[1:])
+
+
+def _is_compared(source: Any, names: set[str]) -> bool:
+    """Whether a value that the trace read without a guard may be another one later.
+
+    names: the variables that are no arguments.
+    """
+    chain = _chain(source)
+    if any(type(part).__name__ == "SkipGuardSource" for part in chain):  # what PyTorch itself takes for constant
+        return False
+    return _root(source) in names or bool(re.match(r"G\['(?!__(import|builtins_dict)_+\w+'\]$)", source.name))
+
+
+def _chain(source: Any) -> list[Any]:
+    """Return the sources by which a value is found, from the variable to the value itself."""
+    found = []
+    while source is not None:
+        found.append(source)
+        source = getattr(source, "base", None)
+    return found[::-1]
+
+
+def _root(source: Any) -> str:
+    """Return the name of the local variable by which a value is found; "" for a global and for a flag."""
+    first = _chain(source)[0]
+    return str(first.local_name) if hasattr(first, "local_name") else ""
+
+
+def _is_item(source: Any) -> bool:
+    return type(source).__name__ in ("DictGetItemSource", "GetItemSource", "ListGetItemSource", "ConstDictKeySource")
+
+
+def _checker(code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[Any]) -> Any:
+    """Return Dynamo's manager of these guards; it keeps the objects that the guards compare by identity.
+
+    unguarded: what the trace read besides, which is compared by identity.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._guards import GuardsSet
+    from torch.utils._ordered_set import OrderedSet
+
+    class Checker(CheckFunctionManager):
+        def id_ref(self, obj: object, obj_str: str) -> int:
+            self.__dict__.setdefault("kept", []).append(obj)
+            return id(obj)
+
+        def compile_check_fn(self, builder: Any, guards_out: list[Any], guard_fail_fn: Any) -> None:
+            for guard in guards_out:
+                value = builder.get(guard) if guard.create_fn_name() in _EQUAL else None
+                if isinstance(value, _INEXACT) and _may_equal_another(value):
+                    told, digits = [f"{guard.name} has other digits"], _digits_of(value)
+                    builder.get_guard_manager(guard).add_lambda_guard(_of_digits(digits), told, guard.user_stack)
+            for source in unguarded:
+                told, value = [f"{source.name} is another object"], builder.get(source)
+                manager = builder.get_guard_manager_from_source(source)
+                manager.add_id_match_guard(self.id_ref(value, source.name), told, None)
+            super().compile_check_fn(builder, guards_out, guard_fail_fn)
+
+    noted = copy.copy(graph)
+    noted._guards = GuardsSet(OrderedSet(guards))
+    noted._aotautograd_guards = []
+    # Dynamo notes the modes of a frame that it runs itself.
+    noted.torch_function_mode_stack = _get_current_function_mode_stack()
+    noted.skip_guards_check = True
+    with config.patch(guard_nn_modules=True, use_lamba_guard_for_object_aliasing=False):
+        return Checker(code, noted)
+
+
+def _may_equal_another(value: Any) -> bool:
+    """Whether another value than this one may be equal to it and of the same type."""
+    if isinstance(value, float):
+        return value == 0
+    return not isinstance(value, complex) or value.real == 0 or value.imag == 0
+
+
+def _of_digits(digits: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(_digits_of(value) == digits)
+
+
+def _digits_of(value: Any) -> Any:
+    """Return a key that tells values apart that are equal: 0.0 and -0.0, 1 and True in a tuple."""
+    if isinstance(value, list | tuple):
+        return type(value), *map(_digits_of, value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_digits_of, value))
+    return type(value), repr(value)
+
+
+def _binding(
+    signature: inspect.Signature, bound: bool, cells: Mapping[str, Any], names: Iterable[str]
+) -> Callable[[Any, Any], dict[str, Any]]:
+    """Return the function that reads arguments and variables of a closure by name.
+
+    bound: whether the first parameter is the model.
+    """
+    wanted = {name: cells[name] for name in names if name in cells}
+    rest = [name for name in names if name not in cells]
+
+    def bind(args: Any, kwargs: Any) -> dict[str, Any]:
+        found = {name: cell.cell_contents for name, cell in wanted.items()}
+        if rest:
+            given = signature.bind(*([None] if bound else []), *args, **kwargs)
+            given.apply_defaults()
+            found |= {name: given.arguments[name] for name in rest}
+        return found
+
+    return bind
+
+
+def _found_in(function: Any, model: nn.Module, values: Iterable[Any], codes: frozenset[CodeType]) -> Iterator[_Found]:
+    """Yield the function that was traced, and the methods and properties whose code was traced, by their classes."""
+    yield function, _defaults, _defaults(function)
+    classes = {value if isinstance(value, type) else type(value): None for value in (*model.modules(), *values)}
+    for cls in classes:
+        names = [name for base in cls.__mro__ for name, value in vars(base).items() if _code(value) in codes]
+        called = ["__call__"] if issubclass(cls, nn.Module) else []
+        if names or called:
+            yield _read(cls, called + [each for name in dict.fromkeys(names) for each in _parts(cls, name)])
+
+
+def _own(model: nn.Module) -> Iterator[_Found]:
+    """Yield the type of the model, and a forward of its own: the trace began with what they are."""
+    yield model, type, type(model)
+    yield vars(model), methodcaller("get", "forward"), vars(model).get("forward")
+
+
+def _defaults(function: Any) -> tuple[Any, ...]:
+    """Return the code of a function and the objects of its defaults, which the guards keep alive."""
+    return function.__code__, *map(id, function.__defaults__ or ()), *map(id, (function.__kwdefaults__ or {}).values())
+
+
+def _read(owner: Any, names: Sequence[str]) -> _Found:
+    read = attrgetter(*names)
+    return owner, read, read(owner)
+
+
+def _code(value: Any) -> CodeType | None:
+    """Return the code of what a class has under a name: a function, a property, a method of the class."""
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return function.__code__ if isinstance(function, FunctionType) else None
+
+
+def _parts(cls: type, name: str) -> list[str]:
+    """Return the expressions that read a method of a class and its code."""
+    found = getattr(cls, name)
+    if isinstance(found, property):
+        return [name, f"{name}.fget.__code__"]
+    return [f"{name}.__func__" if isinstance(found, MethodType) else name, f"{name}.__code__"]
+
+
+def spelled(source: str) -> str:
+    """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
+    named = re.sub(r"^([LG]\['(\w+)'\])", r"\2", source)
+    named = re.sub(r"^__import_(\w+?)\.", "", named)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", named)
+
+
+def _said(source: str, model: nn.Module) -> str:
+    """Return a source as the model's author spells it; of a compiled function, the variables of its closure by name."""
+    inside = re.sub(r"^L\['self'\]\.function\.__self__", "self", source)
+    inside = re.sub(r"\bdict\(type\((.*?)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", inside)
+    code = getattr(getattr(model, "function", None), "__code__", None)
+    if code is not None:
+        cell = r"^L\['self'\]\.function\.__closure__\[(\d+)\]\.cell_contents"
+        inside = re.sub(cell, lambda found: str(code.co_freevars[int(found[1])]), inside)
+    return spelled(inside)
+
+
+def is_installed(names: Mapping[str, Any]) -> bool:
+    """Whether the globals are those of a file of a library."""
+    file = str(names.get("__file__") or "")
+    return file.startswith(_LIBRARIES)
+
+
+def comparing(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function of tensors that says whether they have the dtypes, sizes and so on of these; it may say no.
+
+    It compares faster than Python, and may be wrong only in what it takes for changed.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [[None] * t.dim() for t in tensors]
+    try:
+        made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except Exception:  # a subclass of tensors without sizes or strides
+        return lambda *_: False
+    check: Callable[..., bool] = made.check
+    return check

@@ -1,0 +1,95 @@
+"""What a trace of Dynamo's reads besides tensors, noted while it reads: sources, flags of PyTorch, strides.
+
+Dynamo's guards name most of it. Some objects have no guard, and no flag has one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@dataclass
+class Readings:
+    """What a trace has read.
+
+    sources     where Python values were read, by the names that Dynamo's guards have for them
+    flags       functions of PyTorch that gave a constant, with the arguments and the constant
+    grad_mode   whether the grad mode was read
+    strides     whether strides of a tensor were read
+    environ     whether the environment was read
+    """
+
+    sources: dict[str, Any] = field(default_factory=dict)
+    flags: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
+    grad_mode: bool = False
+    strides: bool = False
+    environ: bool = False
+
+    def read(self, source: Any, value: Any) -> None:
+        """Note that a value was read."""
+        self.sources[str(source.name)] = source
+        self.environ = self.environ or value is os.environ or value is getattr(os.environ, "_data", os.environ)
+
+    def call(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of one of PyTorch's functions, if it reads a flag: no tensor enters it, and it is a constant."""
+        if kwargs or not all(arg.is_python_constant() for arg in args) or not result.is_python_constant():
+            return
+        values = tuple(arg.as_python_constant() for arg in args)
+        if not all(isinstance(value, str | int) for value in values):
+            return
+        if function in (torch.is_grad_enabled, torch._C.is_grad_enabled):
+            self.grad_mode = True
+        else:
+            self.flags.append((function, values, result.as_python_constant()))
+
+    def lasting_flags(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
+        """Return the flags that have the same value outside of the trace."""
+        return tuple(flag for flag in self.flags if _is_now(*flag))
+
+
+def _is_now(function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> bool:
+    try:
+        return bool(function(*args) == value)
+    except Exception:  # a function that works in a trace alone
+        return False
+
+
+@contextlib.contextmanager
+def readings() -> Iterator[Readings]:
+    """Note what Dynamo reads in the block."""
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    found = Readings()
+    build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
+
+    def built(self: Any, value: Any) -> Any:
+        found.read(self.get_source(), value)
+        return build(self, value)
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = call(self, tx, args, kwargs)
+        found.call(self.value, args, kwargs, result)
+        return result
+
+    def strided(method: Any) -> Any:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            found.strides = True
+            return method(*args, **kwargs)
+
+        return asked
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))
+        stack.enter_context(mock.patch.object(TorchInGraphFunctionVariable, "call_function", called))
+        for name in ("method_stride", "method_is_contiguous"):
+            stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))
+        yield found

@@ -1,0 +1,368 @@
+"""Changes of Python state that a model reads: kinds of values, the places that hold them, and changes of other kinds.
+
+A change is right if the compiled module then returns the bits of a module that is compiled after the change, or if it
+raises. ``python tests/support/state_changes.py`` tries all values in all places.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxround
+from fxround.errors import FxroundError
+
+X = torch.linspace(-1, 2, 12).reshape(3, 4)
+# A model, and the function that changes what it reads.
+Case = tuple[Any, Callable[[], object]]
+
+
+class Kind(Enum):
+    ONE = 1
+    TWO = 2
+
+
+@dataclass
+class Record:
+    factor: float = 2.0
+
+
+def apply(value: Any, x: Tensor) -> Tensor:
+    """Return a tensor that depends on a value and its type."""
+    result: Tensor
+    if isinstance(value, bool):
+        result = x * (3 if value else 5)
+    elif isinstance(value, int | float):
+        result = x * value
+    elif value is None:
+        result = x * 7
+    elif isinstance(value, complex):
+        result = x * value.real + value.imag * x + (x if str(value).startswith(("(-0", "-0")) else 0)
+    elif isinstance(value, str | bytes | range):
+        result = x * (9 if value == "b" else len(value))
+    elif isinstance(value, Kind):
+        result = x * value.value
+    elif isinstance(value, torch.dtype):
+        result = x.to(value).float() + (1 if value == torch.float16 else 0)
+    elif isinstance(value, torch.device):
+        result = x * (2 if value.type == "cpu" else 3)
+    elif isinstance(value, torch.memory_format):
+        result = x * (2 if value == torch.contiguous_format else 3)
+    elif isinstance(value, type):
+        result = x * (2 if value is int else 3)
+    elif isinstance(value, SimpleNamespace | Record):
+        result = x * value.factor
+    elif isinstance(value, torch.Size):
+        result = x * value[0]
+    else:
+        result = value(x)
+    return result
+
+
+VALUES: dict[str, tuple[Any, Any]] = {
+    "float": (2.0, 3.0),
+    "int": (2, 3),
+    "flag": (True, False),
+    "minus zero": (0.0, -0.0),
+    "none": (None, 2.0),
+    "complex": (1 + 2j, 2 + 3j),
+    "complex minus zero": (0j, complex(-0.0, 0)),
+    "text": ("a", "b"),
+    "bytes": (b"a", b"aa"),
+    "enum": (Kind.ONE, Kind.TWO),
+    "dtype": (torch.float16, torch.bfloat16),
+    "device": (torch.device("cpu"), torch.device("meta")),
+    "memory format": (torch.contiguous_format, torch.channels_last),
+    "class": (int, float),
+    "function of torch": (torch.relu, torch.tanh),
+    "function of functional": (F.relu, F.silu),
+    "method of Tensor": (Tensor.relu, Tensor.tanh),
+    "operator": (torch.ops.aten.relu.default, torch.ops.aten.tanh.default),
+    "partial": (functools.partial(torch.mul, other=2.0), functools.partial(torch.mul, other=3.0)),
+    "namespace": (SimpleNamespace(factor=2.0), SimpleNamespace(factor=3.0)),
+    "dataclass": (Record(2.0), Record(3.0)),
+    "size": (torch.Size([2]), torch.Size([3])),
+    "lambda": (lambda x: x * 2, lambda x: x * 3),
+    "int of the same number": (2.5, 2),
+    "infinity": (float("inf"), 1.0),
+}
+
+
+class Reading(nn.Module):
+    """A model that applies a function to an object and its own linear layer's result."""
+
+    def __init__(self, held: Any, use: Callable[[Any, Tensor], Tensor] = apply) -> None:
+        super().__init__()
+        self.held, self.use, self.fc = held, use, nn.Linear(4, 4)
+        nn.init.eye_(self.fc.weight)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.held, self.fc(x))
+
+
+def _held(
+    make: Callable[[Any], Any], use: Callable[[Any, Tensor], Tensor], change: Callable[[Any, Any], object]
+) -> Any:
+    """Return the place that an attribute of the model is, or holds."""
+
+    def case(a: Any, b: Any) -> Case:
+        model = Reading(make(a), use)
+        return model, lambda: change(model.held, b)
+
+    return case
+
+
+def _attribute(a: Any, b: Any) -> Case:
+    model = Reading(a)
+    return model, lambda: setattr(model, "held", b)
+
+
+def _proxy(a: Any, b: Any) -> Case:
+    inside = {"k": a}
+    return Reading(MappingProxyType(inside), lambda v, x: apply(v["k"], x)), lambda: inside.update(k=b)
+
+
+def _of_class(a: Any, b: Any) -> Case:
+    def plain(value: Any) -> Any:
+        return staticmethod(value) if callable(value) and not isinstance(value, type) else value
+
+    names = {"q": plain(a), "forward": lambda self, x: apply(self.q, x)}
+    cls = type("Model", (nn.Module,), names)
+    return cls(), lambda: setattr(cls, "q", plain(b))
+
+
+def _global(a: Any, b: Any) -> Case:
+    names: dict[str, Any] = {"nn": nn, "apply": apply, "V": a}
+    exec("class Model(nn.Module):\n    def forward(self, x): return apply(V, x)", names)
+    return names["Model"](), lambda: names.update(V=b)
+
+
+def _closure(a: Any, b: Any) -> Case:
+    value = a
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return apply(value, x)
+
+    def change() -> None:
+        nonlocal value
+        value = b
+
+    return Model(), change
+
+
+def _hook(a: Any, b: Any) -> Case:
+    inside, model = {"k": a}, nn.Sequential(nn.Identity())
+    model[0].register_forward_hook(lambda module, given, result: apply(inside["k"], result))
+    return model, lambda: inside.update(k=b)
+
+
+def _own_hook(a: Any, b: Any) -> Case:
+    inside, model = {"k": a}, nn.Sequential(nn.Identity())
+    model.register_forward_pre_hook(lambda module, given: apply(inside["k"], given[0]))
+    return model, lambda: inside.update(k=b)
+
+
+def _of_tensor(a: Any, b: Any) -> Case:
+    model: Any = Reading(0, lambda _, x: x)
+    model.use = lambda _, x: apply(model.fc.weight.mark, x)
+    model.fc.weight.mark = a
+    return model, lambda: setattr(model.fc.weight, "mark", b)
+
+
+def _default(a: Any, b: Any) -> Case:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, value: Any = a) -> Tensor:
+            return apply(value, x)
+
+    return Model(), lambda: setattr(Model.forward, "__defaults__", (b,))
+
+
+def _of_module(a: Any, b: Any) -> Case:
+    settings: Any = ModuleType("settings_of_a_test")
+    settings.q = a
+    sys.modules[settings.__name__] = settings
+    return Reading(settings, lambda v, x: apply(v.q, x)), lambda: setattr(settings, "q", b)
+
+
+def _function(a: Any, b: Any) -> Case:
+    held = [a]
+    return lambda x: apply(held[0], x), lambda: held.__setitem__(0, b)
+
+
+PLACES: dict[str, Callable[[Any, Any], Case]] = {
+    "attribute": _attribute,
+    "item of a list": _held(lambda a: [a], lambda v, x: apply(v[0], x), lambda v, b: v.__setitem__(0, b)),
+    "item of a dict": _held(lambda a: {"k": a}, lambda v, x: apply(v["k"], x), lambda v, b: v.update(k=b)),
+    "nested dict": _held(
+        lambda a: {"o": {"k": a}}, lambda v, x: apply(v["o"]["k"], x), lambda v, b: v["o"].update(k=b)
+    ),
+    "deque": _held(lambda a: collections.deque([a]), lambda v, x: apply(v[0], x), lambda v, b: v.__setitem__(0, b)),
+    "mappingproxy": _proxy,
+    "object": _held(lambda a: SimpleNamespace(q=[a]), lambda v, x: apply(v.q[0], x), lambda v, b: setattr(v, "q", [b])),
+    "key that appears": _held(lambda a: {0: a}, lambda v, x: apply(v.get("k", v[0]), x), lambda v, b: v.update(k=b)),
+    "class attribute": _of_class,
+    "global": _global,
+    "closure": _closure,
+    "hook": _hook,
+    "hook of the model": _own_hook,
+    "attribute of a tensor": _of_tensor,
+    "default of an argument": _default,
+    "module": _of_module,
+    "compiled function": _function,
+}
+
+
+def _class_of(**names: Any) -> Any:
+    return type("Model", (nn.Module,), names)
+
+
+def _set(owner: Any, name: str, value: Any) -> Case:
+    model = owner() if isinstance(owner, type) else owner
+    return nn.Sequential(model), lambda: setattr(owner, name, value)
+
+
+def _environment(read: Callable[[], Any]) -> Case:
+    os.environ.pop("OF_A_TEST", None)
+    return Reading(0, lambda _, x: x * float(read())), lambda: os.environ.update(OF_A_TEST="3")
+
+
+def _flag(read: Callable[[], bool], change: Callable[[], object]) -> Case:
+    return Reading(0, lambda _, x: x * (2 if read() else 3)), change
+
+
+def _replaced_class() -> Case:
+    model = _class_of(forward=lambda self, x: x * 2)()
+    return model, lambda: setattr(model, "__class__", _class_of(forward=lambda self, x: x * 3))
+
+
+def _tied() -> Case:
+    model: Any = Reading(0, lambda _, x: x * model.a + x * x * model.b + model.c)
+    model.a = model.b = nn.Parameter(torch.ones(4))
+    model.c = nn.Parameter(torch.full((4,), 3.0))
+    return model, lambda: setattr(model, "b", model.c)
+
+
+def _wrapped(factor: int) -> Any:
+    @functools.wraps(nn.Module.forward)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x * factor
+
+    return forward
+
+
+def _code() -> Case:
+    def helper(x: Tensor) -> Tensor:
+        return x * 2
+
+    return Reading(0, lambda _, x: helper(x)), lambda: setattr(helper, "__code__", (lambda x: x * 3).__code__)
+
+
+OTHERS: dict[str, Callable[[], Case]] = {
+    "forward of a class": lambda: _set(_class_of(forward=lambda self, x: x * 2), "forward", lambda self, x: x * 3),
+    "forward of a layer": lambda: _set(nn.ReLU(), "forward", lambda x: x * 5),
+    "forward in a wrapper": lambda: _set(_class_of(forward=_wrapped(2)), "forward", _wrapped(3)),
+    "forward of the model": lambda: (lambda m: (m, lambda: setattr(m, "forward", lambda x: x * 5)))(Reading(2.0)),
+    "method of a class": lambda: _set(
+        _class_of(forward=lambda self, x: self.h(x), h=lambda self, x: x * 2), "h", lambda self, x: x * 3
+    ),
+    "property of a class": lambda: _set(
+        _class_of(forward=lambda self, x: x * self.h, h=property(lambda self: 2)), "h", property(lambda self: 3)
+    ),
+    "class of the model": _replaced_class,
+    "code of a function": _code,
+    "environment": lambda: _environment(lambda: os.environ.get("OF_A_TEST", "1")),
+    "environment by getenv": lambda: _environment(lambda: os.getenv("OF_A_TEST", "1")),
+    "environment by in": lambda: _environment(lambda: "OF_A_TEST" in os.environ),
+    "deterministic algorithms": lambda: _flag(
+        torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)
+    ),
+    "default dtype": lambda: _flag(
+        lambda: torch.get_default_dtype() == torch.float32, lambda: torch.set_default_dtype(torch.float64)
+    ),
+    "TF32": lambda: _flag(
+        lambda: torch.backends.cuda.matmul.allow_tf32, lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    ),
+    "grad mode": lambda: _flag(torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+    "tied parameters": _tied,
+}
+
+
+def undo() -> None:
+    """Set what changes of the process have changed."""
+    os.environ.pop("OF_A_TEST", None)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_grad_enabled(True)
+
+
+def fault_of(make: Callable[[], Case]) -> str:
+    """Return what is wrong after a change: a stale result, a capture for nothing; "" if nothing is."""
+    model, change = make()
+    if isinstance(model, nn.Module):
+        model.eval()
+    compiled = fxround.compile(model, "reproducible", strict=False)
+    try:
+        try:
+            before, captures = compiled(X), len(compiled.captures().rows)
+            compiled(X)
+        except FxroundError:
+            return ""
+        if len(compiled.captures().rows) != captures:
+            return f"captured again for nothing: {compiled.captures()}"
+        change()
+        try:
+            after = compiled(X)
+        except FxroundError:
+            return ""
+        fresh = fxround.compile(model, "reproducible", strict=False)(X)
+        return "" if _same(after, fresh) else f"{'stale' if _same(after, before) else 'wrong'}: {after} for {fresh}"
+    finally:
+        undo()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(*(_bits(t) for t in (a, b)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().nan_to_num(7.5).double().view(torch.int64)
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Return every value in every place, and the other changes."""
+    made = {
+        f"{value}, {place}": functools.partial(PLACES[place], *VALUES[value])
+        for place, value in itertools.product(PLACES, VALUES)
+    }
+    return made | OTHERS
+
+
+def drawn(count: int, seed: int) -> dict[str, Callable[[], Case]]:
+    """Return values in places, drawn without repetition; every place and every value is among enough of them."""
+    chosen = random.Random(seed)
+    values, places = (chosen.sample(list(table), len(table)) for table in (VALUES, PLACES))
+    pairs = [(values[i % len(values)], places[i % len(places)]) for i in range(count)]
+    return {f"{value}, {place}": functools.partial(PLACES[place], *VALUES[value]) for value, place in pairs}
+
+
+if __name__ == "__main__":
+    faults = {name: fault for name, make in cases().items() if (fault := fault_of(make))}
+    for name, fault in faults.items():
+        print(f"{name}: {fault}")
+    print(f"{len(cases())} changes, {len(faults)} faults")
