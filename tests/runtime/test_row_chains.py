@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.runtime import buffers
+from fxround.runtime.schedule import row_chains
 from fxround.runtime.schedule.row_chains import Rows
 
 
@@ -134,3 +135,21 @@ def test_a_result_lies_where_a_dead_input_was(kept: bool, policy: str) -> None:
     torch.set_num_threads(threads)
     (chain,) = chains(compiled)
     assert all(plan is not None and bool(plan.over) is not kept for plan in chain.plans.values())
+
+
+@pytest.mark.parametrize("longest", [3, 6, 9, 11])
+def test_a_chain_that_ends_between_a_list_of_results_and_its_parts(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain has a longest length. It took a list of another operation's results for a tensor."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1), nn.LayerNorm(8), nn.GELU())
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def found() -> tuple[Tensor, ...]:
+        y = fxround.compile(model, "reproducible")(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+
+    wanted = found()
+    monkeypatch.setattr(row_chains, "_LONGEST", longest)
+    for value, other in zip(found(), wanted, strict=True):
+        assert torch.equal(value, other)

@@ -138,7 +138,9 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_chain(unit: Unit) -> bool:
-    """Whether a unit has a row sum and a map over whole rows, and takes every list of results apart itself."""
+    """Whether a unit has a row sum and a map over whole rows, and takes all its own lists of results apart alone."""
+    if any(node.target is operator.getitem and node.args[0] not in unit.nodes for node in unit.nodes):
+        return False
     reduced = any(node.target is Sum.overload for node in unit.nodes)
     mapped = any(node.target in MAPS and not _is_statistic(node) for node in unit.nodes)
     return reduced and mapped and all(node.target is not FUSED for node in unit.results())
