@@ -16,9 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fxround.capture import core_decompositions
 from fxround.operators.formulas.table import constant, formula, total, widened
 
 aten = torch.ops.aten
@@ -146,37 +144,3 @@ def bicubic_aa_backward(
 ) -> Tensor:
     """bicubic_aa_backward(g) = sum(g * w) over the windows of an element, in their order, the last dimension last"""
     return _spread(_CUBIC, gradient, input_size, align_corners, (scales_h, scales_w))
-
-
-_MODES: Final = ("bilinear", "nearest", "bicubic")
-_PADDINGS: Final = ("zeros", "border", "reflection")
-
-
-class _WithoutSlope(torch.autograd.Function):
-    """A result as it is, whose gradient with respect to the grid is 0."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, grid: Tensor) -> Tensor:
-        ctx.save_for_backward(grid)
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (grid,) = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(grid)
-
-
-@formula(F.grid_sample)
-def grid_sample(
-    x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
-) -> Any:
-    """grid_sample_backward(g) = the derivative of PyTorch's formula, products with g added in the order of the grid"""
-    known = mode in _MODES and padding_mode in _PADDINGS
-    if not known or x.dim() != 4 or x.dtype != grid.dtype:
-        return NotImplemented
-    # Dynamo's graph contains the function itself, so that its formula can be differentiated.
-    kind = _MODES.index(mode), _PADDINGS.index(padding_mode), bool(align_corners)
-    result: Tensor = core_decompositions()[aten.grid_sampler_2d.default](x, grid, *kind)
-    if mode == "nearest" and grid.requires_grad:
-        return _WithoutSlope.apply(result, grid)  # type: ignore[no-untyped-call]
-    return result

@@ -1,0 +1,115 @@
+"""``grid_sample``: an image read between its pixels, and its gradients.
+
+Bilinear and nearest samples follow PyTorch's formula, bicubic ones the same arithmetic with fewer operations on
+indices: the row and the column of a neighbour are checked once, and not for each of the sixteen neighbours. Gradients
+are those of the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxround.capture import core_decompositions
+from fxround.operators.formulas.table import formula
+
+aten = torch.ops.aten
+
+
+_MODES: Final = ("bilinear", "nearest", "bicubic")
+_PADDINGS: Final = ("zeros", "border", "reflection")
+
+
+class _WithoutSlope(torch.autograd.Function):
+    """A result as it is, whose gradient with respect to the grid is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, grid: Tensor) -> Tensor:
+        ctx.save_for_backward(grid)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (grid,) = ctx.saved_tensors
+        return gradients[0], torch.zeros_like(grid)
+
+
+@formula(F.grid_sample)
+def grid_sample(
+    x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+) -> Any:
+    """grid_sample_backward(g) = the derivative of PyTorch's formula, products with g added in the order of the grid"""
+    known = mode in _MODES and padding_mode in _PADDINGS
+    if not known or x.dim() != 4 or x.dtype != grid.dtype:
+        return NotImplemented
+    # Dynamo's graph contains the function itself, so that its formula can be differentiated.
+    if mode == "bicubic":
+        return _bicubic(x, grid, padding_mode, bool(align_corners))
+    kind = _MODES.index(mode), _PADDINGS.index(padding_mode), bool(align_corners)
+    result: Tensor = core_decompositions()[aten.grid_sampler_2d.default](x, grid, *kind)
+    if mode == "nearest" and grid.requires_grad:
+        return _WithoutSlope.apply(result, grid)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _bicubic(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:
+    """Return samples of (N, C, H, W) at (N, h, w, 2): rows of four neighbours first, and then the four rows."""
+    height, width = image.shape[2:]
+    found, slopes = [], []
+    for i, size in ((0, width), (1, height)):
+        position = grid[..., i].unsqueeze(1) * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
+        begin = position.floor()
+        slopes.append(_cubic_weights(position - begin))
+        found.append([_neighbour(begin + step, size, padding, align) for step in (-1, 0, 1, 2)])
+    pixels, shape = image.flatten(2), (*image.shape[:2], *grid.shape[1:3])
+    rows = []
+    for inside_y, y in found[1]:
+        values = []
+        for inside_x, x in found[0]:
+            at = (y * width + x).flatten(2).expand(-1, image.shape[1], -1)
+            value = pixels.gather(2, at).reshape(shape)
+            # Beyond the borders, other paddings read a pixel; there is none for a NaN alone, and its weights are NaNs.
+            values.append(torch.where(inside_y & inside_x, value, 0.0) if padding == "zeros" else value)
+        rows.append(_weighted(values, slopes[0]))
+    return _weighted(rows, slopes[1])
+
+
+def _neighbour(at: Tensor, size: int, padding: str, align: bool) -> tuple[Tensor, Tensor]:
+    """Return whether a whole coordinate is that of a pixel, and its index; the index 0 if it is not."""
+    if padding == "reflection":
+        at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
+    if padding != "zeros":
+        at = at.clamp(0, size - 1)
+    inside = (at >= 0) & (at < size)
+    return inside, torch.where(inside, at.to(torch.int64), 0)
+
+
+def _reflected(at: Tensor, low: float, span: float) -> Tensor:
+    """Return coordinates reflected at ``low`` and ``low + span`` until they are between them."""
+    if span == 0:
+        return torch.zeros_like(at)
+    distance = (at - low).abs()
+    rest, flips = torch.fmod(distance, span), (distance / span).floor().to(torch.int8)
+    return torch.where(flips & 1 == 0, rest + low, (span + low) - rest)
+
+
+def _cubic_weights(t: Tensor) -> tuple[Tensor, ...]:
+    """Return the weights of the neighbours -1, 0, 1, 2: cubic convolution with a = -3/4 (Keys 1981)."""
+    a = -0.75
+
+    def near(x: Tensor) -> Tensor:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: Tensor) -> Tensor:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return far(t + 1.0), near(t), near(1.0 - t), far(2.0 - t)
+
+
+def _weighted(values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    products = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return products[0] + products[1] + products[2] + products[3]
