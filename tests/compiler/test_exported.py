@@ -227,12 +227,19 @@ class Counted(nn.Module):
         return result
 
 
-def test_buffers_that_are_changed_in_place_and_assigned_to_themselves_are_written(tmp_path: Path) -> None:
-    """As ``steps += 1`` does, and the power iteration of spectral_norm."""
+@pytest.mark.parametrize("seed", [16, 24])
+def test_buffers_that_are_changed_in_place_and_assigned_to_themselves_are_written(tmp_path: Path, seed: int) -> None:
+    """As ``steps += 1`` does, and the power iteration of spectral_norm.
+
+    With these weights a further iteration changes the vectors: a capture or an export that made one would show.
+    """
+    torch.manual_seed(seed)
     model, x = Counted(), torch.rand(4, 3)
     compiled = fxround.compile(model, "reproducible")
     steps, u = model.steps, model.layer.parametrizations.weight[0]._u
+    before = u.clone()
     loaded = fxround.load(compiled.export(tmp_path / "m.pt2", x))
+    assert torch.equal(u, before)
     for count in (1, 2):
         assert torch.equal(loaded(x), compiled(x)) and float(steps) == count
     assert model.steps is steps and model.layer.parametrizations.weight[0]._u is u
