@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxround.capture.aliases import Returned
 from fxround.capture.guards import Noted, spelled
 from fxround.capture.log_messages import logging_while_traced
-from fxround.capture.readings import readings
+from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
 from fxround.errors import CaptureError
@@ -34,7 +34,6 @@ from fxround.graph.source_lines import TORCH
 from fxround.locks import waited_for
 
 _LOCKS: Final[list[Any]] = []
-_TRACING: Final[list[int]] = []
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -113,16 +112,16 @@ def capturing() -> Any:
 def alone(name: str) -> Iterator[None]:
     """Trace in this block, one thread at a time. Raises CaptureError in the middle of a trace of the same thread."""
     with capturing():
-        if _TRACING:
+        if TRACING:
             raise CaptureError(
                 f"{name} cannot be captured during another capture, by a signal handler or a hook: call it once "
                 "beforehand."
             )
-        _TRACING.append(threading.get_ident())
+        TRACING.append(threading.get_ident())
         try:
             yield
         finally:
-            _TRACING.clear()
+            TRACING.clear()
 
 
 def aside() -> contextlib.AbstractContextManager[object]:
@@ -130,7 +129,7 @@ def aside() -> contextlib.AbstractContextManager[object]:
 
     In a signal handler such a call may interrupt a trace; the context disables the trace's modes.
     """
-    if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
+    if TRACING and TRACING[-1:] == [threading.get_ident()]:
         return _disable_current_modes()
     return _NOTHING
 
@@ -142,7 +141,7 @@ def tracer() -> str:
     """
     if torch.compiler.is_dynamo_compiling():
         return "torch.compile"
-    if _TRACING and _TRACING[-1:] == [threading.get_ident()]:
+    if TRACING and TRACING[-1:] == [threading.get_ident()]:
         return ""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"

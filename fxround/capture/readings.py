@@ -9,10 +9,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
+
+# The thread that traces, if one does.
+TRACING: Final[list[int]] = []
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import state_changes
 import torch
+from layers import LAYERS
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
@@ -113,6 +114,17 @@ def test_a_number_that_changes_at_each_call_meets_the_limit_of_graphs(monkeypatc
     model.held = 3.0
     with pytest.raises(CaptureError, match=r"3 graphs already.*self\.held has changed.*pass it as a tensor"):
         compiled(X)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS)[::9])
+def test_equal_calls_are_captured_once(name: str) -> None:
+    layer, args = LAYERS[name]
+    compiled = fxround.compile(layer.eval(), "reproducible", strict=False)
+    with torch.no_grad():
+        compiled(*args)
+        captures = len(compiled.captures().rows)
+        compiled(*args)
+    assert len(compiled.captures().rows) == captures
 
 
 class Counting(nn.Module):
