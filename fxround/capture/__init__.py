@@ -27,6 +27,7 @@ from torch._guards import tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Alias, aliases_of, positions_of
+from fxround.capture.ctc_shapes import traced_ctc_losses
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by, tensors_of
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
@@ -241,6 +242,7 @@ def _trace(
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
+        stack.enter_context(traced_ctc_losses())
         try:
             graph, reads, noted = _graph_of(stack, model, args, kwargs, differentiable)
             returned = returned_by(graph, model, args, kwargs)
@@ -448,11 +450,6 @@ def _is_whole(node: Any) -> bool:
 def refuse_unsupported_nodes(graph: fx.GraphModule) -> None:
     """Raise CaptureError, with the line of the model, for nodes after which no rounding is possible."""
     for node in graph.graph.nodes:
-        if node.target in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
-            raise CaptureError(
-                f"{located(node)}: ctc_loss adds over alignments in an order that no formula of fxround defines. "
-                "Compile the model up to its log probabilities, and compute this loss outside."
-            )
         if node.target is torch.ops.aten._local_scalar_dense.default and not _is_whole(node.args[0]):
             raise CaptureError(
                 f"{located(node)}: .item() takes a number out of the graph, where it cannot be rounded. "

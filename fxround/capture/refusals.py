@@ -128,7 +128,8 @@ _ADVICE: Final = (
     ),
     (
         "_ctc_loss",
-        "compile the model up to its log probabilities; fxround has no formula for ctc_loss: compute it outside",
+        "let the model change no Python object, and take and return tensors, tuples, lists and dicts: then it may call "
+        "ctc_loss",
     ),
     (
         "in gaussian_nll_loss",

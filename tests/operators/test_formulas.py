@@ -249,6 +249,7 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
         aten.binary_cross_entropy_with_logits.default: [call(x, unit), call(x, unit, g.abs(), t(6).abs(), 2)],
         aten.nll_loss_forward.default: [call(x, classes, v, r, -100) for v in (None, t(6)) for r in range(3)],
         aten.nll_loss2d_forward.default: [call(image, pixels, w, r, -100) for r in range(3)],
+        **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_samples(t(5, 3, 4).log_softmax(2))),
         aten.nll_loss_backward.default: [
             call(t(), x, classes, t(6), 1, -100, nll),
             call(t(3), x, classes, None, 0, -100, nll),
@@ -283,6 +284,12 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
             call(same, image, w, *stats, None, None, False, 1e-5, everything),
         ],
     }
+
+
+def ctc_samples(x: Tensor) -> list[Call]:
+    padded, joined = torch.tensor([[1, 1], [2, 3], [3, 0]]), torch.tensor([1, 1, 3])
+    steps, sizes = torch.tensor([5, 4, 2]), torch.tensor([2, 0, 1])
+    return [call(x, padded, steps, sizes, 0), call(x, joined, (5, 4, 2), (2, 0, 1), 2, zero_infinity=True)]
 
 
 SAMPLES = samples()

@@ -8,6 +8,7 @@ the nodes inherit the module path and the source line of the operator that they 
 
 from fxround.operators.formulas import (
     activations,
+    alignments,
     bessel,
     choices,
     derivatives,
@@ -30,6 +31,7 @@ __all__ = [
     "FORMULAS",
     "TABLES",
     "activations",
+    "alignments",
     "bessel",
     "choices",
     "decompositions",
