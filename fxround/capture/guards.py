@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from fxround.capture.readings import TRACING, Readings
+from fxround.errors import CaptureError
 
 # The kinds of guards that another check of a call covers, and which.
 _ELSEWHERE: Final = MappingProxyType(
@@ -269,7 +270,13 @@ def _checker(code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[A
     noted.torch_function_mode_stack = _get_current_function_mode_stack()
     noted.skip_guards_check = True
     with config.patch(guard_nn_modules=True, use_lamba_guard_for_object_aliasing=False):
-        return Checker(code, noted)
+        try:
+            return Checker(code, noted)
+        except Exception as error:  # what a source raises that names a value of another moment or another module
+            raise CaptureError(
+                f"what the model read in the trace cannot be read again ({type(error).__name__}: {error}): the globals "
+                "of a function must be those of the module that its __name__ says, and what it reads must stay there."
+            ) from error
 
 
 def _may_equal_another(value: Any) -> bool:

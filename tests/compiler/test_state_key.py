@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import fxround
 from fxround.compiler.state_key import StateKeys
+from fxround.errors import CaptureError
 
 
 class Model(nn.Module):
@@ -79,3 +81,10 @@ def test_autocast_and_the_default_dtype_count() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert keys.of(model) == before
+
+
+def test_globals_that_are_not_those_of_the_module_that_they_name_are_refused() -> None:
+    names = {"__name__": "torch", "factor": 2.0}
+    exec("def scaled(x):\n    return x * factor\n", names)
+    with pytest.raises(CaptureError, match=r"cannot be read again .*'factor'.*the module that its __name__ says"):
+        fxround.compile(names["scaled"], "reproducible")(torch.ones(3))

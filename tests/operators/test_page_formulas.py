@@ -104,6 +104,9 @@ UNCHECKED = {
 def names(kind: str) -> dict[str, Any]:
     """What the lines of a kind refer to."""
     found: dict[str, Any] = {**vars(F), **{k: getattr(torch, k) for k in dir(torch)}}
+    # These globals are no module's, and must not say that they are.
+    for name in ("__name__", "__file__", "__spec__", "__path__", "__package__", "__loader__"):
+        found.pop(name, None)
     found |= {"pi": math.pi, "nan": math.nan, "inf": math.inf, "logsigmoid": F.logsigmoid}
     found["cumsum"], found["softmax"] = (lambda x: x.cumsum(-1)), (lambda x: F.softmax(x, -1))
     found["arange"], found["len"], found["roll"] = (
