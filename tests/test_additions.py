@@ -145,7 +145,7 @@ assert fxround.round(-x, "bfloat16/nearest_up").tolist() == [-1 - k * 2.0**-7 fo
         (
             Insertion(
                 "numerics/elementary/exponential.py",
-                'Elementary("i0", 1, i0, 0.6, "i0(0) = 1", "besseli(0, x)", "its series, for |x| <= 1/8"),\n',
+                'Elementary("special_modified_bessel_i0", 1, i0, 0.6, "i0(0) = 1", "besseli(0, x)", "|x| <= 1/8"),\n',
                 after="FUNCTIONS: Final = (\n",
             ),
             Insertion(
@@ -164,7 +164,8 @@ def i0(x: Expr) -> Approximation:
             ),
         ),
         """
-model, x = fxround.compile(Calls(torch.i0), "binary32/toward_positive"), torch.linspace(-0.125, 0.125, 200)
+x = torch.linspace(-0.125, 0.125, 200)
+model = fxround.compile(Calls(torch.special.modified_bessel_i0), "binary32/toward_positive")
 got = model(x).tolist()
 assert not model.coverage().unrounded
 for a, y in zip(map(Fraction, x.tolist()), got, strict=True):

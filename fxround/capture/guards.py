@@ -44,6 +44,7 @@ _OF_ARGUMENTS: Final = frozenset(
 )
 # The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
+_MISSING: Final = object()
 _INEXACT: Final = float | complex | list | tuple | set | frozenset
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -165,8 +166,9 @@ class Noted:
         kept = [guard for guard in graph.guards if _is_evaluated(guard, names)]
         known = {guard.name for guard in graph.guards}
         unguarded = [s for n, s in self.readings.sources.items() if n not in known and _is_compared(s, names)]
-        checker = _checker(self.output.bytecode, graph, kept, unguarded)
-        read = [*(guard.originating_source for guard in kept), *unguarded]
+        absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
+        checker = _checker(self.output.bytecode, graph, kept, unguarded, absent)
+        read = [*(guard.originating_source for guard in kept), *unguarded, *(source for source, _, _ in absent)]
         root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
         classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
         codes = frozenset(self.output.traced_code)
@@ -236,10 +238,12 @@ def _is_item(source: Any) -> bool:
     return type(source).__name__ in ("DictGetItemSource", "GetItemSource", "ListGetItemSource", "ConstDictKeySource")
 
 
-def _checker(code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[Any]) -> Any:
+def _checker(
+    code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[Any], absent: Sequence[tuple[Any, Any, bool]]
+) -> Any:
     """Return Dynamo's manager of these guards; it keeps the objects that the guards compare by identity.
 
-    unguarded: what the trace read besides, which is compared by identity.
+    unguarded: what the trace read besides, which is compared by identity. absent: what it did not find.
     """
     from torch._dynamo import config
     from torch._dynamo.guards import CheckFunctionManager
@@ -261,6 +265,10 @@ def _checker(code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[A
                 told, value = [f"{source.name} is another object"], builder.get(source)
                 manager = builder.get_guard_manager_from_source(source)
                 manager.add_id_match_guard(self.id_ref(value, source.name), told, None)
+            for source, name, is_attribute in absent:
+                told = [f"{source.name} has {name!r} now"]
+                lacks = _lacks_attribute(name) if is_attribute else _lacks_key(name)
+                builder.get_guard_manager_from_source(source).add_lambda_guard(lacks, told, None)
             super().compile_check_fn(builder, guards_out, guard_fail_fn)
 
     noted = copy.copy(graph)
@@ -277,6 +285,15 @@ def _checker(code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[A
                 f"what the model read in the trace cannot be read again ({type(error).__name__}: {error}): the globals "
                 "of a function must be those of the module that its __name__ says, and what it reads must stay there."
             ) from error
+
+
+def _lacks_attribute(name: str) -> Callable[[Any], bool]:
+    """Return whether an object has no attribute of a name, without evaluating one; the key has a module's state."""
+    return lambda holder: inspect.getattr_static(holder, name, _MISSING) is _MISSING
+
+
+def _lacks_key(key: Any) -> Callable[[Any], bool]:
+    return lambda holder: key not in holder
 
 
 def _may_equal_another(value: Any) -> bool:

@@ -27,6 +27,7 @@ class Readings:
     grad_mode   whether the grad mode was read
     strides     whether strides of a tensor were read
     environ     whether the environment was read
+    absent      the sources of objects, and the attributes (True) and keys (False) that were not found there
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -34,11 +35,17 @@ class Readings:
     grad_mode: bool = False
     strides: bool = False
     environ: bool = False
+    absent: list[tuple[Any, Any, bool]] = field(default_factory=list)
 
     def read(self, source: Any, value: Any) -> None:
         """Note that a value was read."""
         self.sources[str(source.name)] = source
         self.environ = self.environ or value is os.environ or value is getattr(os.environ, "_data", os.environ)
+
+    def miss(self, holder: Any, name: Any, *, is_attribute: bool) -> None:
+        """Note that an attribute or a key of a traced value was not found, which the model may catch."""
+        if holder.source is not None and name.is_python_constant():
+            self.absent.append((holder.source, name.as_python_constant(), is_attribute))
 
     def call(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of one of PyTorch's functions, if it reads a flag: no tensor enters it, and it is a constant."""
@@ -67,12 +74,16 @@ def _is_now(function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> 
 @contextlib.contextmanager
 def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
+    from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
+    from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     found = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
+    attribute, item = GetAttrBuiltinVariable._call_getattr, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def built(self: Any, value: Any) -> Any:
         found.read(self.get_source(), value)
@@ -82,6 +93,20 @@ def readings() -> Iterator[Readings]:
         result = call(self, tx, args, kwargs)
         found.call(self.value, args, kwargs, result)
         return result
+
+    def attribute_of(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return attribute(self, tx, args, kwargs)
+        except ObservedAttributeError:
+            found.miss(args[0], args[1], is_attribute=True)
+            raise
+
+    def item_of(self: Any, tx: Any, key: Any) -> Any:
+        try:
+            return item(self, tx, key)
+        except ObservedKeyError:
+            found.miss(self, key, is_attribute=False)
+            raise
 
     def strided(method: Any) -> Any:
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -93,6 +118,9 @@ def readings() -> Iterator[Readings]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))
         stack.enter_context(mock.patch.object(TorchInGraphFunctionVariable, "call_function", called))
+        stack.enter_context(mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", attribute_of))
+        name = "getitem_const_raise_exception_if_absent"
+        stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
         for name in ("method_stride", "method_is_contiguous"):
             stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))
         yield found

@@ -21,6 +21,7 @@ from fxround.capture.aliases import Alias
 from fxround.compiler.call_context import refuse_tangents
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.outside_state import OutsideState
+from fxround.compiler.rounded_aliases import rounded_once
 from fxround.compiler.training_step import Step, differentiable
 from fxround.errors import FxroundError, type_of
 from fxround.graph.site import PORT, Port
@@ -43,6 +44,7 @@ class Entry:
     running     the graph that a call runs
     step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
     delayed     the delayed scales whose multipliers enter the graph, which ``state`` holds
+    rounded     the results that share memory with an input or another result in the model, and are rounded here
     """
 
     captured: Captured
@@ -53,6 +55,7 @@ class Entry:
     step: Step | None = None
     delayed: tuple[DelayedScale, ...] = ()
     state: DelayedState = field(default_factory=DelayedState)
+    rounded: frozenset[int] = frozenset()
 
     def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False, aliased: bool = True) -> Any:
         """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
@@ -164,6 +167,8 @@ class Entry:
     def with_aliases(self, results: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of a result; those that share memory are made of the tensors of the call.
 
+        One that the policy rounds has the rounded numbers, in memory of its own, and the gradient of the others.
+
         Raises FxroundError for one with a gradient that no policy rounds.
         """
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -177,7 +182,11 @@ class Entry:
         def made_at(position: int) -> Any:
             alias = waiting.pop(position, None)
             if alias is not None:
-                made[position] = alias.of(base(alias), lambda size: self.captured.sizes.measured((size,), shapes)[0])
+                tensor, rounds = base(alias), position in self.rounded
+                if rounds and not (tensor.requires_grad and torch.is_grad_enabled()):
+                    return made[position]
+                found = alias.of(tensor, lambda size: self.captured.sizes.measured((size,), shapes)[0])
+                made[position] = rounded_once(found, made[position]) if rounds else found
             return made[position]
 
         waiting = dict(aliases)

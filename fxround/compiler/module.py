@@ -251,7 +251,8 @@ class RoundedModule(Exporting):
             results, spec = pytree.tree_flatten(entry.run(leaves, rng, aliased=False))
             own = [None if i in entry.captured.aliases else result for i, result in enumerate(results)]
             later = differentiable_later(own, step, resolved(sources.values()), rng)
-            return pytree.tree_unflatten(entry.with_aliases(later, leaves), spec)
+            shown = [results[i] if i in entry.rounded else result for i, result in enumerate(later)]
+            return pytree.tree_unflatten(entry.with_aliases(shown, leaves), spec)
 
         return self._drawing(compute)
 

@@ -23,6 +23,7 @@ from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.derivatives import Derivatives
 from fxround.compiler.executable import Entry, Owner
+from fxround.compiler.rounded_aliases import rounded_aliases
 from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import Step
@@ -108,7 +109,7 @@ class Pipeline:
         step, delayed = self._step(captured, lowered), delayed_scales(lowered)
         if state is None:
             _refuse(delayed)
-        own = (delayed, state or DelayedState())
+        own = (delayed, state or DelayedState(), rounded_aliases(captured, lowered))
         own[1].multipliers(delayed)  # made now: a call can run where tensors are traced
         if step is not None:
             return Entry(captured, lowered, lowered, lowered, owners, step, *own)

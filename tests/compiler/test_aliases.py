@@ -123,15 +123,26 @@ def test_results_share_memory_under_torch_compile() -> None:
 
 
 def test_a_view_is_made_for_the_sizes_and_strides_of_each_call() -> None:
-    compiled = fxround.compile(Sharing(lambda m, x: (x * 2, x.reshape(-1), x.view(x.shape[1], -1))), "bfloat16")
+    compiled = fxround.compile(Sharing(lambda m, x: (x * 2, x.reshape(-1), x.view(x.shape[1], -1))), "reproducible")
     for x in (torch.rand(2, 4), torch.rand(6, 4)):
         _, flat, rows = compiled(x)
         assert flat._base is x and rows._base is x and rows.shape == (4, len(x))
     wide = torch.rand(4, 6).t()
-    flat = fxround.compile(Sharing(lambda m, x: (x * 2, x.reshape(-1))), "bfloat16")
+    flat = fxround.compile(Sharing(lambda m, x: (x * 2, x.reshape(-1))), "reproducible")
     flat(torch.rand(3, 4))
     copied = flat(wide)[1]
     assert torch.equal(copied, wide.reshape(-1)) and copied.untyped_storage()._cdata != wide.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_shared_results_that_a_policy_rounds_have_the_rounded_numbers(training: bool) -> None:
+    model = Sharing(lambda m, x: (x, x.t(), m.weight[0], x * 2)).train(training)
+    compiled, x = fxround.compile(model, "bfloat16"), torch.rand(2, 4)
+    for given in (x, x.clone().requires_grad_()):
+        same, turned, row, _ = compiled(given)
+        assert torch.equal(same, fxround.round(x, "bfloat16")) and torch.equal(turned, same.t())
+        assert torch.equal(row, fxround.round(model.weight[0].detach(), "bfloat16"))
+    assert torch.autograd.grad((same * 3).sum() + turned.sum(), given)[0].tolist() == [[4.0] * 4] * 2
 
 
 @pytest.mark.parametrize("policy", ["identity", "bfloat16", "stochastic"])

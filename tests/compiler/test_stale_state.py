@@ -211,3 +211,49 @@ def test_a_lazy_module_is_called_itself_first() -> None:
         compiled(X)
     model(X)
     assert compiled(X).shape == (3, 4)
+
+
+class _Configuration:
+    """A class whose attributes models read."""
+
+
+_TABLE: dict[str, float] = {}
+
+
+class _Absent(nn.Module):
+    """A model that catches what it does not find, an attribute of its own, of a class, or a key of a dict."""
+
+    def __init__(self, read: Callable[[Any], float], error: type[Exception]) -> None:
+        super().__init__()
+        self.read, self.error, self.table = read, error, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return x * self.read(self)
+        except self.error:
+            return x
+
+
+@pytest.mark.parametrize(
+    "read, error, change",
+    [
+        (lambda m: m.factor, AttributeError, lambda m, patch: setattr(m, "factor", 1.5)),
+        (lambda m: m.factor, AttributeError, lambda m, patch: patch.setattr(_Absent, "factor", 1.5, raising=False)),
+        (
+            lambda m: _Configuration.factor,
+            AttributeError,
+            lambda m, patch: patch.setattr(_Configuration, "factor", 1.5, raising=False),
+        ),
+        (lambda m: _TABLE["factor"], KeyError, lambda m, patch: patch.setitem(_TABLE, "factor", 1.5)),
+        (lambda m: m.table["factor"], KeyError, lambda m, patch: m.table.update(factor=1.5)),
+    ],
+    ids=["attribute", "attribute of the class", "attribute elsewhere", "key elsewhere", "key of a dict"],
+)
+def test_what_a_model_did_not_find_may_appear_later(
+    read: Any, error: type[Exception], change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _Absent(read, error), torch.arange(3.0)
+    compiled = fxround.compile(model, "reproducible")
+    assert torch.equal(compiled(x), x) and torch.equal(compiled(x), x) and len(compiled.captures()) == 1
+    change(model, monkeypatch)
+    assert torch.equal(compiled(x), 1.5 * x)

@@ -163,6 +163,7 @@ def samples() -> dict[Any, list[Call]]:
             op: [call(x * 9)]
             for op in (aten.i0.default, aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default)
         },
+        **{op: [call(x, 0.2, 0.4)] for op in (F.rrelu, torch.rrelu)},
         F.grid_sample: [
             call(image, t(2, 3, 3, 2).sigmoid(), mode, align_corners=False)
             for mode in ("bilinear", "nearest", "bicubic")

@@ -311,7 +311,7 @@ def test_stock_operators_between() -> None:
     assert stock == [("aten.sin.default", "aten.mm.default", "binary32")]
     assert leaks_of(lambda m, x: (x @ x).abs().max(0)[0][None] @ x, PRODUCTS, X) == []
     # An operator without a kernel is a stock kernel, of which the result is rounded.
-    assert leaks_of(lambda m, x: torch.special.i0(x) @ x, RESULTS, X) == []
+    assert leaks_of(lambda m, x: torch.special.erfcx(x) @ x, RESULTS, X) == []
 
 
 @pytest.mark.parametrize(
@@ -321,8 +321,8 @@ def test_stock_operators_between() -> None:
         (lambda m, x: x + torch.full((2,), 0.125), None),
         (lambda m, x: x + torch.tensor([0.5, 0.25]), None),
         (lambda m, x: x + torch.tensor([0.5, 0.3]), "0.3 or 0.5"),
-        (lambda m, x: x + torch.arange(18.0)[16:], "0 or 1 or 2 or ..."),
-        (lambda m, x: x + torch.arange(8.0)[:2], None),
+        # The formula of an arange converts integers, of which nothing is known here.
+        (lambda m, x: x + torch.arange(8.0)[:2], "binary32"),
         (lambda m, x: x + torch.eye(2), None),
         (lambda m, x: x @ F.pad(x, (0, 1), value=0.3)[:, 1:], "0.3"),
         (lambda m, x: x @ F.pad(x, (0, 1), value=1.0)[:, 1:], None),

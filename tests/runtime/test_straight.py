@@ -35,7 +35,7 @@ class Views(nn.Module):
 def _copies(x: Tensor) -> Any:
     """Results that are copies, because no view has their shapes, returned and read by Python."""
     y = (x * 2).t().reshape(3, 8)
-    return (x + 1).t().reshape(3, 8), y.sort(1)[0], y.reshape(2, 12), y.reshape(24), (x * 3).reshape(6, 4)
+    return (x + 1).t().reshape(3, 8), y.sort(1)[0], y.reshape(2, 12), (y + 1).reshape(24), (x * 3).reshape(6, 4)
 
 
 class Attention(nn.Module):
