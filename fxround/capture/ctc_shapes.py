@@ -1,7 +1,7 @@
 """The CTC loss in a trace of Dynamo, by PyTorch's private interfaces.
 
 Dynamo computes the shapes of results by calling PyTorch's function without data, and that function reads its lengths.
-Here Dynamo is told the shape. A formula replaces the function in Dynamo's graph.
+This module tells Dynamo the shape. A formula replaces the function in Dynamo's graph.
 """
 
 from __future__ import annotations

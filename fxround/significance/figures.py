@@ -130,8 +130,10 @@ class Figures:
 
     @property
     def above(self) -> float | None:
-        """The true bits of one element are between its figure and so many more with ``confidence``, if samples are
-        normal. None for the general method, which does not assume that.
+        """The bits by which the true bits of one element may exceed its figure.
+
+        They are between the figure and this sum with probability ``confidence`` if the samples are normal. None for
+        the general method, which does not assume that.
         """
         return above(self.samples, self.confidence) if self.samples > 1 and self.method == "cnh" else None
 
