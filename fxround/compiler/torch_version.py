@@ -89,7 +89,7 @@ def _probed(version: str) -> str:
     """Return why the probe failed, "" if it passed."""
     parts = "torch probe", version, str(torch.version.git_version), platform.python_version(), platform.machine()
     try:
-        answer, _ = disk_cache.fetch(disk_cache.key(*parts), _run)
+        answer, _ = disk_cache.fetch(disk_cache.key(disk_cache.EVERYTHING, *parts), _run)
     except _UnansweredError as error:
         return str(error)
     return answer.decode()

@@ -1,9 +1,9 @@
 """Machine code on disk: what one process compiled, the next one reads.
 
 An entry is a file that is named by the SHA-256 of everything that its content depends on: the kernel, the processor,
-the compiler's version and fxround's own source. It holds that key, a checksum and the code. The directory is
-``$FXROUND_CACHE_DIR``, else ``fxround`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``; an empty variable, or
-``off``, switches the cache off. The cache stores files and changes no number.
+the compiler's version and the source files of fxround that build such code. It holds that key, a checksum and the code.
+The directory is ``$FXROUND_CACHE_DIR``, else ``fxround`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``; an empty
+variable, or ``off``, switches the cache off. The cache stores files and changes no number.
 
 An entry appears whole (it is written under another name, then renamed) and is read whole: one that is short, altered or
 of another key is removed and compiled again. Code is read only from files that this user owns and that no other user
@@ -42,6 +42,9 @@ _UNSEEN_BYTES: Final = LIMIT_BYTES >> 6
 _LOG: Final = logging.getLogger("fxround.cache")
 # A source file that is newer than this may differ from what was imported.
 _STARTED: Final = time.time()
+# Patterns of the source files that a text of a kernel depends on, whatever its device is.
+KERNELS: Final = ("errors.py", "locks.py", "kernels/shapes.py", "numerics/*.py")
+EVERYTHING: Final = ("**/*.py",)
 
 
 def directory() -> Path | None:
@@ -102,15 +105,20 @@ def _home() -> Path | None:
 
 
 @cache
-def fingerprint() -> str | None:
-    """The SHA-256 of fxround's source files; None if they are unknown, since code could then be of another version.
+def fingerprint(patterns: tuple[str, ...]) -> str | None:
+    """The SHA-256 of source files of fxround; None if they are unknown, since code could then be of another version.
 
     Files that changed after this process imported them do not say what it runs.
+
+    patterns: globs below fxround's folder, each of which must match a file.
     """
     root = Path(fxround.numerics.__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
+    matches = {pattern: list(root.glob(pattern)) for pattern in patterns}
+    if unmatched := [pattern for pattern, files in matches.items() if not files]:
+        _LOG.debug("no cache: no source file is %s", ", ".join(unmatched))
+        return None
     total = hashlib.sha256()
-    for file in files:
+    for file in sorted({file for files in matches.values() for file in files}):
         try:
             status, text = file.stat(), file.read_bytes()
         except OSError as error:
@@ -120,13 +128,13 @@ def fingerprint() -> str | None:
             _LOG.debug("no cache: %s changed after it was imported", file)
             return None
         total.update(f"{file.relative_to(root)} {len(text)}\n".encode() + text)
-    return total.hexdigest() if files else None
+    return total.hexdigest()
 
 
-def key(*parts: str) -> bytes | None:
-    """The key of everything that ``parts`` and fxround's source determine; None if nothing may be kept."""
-    source = fingerprint()
-    if source is None or directory() is None:
+def key(patterns: tuple[str, ...], *parts: str) -> bytes | None:
+    """The key of everything that ``parts`` and the matching source files determine; None if nothing may be kept."""
+    source = fingerprint(patterns) if directory() is not None else None
+    if source is None:
         return None
     total = hashlib.sha256()
     for part in (source, *parts):

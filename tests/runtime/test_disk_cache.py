@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import pwd
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
+from import_graph import imports, modules
 
 import fxround
 import fxround.numerics
@@ -23,6 +26,7 @@ from fxround.runtime import disk_cache
 from fxround.runtime.cpu import code, pointwise
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import identity, instruction_sets
+from fxround.runtime.cuda import driver
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-3, 3, 97)
@@ -334,14 +338,16 @@ def test_source_that_changed_after_the_import_is_not_cached(
     monkeypatch.setattr(disk_cache, "_STARTED", 0.0)
     disk_cache.fingerprint.cache_clear()
     try:
-        assert disk_cache.fingerprint() is None
+        assert disk_cache.fingerprint(code.SOURCES) is None
         assert run()[:2] == (1, 0)
         assert not place.exists()
     finally:
         disk_cache.fingerprint.cache_clear()
 
 
-def test_the_fingerprint_depends_on_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_depends_on_every_source_file_that_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "numerics"
     package.mkdir()
     sources = [package / "__init__.py", tmp_path / "__init__.py", tmp_path / "policy.py"]
@@ -349,17 +355,54 @@ def test_the_fingerprint_depends_on_every_source_file(tmp_path: Path, monkeypatc
         source.write_text("x = 1\n")
     monkeypatch.setattr(fxround.numerics, "__file__", str(sources[0]))
     monkeypatch.setattr(disk_cache, "_STARTED", math.inf)
-    seen = [disk_cache.fingerprint.__wrapped__()]
+
+    def seen() -> tuple[str | None, str | None]:
+        fingerprint = disk_cache.fingerprint.__wrapped__
+        return fingerprint(disk_cache.EVERYTHING), fingerprint(("numerics/*.py", "policy.py"))
+
+    fingerprints = [seen()]
     for source in sources:
         source.write_text("x = 2\n")
-        seen.append(disk_cache.fingerprint.__wrapped__())
+        fingerprints.append(seen())
+    whole, part = zip(*fingerprints, strict=True)
+    assert None not in whole and len(set(whole)) == 4
+    assert None not in part and len(set(part)) == 3 and part[1] == part[2]  # the third file does not match
     sources[2].rename(tmp_path / "errors.py")
-    seen.append(disk_cache.fingerprint.__wrapped__())
-    assert None not in seen and len(set(seen)) == 5
+    renamed, unmatched = seen()
+    assert renamed not in (*whole, None) and unmatched is None
+
+
+@pytest.mark.parametrize(
+    "patterns, folder", [(code.SOURCES, "runtime.cpu.llvm"), (driver.SOURCES, "runtime.cuda.cpp")], ids=["cpu", "cuda"]
+)
+def test_what_builds_code_imports_nothing_that_the_key_leaves_out(patterns: tuple[str, ...], folder: str) -> None:
+    """Code on disk would be found after a change of the module that built it."""
+    root = Path(fxround.__file__).parent
+    graph = nx.DiGraph((name, used) for name, path in modules().items() for used in imports(path))
+    graph.add_nodes_from(modules())
+    builders = {name for name in modules() if name.startswith((folder, "kernels.shapes"))}
+    needed = builders.union(*(nx.descendants(graph, name) for name in builders))
+    matched = {file for pattern in patterns for file in root.glob(pattern)}
+    assert len(needed) > 30
+    assert {name for name in needed if modules()[name] not in matched} == set()
+    assert root / "cli" / "doctor.py" not in matched and root / "passes" / "verify.py" not in matched
+
+
+def test_a_builder_outside_of_these_folders_is_told_nothing() -> None:
+    """Code that is the same for all subjects depends on the module that builds it, and not on the one that asks."""
+    calls = [
+        (name, node)
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "native" and not name.startswith("runtime.cpu.")
+    ]
+    assert calls
+    assert [name for name, call in calls if ast.unparse(call.args[2]) != "None"] == []
 
 
 def test_the_key_tells_its_parts_apart() -> None:
-    keys = [disk_cache.key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""))]
+    parts = ("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", "")
+    keys = [disk_cache.key(disk_cache.KERNELS, *words) for words in parts]
     assert None not in keys and len(set(keys)) == len(keys)
 
 

@@ -1,10 +1,10 @@
 """Machine code by kernel: compiled once for each digest and instruction set, kept in memory and on disk.
 
 A key names everything that the code depends on (the kernel's digest, the layouts of operands, the instruction set), so
-a lookup cannot return the code of another kernel. On disk it also names the processor, the compiler and fxround's
-source; code that is found there is neither built nor compiled. Two threads that ask for one kernel compile it once: the
-lock is held while compiling. A signal handler that asks in the meantime compiles the kernel itself, and a fork waits
-until the compilation has ended.
+a lookup cannot return the code of another kernel. On disk it also names the processor, the compiler and the source
+files that build the code; code that is found there is neither built nor compiled. Two threads that ask for one kernel
+compile it once: the lock is held while compiling. A signal handler that asks in the meantime compiles the kernel
+itself, and a fork waits until the compilation has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fxround.locks import waited_for
 from fxround.runtime import disk_cache
 from fxround.runtime.cpu.llvm.engine import Machine, identity, instruction_sets, link, machine_of, object_code
 
+# The modules that write a kernel as LLVM, and those that give a variant of a kernel its digest.
+SOURCES: Final = (*disk_cache.KERNELS, "runtime/cpu/llvm/*.py", "runtime/cpu/*.py")
 _LOCK: Final = waited_for()
 _CODE: dict[tuple[str, str], Any] = {}
 _ISA = ["host"]
@@ -88,7 +90,7 @@ def _function(digest: str, build: Callable[..., str], subject: Any, name: str, p
 
 def _address(digest: str, build: Callable[..., str], subject: Any, name: str, isa: str) -> int:
     """Fetch or compile the code, and load it."""
-    key = disk_cache.key(identity(isa), f"{build.__module__}.{build.__qualname__}", name, digest)
+    key = disk_cache.key(SOURCES, identity(isa), f"{build.__module__}.{build.__qualname__}", name, digest)
     code, stored = disk_cache.fetch(key, lambda: object_code(build(subject), isa))
     _ORIGINS["stored" if stored else "compiled"] += 1
     return link(code, (name,), isa)[name]

@@ -24,6 +24,8 @@ from fxround.runtime.cuda.cpp.table import DEVICE_OPTIONS
 if TYPE_CHECKING:
     from fxround.runtime.cuda.launcher import Text
 
+# The modules that write a kernel as CUDA C++, and those that compose a text.
+SOURCES: Final = (*disk_cache.KERNELS, "runtime/cuda/cpp/*.py", "runtime/cuda/*.py")
 # NVRTC 13 compiles for no older architecture.
 _OLDEST: Final = (7, 5)
 # The compute capabilities whose multiprocessors do 32 or more operations in binary64 in the time of 64 in binary32; the
@@ -158,7 +160,7 @@ def _known() -> tuple[int, ...]:
 
 def binary(text: Text, arch: str) -> bytes:
     """The text's binary for an architecture, or PTX for a virtual one, from the disk cache or compiled."""
-    key = disk_cache.key("cuda", arch, _version(), text.name)
+    key = disk_cache.key(SOURCES, "cuda", arch, _version(), text.name)
     code, _ = disk_cache.fetch(key, lambda: compiled(text.source(), arch)[0])
     return code
 

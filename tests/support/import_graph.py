@@ -1,0 +1,50 @@
+"""Which module of fxround imports which, read from the source files."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "fxround"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted names below ``fxround``; a package's __init__ goes by the package's name."""
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sorted(ROOT.rglob("*.py"))}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imports(path: Path, running: bool = False) -> set[str]:
+    """The modules of fxround that a file imports at any level, ``from package import module`` included.
+
+    running: whether to leave out what is imported for annotations alone.
+    """
+    return {found for name in imported(path, running) if (found := resolve(name)) is not None}
+
+
+def imported(path: Path, running: bool = False) -> set[str]:
+    """Every imported name, dotted: modules, what is taken from them, and what ``import_module`` is given."""
+    names: set[str] = set()
+    tree = ast.parse(path.read_text())
+    if running:
+        tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def resolve(name: str) -> str | None:
+    """The module of fxround that an imported name lies in: ``fxround.graph.site.Site`` -> ``graph``."""
+    parts = name.split(".")
+    if parts[0] != "fxround":
+        return None
+    prefixes = (".".join(parts[1:n]) for n in range(len(parts), 1, -1))
+    return next((p for p in prefixes if p in modules()), "__init__")
