@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxround.capture.aliases import Alias, aliases_of, positions_of
 from fxround.capture.ctc_shapes import traced_ctc_losses
 from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by, tensors_of
+from fxround.capture.empty_sizes import asked_of_data
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
 from fxround.capture.log_messages import logging_while_traced
@@ -240,6 +241,7 @@ def _trace(
     differentiable = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_switches())
+        stack.enter_context(asked_of_data())
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
         stack.enter_context(traced_ctc_losses())

@@ -26,11 +26,16 @@ class Sizes:
     conditions: tuple[Any, ...] = ()
 
     def admit(self, shapes: Sequence[tuple[int, ...] | None]) -> bool:
-        """Whether arguments of these shapes may run the graph (None: not a tensor)."""
+        """Whether arguments of these shapes may run the graph (None: not a tensor).
+
+        A size that has a symbol is not 0: PyTorch answers ``s == 0`` by the sign of the symbol, without a condition.
+        """
         values: dict[Any, int] = {}
         pairs = self._paired(shapes)
         for expression, size in pairs:
             if getattr(expression, "is_symbol", False) and values.setdefault(expression, size) != size:
+                return False
+            if size == 0 and getattr(expression, "is_positive", False):
                 return False
         if any(size != (e if isinstance(e, int) else e.xreplace(values)) for e, size in pairs):
             return False

@@ -134,6 +134,8 @@ def _of_same_key(call: Call, entries: Sequence[Any]) -> Iterator[str]:
         for d, (expected, size) in enumerate(zip(dimensions or (), shape or (), strict=True)):
             if isinstance(expected, int) and expected != size:
                 yield f"{name} has size {size} in dimension {d}; the graph before has {expected}"
+            elif size == 0 and not isinstance(expected, int):
+                yield f"{name} has size 0 in dimension {d}; the graph before is for other sizes"
     if not captured.sizes.admit(call.shapes):
         yield f"sizes {', '.join(str(s) for s in call.shapes if s is not None)} do not meet the conditions before"
     yield from (f"{source} has changed" for source in captured.guards.changed(call.args, call.kwargs))

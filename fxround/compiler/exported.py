@@ -135,6 +135,12 @@ def _taken(node: fx.Node) -> tuple[torch.dtype, int] | None:
     return (value.dtype, value.dim()) if isinstance(value, Tensor) else None
 
 
+def _free(node: fx.Node) -> tuple[int, ...]:
+    """Return the dimensions of an input of a program that may have other sizes, none of which is 0."""
+    shape = getattr(node.meta.get("val"), "shape", ())
+    return tuple(d for d, size in enumerate(shape) if not isinstance(size, int))
+
+
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type_of(value)
@@ -147,8 +153,8 @@ def _described(value: Any) -> str:
 class LoadedModule(nn.Module):
     """An exported program, loaded by ``fxround.load``: callable and reseedable, without the model's source.
 
-    It takes the arguments of the exported module, of any batch size: caches of keys and values, which it changes, and
-    packed sequences of as many sequences as the example (ValueError for others). A program that was exported with
+    It takes the arguments of the exported module, of any batch size but 0: caches of keys and values, which it changes,
+    and packed sequences of as many sequences as the example (ValueError for others). A program that was exported with
     ``gradients=True`` can be trained; any other one computes without gradients. Parameters and buffers are those of
     ``program``, under the model's own names. After ``.to("cuda")`` kernels read seed and sample on the device, so that
     a CUDA graph replays with those of the latest ``reseed``. Raises ValueError for a program without (seed, sample).
@@ -177,6 +183,7 @@ class LoadedModule(nn.Module):
         self._gradients = LoadedGradients(*gradients, program, RNG_BUFFER) if gradients else None
         # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
         self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}
+        self._free = {str(node.target): _free(node) for node in _inputs(program)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the exported module computes, bit for bit, for the same (seed, sample).
@@ -254,6 +261,11 @@ class LoadedModule(nn.Module):
                 raise TypeError(
                     f"argument {name!r} is {_described(leaf)}, and the program was exported for {kind}: convert the "
                     "argument, or export another program with an example of this kind"
+                )
+            if isinstance(leaf, Tensor) and not leaf.numel() and any(leaf.shape[d] == 0 for d in self._free[name]):
+                raise ValueError(
+                    f"argument {name!r} has the shape {tuple(leaf.shape)}, and the program was exported for sizes that "
+                    "are not 0, which a model may treat differently: export another one with an example of this shape"
                 )
 
     def _refusal(self, args: Any, kwargs: Mapping[str, Any]) -> TypeError:

@@ -6,6 +6,8 @@ import copy
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,10 +199,30 @@ def graphs(compiled: fxround.RoundedModule) -> int:
 def test_one_graph_serves_every_batch_size() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3)).eval()
     compiled = fxround.compile(model, "identity", example_inputs=torch.randn(1, 1, 8, 8))
-    for batch in (1, 2, 3, 17, 64, 0):
+    for batch in (1, 2, 3, 17, 64):
         x = torch.randn(batch, 1, 8, 8)
         assert compiled(x).shape == (batch, 3)
     assert graphs(compiled) == 1
+    assert compiled(torch.randn(0, 1, 8, 8)).shape == (0, 3)
+    assert graphs(compiled) == 2
+
+
+@pytest.mark.parametrize("asked", [lambda x: len(x) == 0, lambda x: not x.numel(), lambda x: len(x) < 1])
+def test_an_empty_batch_has_a_graph_of_its_own(asked: Callable[[Tensor], bool], tmp_path: Path) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full((5,), 7.0) if asked(x) else x * 2
+
+    model = Asks().eval()
+    compiled, full, empty = fxround.compile(model, "reproducible"), torch.ones(3, 4), torch.ones(0, 4)
+    for x in (full, empty, full, empty):
+        assert torch.equal(compiled(x), model(x))
+    assert compiled.captures().rows[1][5] == "argument 0 has size 0 in dimension 0; the graph before is for other sizes"
+    loaded = fxround.load(compiled.export(tmp_path / "full.pt2", full))
+    assert torch.equal(loaded(full), model(full))
+    with pytest.raises(ValueError, match=r"'x' has the shape \(0, 4\), and the program was exported for sizes"):
+        loaded(empty)
+    assert torch.equal(fxround.load(compiled.export(tmp_path / "empty.pt2", empty))(empty), model(empty))
 
 
 def test_a_condition_on_the_batch_size_is_asked_again() -> None:

@@ -72,3 +72,32 @@ def test_a_number_that_decides_is_refused_with_its_line(function: Any, n: float,
     with pytest.raises(fxround.CaptureError, match=r"test_sizes_from_data\.py:\d+.*n\.item\(\)") as error:
         fxround.compile(function, "bfloat16")(torch.ones(2), number)
     assert advice in str(error.value)
+
+
+class Loops(nn.Module):
+    """As PyTorch Geometric's GATConv: edges from a node to itself are removed, then every node gets one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(4, 3) - 5)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        nodes = torch.arange(len(x))
+        edges = torch.cat([edges[:, edges[0] != edges[1]], torch.stack([nodes, nodes])], 1)
+        values = x @ self.weight
+        if edges[1].numel() == 0:
+            return values
+        return torch.zeros_like(values).index_add(0, edges[1], values[edges[0]])
+
+
+def test_one_graph_serves_rows_that_a_mask_leaves_and_rows_of_an_argument() -> None:
+    model = Loops()
+    compiled = fxround.compile(model, "reproducible")
+    for nodes, count in ((5, 9), (7, 11), (2, 40), (30, 3), (1, 6)):
+        x = torch.arange(4.0 * nodes).reshape(nodes, 4)  # whole numbers, so that stock PyTorch's results are exact
+        edges = torch.randint(0, nodes, (2, count))
+        assert torch.equal(compiled(x, edges), model(x, edges))
+    assert len(compiled.captures()) == 1
+    x, edges = torch.zeros(0, 4), torch.zeros(2, 0, dtype=torch.long)
+    assert compiled(x, edges).shape == (0, 3)
+    assert len(compiled.captures()) == 2
