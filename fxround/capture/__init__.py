@@ -204,7 +204,7 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with asked_sizes(), packed_sequences((args, kwargs)):
+    with asked_sizes(), packed_sequences((args, kwargs)), _same_attributes(module):
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
@@ -215,8 +215,19 @@ def export_graph(module: torch.nn.Module, graph: fx.GraphModule, given: list[Any
     """
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     shapes = [_dynamic(leaf, getattr(value, "shape", None)) for leaf, value in zip(given, values, strict=True)]
-    with asked_sizes():
+    with asked_sizes(), _same_attributes(module):
         return torch.export.export(module, (given,), dynamic_shapes=(shapes,), strict=False)
+
+
+@contextlib.contextmanager
+def _same_attributes(module: torch.nn.Module) -> Iterator[None]:
+    """Leave the attributes of modules the objects that they are; PyTorch puts copies of lists and dicts there."""
+    held = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in held:
+            attributes.update(before)
 
 
 def _dynamic(leaf: Any, dimensions: tuple[Any, ...] | None) -> Any:

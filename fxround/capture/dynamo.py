@@ -35,6 +35,7 @@ from fxround.locks import waited_for
 
 _LOCKS: Final[list[Any]] = []
 _NOTHING: Final = contextlib.nullcontext()
+_MARK: Final = "_dynamo_static_input_type"
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.enter_context(dynamo_timed("fullgraph_capture"))
         found = stack.enter_context(_changes())
         read = stack.enter_context(readings())
+        stack.callback(unmark, model)
         captured = fullgraph_capture(traced, args, kwargs)
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, traced, args, kwargs)
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
@@ -221,6 +223,13 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     _keep_apart(graph, model)
     noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read)
     return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), noted
+
+
+def unmark(model: nn.Module) -> None:
+    """Remove the mark that a trace leaves on parameters and buffers: an attribute, which ``torch.save`` would write."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if vars(tensor).get(_MARK) == "unguarded":  # a user's own mark is "guarded"
+            del vars(tensor)[_MARK]
 
 
 def _without_graph(model: nn.Module) -> nn.Module:

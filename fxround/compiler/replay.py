@@ -11,17 +11,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import fx, nn
 
-from fxround.capture.dynamo import replaying
+from fxround.capture.dynamo import replaying, unmark
 from fxround.capture.refusals import called_with
 from fxround.capture.torch_private import failed_guard, own_graphs
 from fxround.compiler.capture_table import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
+
+# An attribute that ``torch.compile`` leaves on a model.
+_MARK: Final = "_is_torch_compile"
 
 
 class Host(Protocol):
@@ -60,7 +63,10 @@ class Replay:
         self.entries: list[Entry] = []
         self._thread = _Thread()
         self._symbolic = True
+        marked = _MARK in vars(host.source)
         self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True, **own_graphs())
+        if not marked:
+            vars(host.source).pop(_MARK, None)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
@@ -89,8 +95,10 @@ class Replay:
         with replaying(model, self._symbolic, args, kwargs):
             try:
                 return self._call(*args, **kwargs)
-            except IndexError as error:  # a cache or a table of positions that is too short
-                error.add_note(f"{type(model).__name__} was called with {called_with(args, kwargs)}")
+            except BaseException as error:
+                unmark(model)  # a trace that was refused has marked it
+                if isinstance(error, IndexError):  # a cache or a table of positions that is too short
+                    error.add_note(f"{type(model).__name__} was called with {called_with(args, kwargs)}")
                 raise
 
     def prepare(self, args: Any, kwargs: Any) -> None:
@@ -113,6 +121,7 @@ class Replay:
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Lower a new graph and return its number."""
         host, gradients = self.living, torch.is_grad_enabled()
+        unmark(host.source)
         entry = host.receive(graph, inputs)
         reason = guard_of(failed_guard() if self.entries else None)
         self.entries.append(entry)

@@ -68,12 +68,11 @@ class Masked:
         self.quiet = replace(Policy.parse(quiet), definitions=self.policy.definitions)
         self._compiled = compile(model, self.policy, fuse=False, unroll_loops=True)
         with torch.no_grad():
-            self.captured: Captured = self._compiled.prepare(*args, **kwargs).captured
+            entry = self._compiled._entry(args, kwargs)
+            self.captured: Captured = entry.captured
             _refuse_loops(self.captured.graph)
             self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)
         self._on = bundles(self._compiled.graph)
-        entry = self._compiled._latest
-        assert entry is not None
         names = [n.name for n in entry.lowered.graph.find_nodes(op="placeholder") if DELAYED in n.meta]
         self._multipliers = dict(zip(names, entry.multipliers(), strict=True))
         self._given = _given(model, self.captured, pytree.tree_leaves((args, kwargs)))

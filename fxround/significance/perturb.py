@@ -52,12 +52,31 @@ def perturb(
     if getattr(original, "_fxround_perturbed", False):
         raise ValueError(f"{original.__name__} is perturbed already: leave that block first")
     compiled = compile(model, Policy.parse(policy), strict=strict, seed=seed).reseed(seed, sample)
-    perturbed = _perturbed(original, compiled, sample)
-    model.__class__ = perturbed
+    entry = compiled._entry
+
+    def entry_of_itself(*args: Any, **kwargs: Any) -> Any:
+        with _as(original, model):
+            return entry(*args, **kwargs)
+
+    # What captures or compares the model in the block (prepare, observe, export) takes the model itself.
+    compiled.__dict__["_entry"] = entry_of_itself
+    model.__class__ = _perturbed(original, compiled, sample)
     try:
         yield compiled
     finally:
         model.__class__ = original
+        del compiled.__dict__["_entry"]
+
+
+@contextmanager
+def _as(original: type[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Give a model its own class back for a while."""
+    now = type(model)
+    model.__class__ = original
+    try:
+        yield
+    finally:
+        model.__class__ = now
 
 
 def _perturbed(original: type[nn.Module], compiled: RoundedModule, sample: int) -> type[nn.Module]:
@@ -68,12 +87,8 @@ def _perturbed(original: type[nn.Module], compiled: RoundedModule, sample: int) 
         nonlocal calls
         compiled.reseed(seed, sample=sample + calls)
         calls += 1
-        perturbed = type(self)
-        self.__class__ = original  # the compiled module captures and runs the model itself
-        try:
+        with _as(original, self):  # the compiled module captures and runs the model itself
             return compiled(*args, **kwargs)
-        finally:
-            self.__class__ = perturbed
 
     @functools.wraps(original.__call__)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from layers import LAYERS, Calls
+from layers import LAYERS, Calls, Together
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,21 +42,6 @@ _DEFINED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "cdist": lambda module: Calls(_distances),
     "weight_norm": _Normed,
 }
-
-
-class Together(nn.Module):
-    """Several layers with arguments of their own, so that one capture is enough."""
-
-    def __init__(self, layers: list[nn.Module], numbers: list[int]) -> None:
-        super().__init__()
-        self.layers, self.numbers = nn.ModuleList(layers), numbers
-
-    def forward(self, *args: Any) -> list[Any]:
-        results, begin = [], 0
-        for layer, number in zip(self.layers, self.numbers, strict=True):
-            results.append(layer(*args[begin : begin + number]))
-            begin += number
-        return results
 
 
 # All of them take minutes: a quarter with different operators, in two captures.

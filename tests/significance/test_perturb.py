@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,16 @@ def test_an_error_restores_the_model(net: Net) -> None:
     with pytest.raises(RuntimeError, match="theirs"):
         theirs()
     assert type(net) is Net and not net.training
+
+
+@torch.no_grad()
+def test_the_compiled_module_of_a_block_shows_the_model_itself(net: Net, tmp_path: Path) -> None:
+    with fxround.perturb(net, seed=3) as compiled:
+        compiled.prepare(X)
+        values = dict(compiled.observe(X))
+        first = net(X)
+        compiled.export(tmp_path / "net.pt2", X)
+    assert torch.equal(values["output"], first) and len(compiled.captures()) == 1
 
 
 def test_a_wrong_policy_changes_nothing(net: Net) -> None:

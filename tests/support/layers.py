@@ -34,6 +34,21 @@ class All(nn.Module):
         return [module(*args) for module in self.all]
 
 
+class Together(nn.Module):
+    """Several layers with arguments of their own, so that one capture is enough."""
+
+    def __init__(self, layers: list[nn.Module], numbers: list[int]) -> None:
+        super().__init__()
+        self.layers, self.numbers = nn.ModuleList(layers), numbers
+
+    def forward(self, *args: Any) -> list[Any]:
+        results, begin = [], 0
+        for layer, number in zip(self.layers, self.numbers, strict=True):
+            results.append(layer(*args[begin : begin + number]))
+            begin += number
+        return results
+
+
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()

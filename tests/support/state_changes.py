@@ -1,7 +1,6 @@
 """Changes of Python state that a model reads: kinds of values, the places that hold them, and changes of other kinds.
 
-A change is right if the compiled module then returns the bits of a module that is compiled after the change, or if it
-raises. ``python tests/support/state_changes.py`` tries all values in all places.
+``state_verdicts.py`` judges them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import fxround
-from fxround.errors import FxroundError
 
 X = torch.linspace(-1, 2, 12).reshape(3, 4)
 # A model, and the function that changes what it reads.
@@ -311,32 +307,8 @@ def undo() -> None:
     torch.set_grad_enabled(True)
 
 
-def fault_of(make: Callable[[], Case]) -> str:
-    """Return what is wrong after a change: a stale result, a capture for nothing; "" if nothing is."""
-    model, change = make()
-    if isinstance(model, nn.Module):
-        model.eval()
-    compiled = fxround.compile(model, "reproducible", strict=False)
-    try:
-        try:
-            before, captures = compiled(X), len(compiled.captures().rows)
-            compiled(X)
-        except FxroundError:
-            return ""
-        if len(compiled.captures().rows) != captures:
-            return f"captured again for nothing: {compiled.captures()}"
-        change()
-        try:
-            after = compiled(X)
-        except FxroundError:
-            return ""
-        fresh = fxround.compile(model, "reproducible", strict=False)(X)
-        return "" if _same(after, fresh) else f"{'stale' if _same(after, before) else 'wrong'}: {after} for {fresh}"
-    finally:
-        undo()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two results have one dtype and the same numbers, NaNs and signs of zeros."""
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(*(_bits(t) for t in (a, b)))
 
 
@@ -359,10 +331,3 @@ def drawn(count: int, seed: int) -> dict[str, Callable[[], Case]]:
     values, places = (chosen.sample(list(table), len(table)) for table in (VALUES, PLACES))
     pairs = [(values[i % len(values)], places[i % len(places)]) for i in range(count)]
     return {f"{value}, {place}": functools.partial(PLACES[place], *VALUES[value]) for value, place in pairs}
-
-
-if __name__ == "__main__":
-    faults = {name: fault for name, make in cases().items() if (fault := fault_of(make))}
-    for name, fault in faults.items():
-        print(f"{name}: {fault}")
-    print(f"{len(cases())} changes, {len(faults)} faults")
