@@ -55,7 +55,7 @@ FOUND = {
 }
 
 
-# .ci/run draws 2,000 more, from a fixed seed.
+# .ci/run draws 1,000 more, from a fixed seed.
 @settings(max_examples=80, suppress_health_check=QUIET)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])

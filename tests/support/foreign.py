@@ -126,11 +126,16 @@ def _as(source: Tensor, index: Tensor) -> Tensor:
     return source[tuple(slice(n) for n in index.shape)]
 
 
+# Where the norms and the distances have their exponent.
+_EXPONENTS: Final = {"linalg_vector_norm": 1, "norm": 1, "_pdist_forward": 1, "_cdist_forward": 2}
+
+
 def _is_exact(packet: str, args: Any) -> bool:
     """Whether IEEE 754 defines the result after all: x ** 1, x ** 2 = x * x, and the norms that select or count."""
     if packet == "pow":
         return len(args) > 1 and isinstance(args[1], int | float) and args[1] in (1, 2)
-    return packet == "linalg_vector_norm" and len(args) > 1 and args[1] in (math.inf, -math.inf, 0)
+    place = _EXPONENTS.get(packet, len(args))
+    return len(args) > place and args[place] in (math.inf, -math.inf, 0)
 
 
 def _replaced(packet: str, schema: Any, kernel: Any) -> Callable[..., Any]:
