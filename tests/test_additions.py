@@ -50,9 +50,9 @@ ADDITIONS = {
     "a format": Addition(
         (
             Insertion(
-                "numerics/formats.py",
-                'Format("e5m6", 7, -14, 65024.0),\n',
-                after="_ROWS: Final[tuple[Format, ...]] = (\n",
+                "numerics/formats/rows.py",
+                '    Format("e5m6", 7, -14, 65024.0),\n',
+                after="_FORMATS: Final[tuple[Format, ...]] = (\n",
             ),
         ),
         """
@@ -64,9 +64,9 @@ assert fxround.round(torch.tensor([1 + 2.0**-6, 1 + 2.0**-7, 65536.0]), "e5m6").
     "a table of values": Addition(
         (
             Insertion(
-                "numerics/formats.py",
-                '        "ternary": Format.table([-1, 0, 1], name="ternary"),\n',
-                after='        "nf4": Format.table(_NF4, name="nf4"),\n',
+                "numerics/formats/rows.py",
+                '    Format.table([-1, 0, 1], name="ternary"),\n',
+                after='    Format.table(_NF4, name="nf4"),\n',
             ),
         ),
         """
@@ -78,7 +78,7 @@ assert fxround.compile(Calls(lambda x: x * 1.0), "ternary")(x).tolist() == [-1, 
     "a scaled format": Addition(
         (
             Insertion(
-                "numerics/scaled.py",
+                "numerics/scaled/rows.py",
                 '        "mxfp5": _microscaled(Format.ieee(exponent_bits=2, precision=3)),\n',
                 after='        "mxint8": _microscaled(fixed_point(8, 6)),\n',
             ),
@@ -128,9 +128,9 @@ torch.library.opcheck(torch.ops.fxround.count.default, (torch.ones(2, 3), 1))
     "a mode": Addition(
         (
             Insertion(
-                "numerics/modes.py",
-                'Mode("nearest_up", lambda lost: lost.above | (lost.half & lost.positive)),\n',
-                after="_ROWS: Final[tuple[Mode, ...]] = (\n",
+                "numerics/modes/rows.py",
+                '    Mode("nearest_up", lambda lost: lost.above | (lost.half & lost.positive)),\n',
+                after="_MODES: Final[tuple[Mode, ...]] = (\n",
             ),
         ),
         """

@@ -16,8 +16,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.posit_codes import posit_value
 from fxround.numerics.modes import Lost, Mode, Rounding
-from fxround.numerics.posit_codes import posit_value
 
 
 def floor_log2(x: Fraction) -> int:

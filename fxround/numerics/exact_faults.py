@@ -13,7 +13,7 @@ from fxround.numerics.encodings import Encoding
 from fxround.numerics.exact import floor_log2
 from fxround.numerics.faults import Faults, share
 from fxround.numerics.formats import Format
-from fxround.numerics.posit_codes import posit_value
+from fxround.numerics.formats.posit_codes import posit_value
 
 
 def code_of(value: float, fmt: Format | Encoding) -> int:

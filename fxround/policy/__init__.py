@@ -4,7 +4,8 @@
 """
 
 from fxround.policy.policy import DEFINITIONS, OWN, Policy
-from fxround.policy.presets import PRESETS, block_scaling, current_scaling, delayed_scaling, nvfp4
+from fxround.policy.presets import PRESETS
+from fxround.policy.recipes import block_scaling, current_scaling, delayed_scaling, nvfp4
 from fxround.policy.rule import DIRECTIONS, DTYPE, ENTERING, IDENTITY, NATIVE, ROLES, WIDE, Assignment, Rule
 
 __all__ = [

@@ -20,8 +20,8 @@ from fxround.errors import PolicyError, brief, shown, type_of
 from fxround.keys import nearest, require_keys, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
-from fxround.numerics.format_names import other_numbers, own_name
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
+from fxround.numerics.formats.names import other_numbers, own_name
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.modes import MODES, Rounding

@@ -43,7 +43,15 @@ _LOG: Final = logging.getLogger("fxround.cache")
 # A source file that is newer than this may differ from what was imported.
 _STARTED: Final = time.time()
 # Patterns of the source files that a text of a kernel depends on, whatever its device is.
-KERNELS: Final = ("errors.py", "locks.py", "kernels/shapes.py", "numerics/*.py")
+KERNELS: Final = (
+    "errors.py",
+    "locks.py",
+    "kernels/shapes.py",
+    "numerics/*.py",
+    "numerics/formats/*.py",
+    "numerics/modes/*.py",
+    "numerics/scaled/*.py",
+)
 EVERYTHING: Final = ("**/*.py",)
 
 

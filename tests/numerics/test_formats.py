@@ -15,8 +15,8 @@ from neighbours import ALL_FORMATS
 
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.exact import round_float
-from fxround.numerics.format_names import ALIASES
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.names import ALIASES
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
 

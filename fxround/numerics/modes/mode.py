@@ -1,19 +1,10 @@
-"""Rounding modes as data, and a rounding as format x mode x overflow.
-
-Truncation keeps the multiple of the quantum next to a number towards zero and loses the rest. A mode is one boolean
-rule, *step away from zero?*, over a ``Lost``: the sign, the parity of what is kept, what is lost, and the random bits.
-Python booleans and IR values both fit the rule, so the specification (``exact``) and the algorithm (``rounding``) share
-it and nothing else. No rule changes an exact value: ``drawn``, ``half`` and ``above`` imply ``inexact``. A mode's only
-other properties are ``jitter``, which up_down alone has, and ``cut``, which says what few random bits see of the lost
-fraction.
-"""
+"""``Mode``: a rule as data; ``Rounding``: format x mode x overflow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from fxround.errors import shown
@@ -62,7 +53,7 @@ class Mode:
     cut: Cut = "down"
 
     def __str__(self) -> str:
-        return self.name if self.random_bits in (0, MODES[self.name].random_bits) else f"{self.name}:{self.random_bits}"
+        return self.name if self.random_bits in (0, NAMED[self.name].random_bits) else f"{self.name}:{self.random_bits}"
 
     @property
     def deterministic(self) -> bool:
@@ -101,45 +92,22 @@ class Mode:
         ValueError for anything else.
         """
         name, colon, count = text.strip().partition(":")
-        if name not in MODES:
-            near = get_close_matches(name[:40], MODES, n=2, cutoff=0.4)
+        if name not in NAMED:
+            near = get_close_matches(name[:40], NAMED, n=2, cutoff=0.4)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(MODES)}")
-        mode = MODES[name]
+            raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(NAMED)}")
+        mode = NAMED[name]
         if not colon:
             return mode
         most = mode.random_bits
         if most < 2 or not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= most:
-            counted = ", ".join(f"{m}:1 to {m}:{m.random_bits}" for m in MODES.values() if m.random_bits > 1)
+            counted = ", ".join(f"{m}:1 to {m}:{m.random_bits}" for m in NAMED.values() if m.random_bits > 1)
             raise ValueError(f"{shown(text)}: only stochastic modes take a number of random bits: {counted}")
         return replace(mode, random_bits=int(count))
 
 
-def _to_nearest_even(lost: Lost[Any]) -> Any:
-    return lost.above | (lost.half & lost.odd)
-
-
-_ROWS: Final[tuple[Mode, ...]] = (
-    Mode("nearest_even", _to_nearest_even),
-    Mode("nearest_away", lambda lost: lost.above | lost.half),
-    Mode("nearest_zero", lambda lost: lost.above),
-    Mode("nearest_odd", lambda lost: lost.above | (lost.half & lost.even)),
-    Mode("toward_zero", lambda lost: lost.never),
-    Mode("toward_positive", lambda lost: lost.inexact & lost.positive),
-    Mode("toward_negative", lambda lost: lost.inexact & lost.negative),
-    Mode("away_from_zero", lambda lost: lost.inexact),
-    Mode("to_odd", lambda lost: lost.inexact & lost.even),
-    # P(away) = I(lost * 2^n) / 2^n for n random bits, lost in quanta. For I = floor the bias is towards zero and less
-    # than 2^-n of a quantum; for the nearest integer it is at most 2^-(n+1), either way. Where at most n bits are lost,
-    # it is zero. The three are StochasticA, StochasticB and StochasticC of IEEE P3109.
-    Mode("stochastic", lambda lost: lost.drawn, random_bits=32),
-    Mode("stochastic_b", lambda lost: lost.drawn, random_bits=31, cut="half_up"),
-    Mode("stochastic_c", lambda lost: lost.drawn, random_bits=31, cut="half_even"),
-    Mode("stochastic_equal", lambda lost: lost.inexact & lost.coin, random_bits=1),
-    Mode("up_down", _to_nearest_even, random_bits=1, jitter=True),
-)
-
-MODES: Final = MappingProxyType({row.name: row for row in _ROWS})
+# The named modes. ``rows`` fills it, and shows it as MODES.
+NAMED: Final[dict[str, Mode]] = {}
 
 
 @dataclass(frozen=True)
@@ -191,6 +159,6 @@ class Rounding:
         if len(parts) > 3:
             raise ValueError(f"{shown(text)} has {len(parts)} parts; expected format[/mode[/overflow]]")
         fmt = Format.parse(parts[0])
-        mode = Mode.parse(parts[1]) if len(parts) > 1 else MODES["nearest_even"]
+        mode = Mode.parse(parts[1]) if len(parts) > 1 else NAMED["nearest_even"]
         overflow: Any = parts[2] if len(parts) > 2 else fmt.default_overflow
         return Rounding(fmt, mode, overflow)

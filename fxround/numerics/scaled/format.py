@@ -1,14 +1,4 @@
-"""Scaled formats: elements of a small format that share scales, such as MXFP8, NVFP4, int8 and fixed point.
-
-A scaled rounding is an element format, a mode and an overflow, as any rounding, and a *scaling*: which elements share a
-scale, and how the scale is made of the largest finite magnitude among them. With the scale s of its block, the value of
-an element is R(x / s) * s: the quotient is rounded once, by the element's rounding, and the product once, to the
-tensor's own format. A NaN stays a NaN in its place and an infinity overflows as the element's rounding says; neither
-takes part in the scale. A scale that would be zero is the smallest positive value of its format.
-
-Sources: OCP Microscaling Formats v1.0, sections 5 and 6; NVIDIA's description of NVFP4 (blocks of 16, E4M3 scales, one
-binary32 scale for the tensor).
-"""
+"""``Scaling``, ``ScaledFormat`` and ``ScaledRounding``, and the texts that name them."""
 
 from __future__ import annotations
 
@@ -180,10 +170,10 @@ class ScaledFormat:
         """
         found = _parsed(text.strip())
         if found is None:
-            near = get_close_matches(text[:40], SCALED, n=2, cutoff=0.5)
+            near = get_close_matches(text[:40], NAMED, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ValueError(
-                f"no scaled format is named {shown(text)}{hint} Known: {', '.join(SCALED)}, int2 to int16, uint2 to "
+                f"no scaled format is named {shown(text)}{hint} Known: {', '.join(NAMED)}, int2 to int16, uint2 to "
                 "uint16, bfp(bits,block), each with :block, :channel or :tensor; fixed(bits,fraction), "
                 "ufixed(bits,fraction)"
             )
@@ -313,30 +303,10 @@ def _transform(text: str) -> tuple[Hadamard | None, str]:
     return (Hadamard(int(found[1]), int(found[2] or 0)), text[found.end() :]) if found else (None, text)
 
 
-_POWERS: Final = FORMATS["e8m0fnu"]
-
-
-def _microscaled(element: Format) -> ScaledFormat:
-    """A row of OCP Microscaling: blocks of 32, scales that are powers of two."""
-    return ScaledFormat(element, Scaling((32,), _POWERS, "floor"))
-
-
-# OCP Microscaling v1.0, table 1; NVFP4. mxint8's element is a fixed-point number with 6 fraction bits.
-SCALED: Final = MappingProxyType(
-    {
-        "mxfp8": _microscaled(FORMATS["e4m3fn"]),
-        "mxfp8_e4m3": _microscaled(FORMATS["e4m3fn"]),
-        "mxfp8_e5m2": _microscaled(FORMATS["e5m2"]),
-        "mxfp6": _microscaled(FORMATS["e2m3fn"]),
-        "mxfp6_e2m3": _microscaled(FORMATS["e2m3fn"]),
-        "mxfp6_e3m2": _microscaled(FORMATS["e3m2fn"]),
-        "mxfp4": _microscaled(FORMATS["e2m1fn"]),
-        "mxint8": _microscaled(fixed_point(8, 6)),
-        "nvfp4": ScaledFormat(
-            FORMATS["e2m1fn"], Scaling((16,), FORMATS["e4m3fn"], "nearest", whole=FORMATS["binary32"])
-        ),
-    }
-)
+# The named scaled formats. ``rows`` fills it, and shows it as SCALED.
+NAMED: Final[dict[str, ScaledFormat]] = {}
+# Scales that are powers of two, as those of OCP Microscaling.
+POWERS: Final = FORMATS["e8m0fnu"]
 
 
 def _parsed(text: str) -> ScaledFormat | None:
@@ -362,8 +332,8 @@ def _parsed(text: str) -> ScaledFormat | None:
 
 
 def _named(base: str) -> ScaledFormat | None:
-    if base in SCALED:
-        return SCALED[base]
+    if base in NAMED:
+        return NAMED[base]
     whole = re.fullmatch(r"(u?)int([0-9]{1,2})", base)
     if whole:
         bits, how = int(whole[2]), "affine" if whole[1] else "nearest"
@@ -375,7 +345,7 @@ def _named(base: str) -> ScaledFormat | None:
     floating = re.fullmatch(r"bfp\(([0-9]{1,2}),\s*([0-9]{1,6})\)", base)
     if floating:
         bits = int(floating[1])
-        return ScaledFormat(fixed_point(bits, bits - 2), Scaling((int(floating[2]),), _POWERS, "floor"))
+        return ScaledFormat(fixed_point(bits, bits - 2), Scaling((int(floating[2]),), POWERS, "floor"))
     fixed = re.fullmatch(r"(u?)fixed\(([0-9]{1,2}),\s*(-?[0-9]{1,4})\)", base)
     if fixed:
         bits, fraction, unsigned = int(fixed[2]), int(fixed[3]), bool(fixed[1])

@@ -1,11 +1,4 @@
-"""Floating-point formats, one documented row each.
-
-A format is a set of values: the multiples of a quantum that depends on the binade, from zero (or the minimum) to the
-maximum, with or without a sign, infinities and NaNs. Precision counts the implicit bit. Encodings play no part: fxround
-keeps the values of a narrow format in a wider carrier (binary32 or binary64), where each of them is exact.
-``FORMATS["e4m3fn"].describe()`` says in words how a format treats ties, subnormals, minus zero and overflow.
-``Format.parse(str(fmt)) == fmt`` for every format, so graphs, files and processes exchange formats as text.
-"""
+"""``Format``: the values of a floating-point format, as data, and the texts that name one."""
 
 from __future__ import annotations
 
@@ -16,15 +9,14 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from fxround.errors import shown
-from fxround.numerics.format_names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
-from fxround.numerics.format_text import description
-from fxround.numerics.posit_codes import are_posits, posit_value
+from fxround.numerics.formats.names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
+from fxround.numerics.formats.posit_codes import are_posits, posit_value
+from fxround.numerics.formats.text import description
 
 Overflow = Literal["inf", "saturate", "nan", "wrap"]
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
@@ -403,8 +395,8 @@ class Format:
     @staticmethod
     def _row(base: str, text: str) -> Format:
         """Return the format of a name without ``-flush``. text: what a message shows."""
-        if base in FORMATS or base in TABLES:
-            return FORMATS.get(base) or TABLES[base]
+        if base in NAMED or base in NAMED_TABLES:
+            return NAMED.get(base) or NAMED_TABLES[base]
         ieee = re.fullmatch(r"ieee\(([0-9]{1,4}),\s*([0-9]{1,4})\)", base)
         if ieee:
             return Format.ieee(exponent_bits=int(ieee[1]), precision=int(ieee[2]))
@@ -440,41 +432,21 @@ class Format:
             )
         if "(" in base and (spelt := SPELT.get(base.partition("(")[0])):
             raise ValueError(f"no format is named {shown(text)}; expected {spelt}")
-        near = candidates(base) or get_close_matches(base[:40], FORMATS, n=2, cutoff=0.4)
+        near = candidates(base) or get_close_matches(base[:40], NAMED, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        known = ", ".join((*FORMATS, *TABLES, *SPELT.values(), "binary8p3se"))
+        known = ", ".join((*NAMED, *NAMED_TABLES, *SPELT.values(), "binary8p3se"))
         raise ValueError(f"no format is named {shown(text)}{hint} Known: {known}")
 
 
-_ROWS: Final[tuple[Format, ...]] = (
-    Format("binary64", 53, -1022, float.fromhex("0x1.fffffffffffffp+1023")),
-    Format("binary32", 24, -126, float.fromhex("0x1.fffffep+127")),
-    Format("binary16", 11, -14, 65504.0),
-    Format("bfloat16", 8, -126, float.fromhex("0x1.fep+127")),
-    # NVIDIA TensorFloat-32: binary32's exponent, binary16's significand.
-    Format("tf32", 11, -126, float.fromhex("0x1.ffcp+127")),
-    # OCP 8-bit floating point 1.0: e5m2 is IEEE style; e4m3fn uses the codes of inf for one more binade.
-    Format("e5m2", 3, -14, 57344.0),
-    Format("e4m3fn", 4, -6, 448.0, inf=False),
-    Format("e4m3", 4, -6, 240.0),
-    # Graphcore and AMD: the code of minus zero is the only NaN, and every other code a finite number.
-    Format("e5m2fnuz", 3, -15, 57344.0, inf=False, minus_zero=False),
-    Format("e4m3fnuz", 4, -7, 240.0, inf=False, minus_zero=False),
-    Format("e4m3b11fnuz", 4, -10, 30.0, inf=False, minus_zero=False),
-    # OCP Microscaling 1.0, element formats: neither inf nor NaN.
-    Format("e3m2fn", 3, -2, 28.0, inf=False, nan=False),
-    Format("e2m3fn", 4, 0, 7.5, inf=False, nan=False),
-    Format("e2m1fn", 2, 0, 6.0, inf=False, nan=False),
-    # Scales: powers of two (OCP Microscaling 1.0), and the unsigned e5m3 with its last code a NaN.
-    Format("e8m0fnu", 1, -127, 2.0**127, signed=False, inf=False, zero=False, subnormals=False),
-    Format("ue5m3", 4, -14, 114688.0, signed=False, inf=False),
-)
+# The named formats and tables. ``rows`` fills them, and shows them as FORMATS and TABLES.
+NAMED: Final[dict[str, Format]] = {}
+NAMED_TABLES: Final[dict[str, Format]] = {}
 
 
 def candidates(name: str) -> tuple[str, ...]:
     """Return the formats that an unknown name may mean, for messages."""
     low = name.lower().removeprefix("torch.")
-    known = low if low in FORMATS else ALIASES.get(low)
+    known = low if low in NAMED else ALIASES.get(low)
     return (known,) if known else UNSURE.get(low, ())
 
 
@@ -482,19 +454,3 @@ def _significant_bits(x: Fraction) -> int:
     """Return the number of binary digits from the first to the last that is not 0; 0 for zero. x: a dyadic rational."""
     digits = abs(x.numerator)
     return digits.bit_length() - (digits & -digits).bit_length() + 1 if digits else 0
-
-
-FORMATS: Final = MappingProxyType({row.name: row for row in _ROWS})
-
-# Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs", NeurIPS 2023, appendix E: the binary32 numbers of
-# bitsandbytes.
-_NF4: Final = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-TABLES: Final = MappingProxyType(
-    {
-        "nf4": Format.table(_NF4, name="nf4"),
-    }
-)
