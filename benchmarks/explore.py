@@ -10,9 +10,10 @@ foreign   a file of tests under a PyTorch whose kernels are off by an ulp (``tes
 texts     the texts of a GPU that several models need, for an architecture
 models    training steps of a model through the texts of a GPU, as host code
 
-Units run side by side until the time is over; what still runs then is cut off and counts neither way. A unit that fails
-is printed at once with the command that repeats it, and stored in the file, one line of JSON each. Ctrl-C ends the
-search and keeps what was found. The exit status is 1 if anything failed. What is found becomes a fixed case of a test.
+Units run side by side until the time is over, or Ctrl-C. What still runs then is interrupted: it fails if it had found
+something, and counts neither way otherwise. A unit that fails is printed at once with the command that repeats it from
+the root of the repository in any shell, and stored in the file, one line of JSON each. The exit status is 1 if anything
+failed. What is found becomes a fixed case of a test.
 """
 
 from __future__ import annotations
@@ -39,8 +40,30 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 LIMIT: Final = 1800.0
 # The last lines of a unit that fails.
 TOLD: Final = 60
-# pytest's status where no test was chosen.
+# Seconds in which an interrupted unit tells what it has found.
+GRACE: Final = 10.0
+# pytest's statuses where a test failed, and where no test was chosen; random models have the first as well.
+FOUND: Final = 1
 NOTHING: Final = 5
+
+
+def python(seed: int, *words: str, path: str = "") -> list[str]:
+    """Return a command for this interpreter: the order of sets is drawn from the seed, as everything else."""
+    own = Path(sys.executable)
+    name = str(own.relative_to(ROOT)) if own.is_relative_to(ROOT) else str(own)
+    variables = [f"PYTHONHASHSEED={seed % 2**32}", f"PYTHONPATH={path}"]
+    return ["env", *variables, name, *words]
+
+
+def pytest(seed: int, *words: str, path: str = "") -> list[str]:
+    """Return a command that ends at the first test that fails, so that nothing is lost if it is cut off later."""
+    return python(
+        seed,
+        *["-m", "pytest", "-x", "-q", "--tb=short", "-n", "0", "-p", "no:cacheprovider", "--seed"],
+        str(seed),
+        *words,
+        path=path,
+    )
 
 
 def files(chosen: random.Random, count: int) -> list[str]:
@@ -51,34 +74,30 @@ def files(chosen: random.Random, count: int) -> list[str]:
 
 def graphs(seed: int) -> list[str]:
     """A hundred graphs and a module."""
-    return ["python", "-m", "benchmarks.random_models", "--graphs", "100", "--modules", "1", "--seed", str(seed)]
+    return python(seed, *["-m", "benchmarks.random_models", "--graphs", "100", "--modules", "1", "--seed"], str(seed))
 
 
 def tests(seed: int) -> list[str]:
     """Three files in one process, shuffled."""
-    drawn = files(random.Random(seed), 3)
-    hashes = f"PYTHONHASHSEED={seed % 2**32}"
-    command = ["env", hashes, "python", "-m", "pytest", "-q", "--tb=short", "-n", "0", "-p", "no:cacheprovider"]
-    return [*command, "--seed", str(seed), "--shuffle", str(seed), *drawn]
+    return pytest(seed, "--shuffle", str(seed), *files(random.Random(seed), 3))
 
 
 def foreign(seed: int) -> list[str]:
     """A file under other kernels."""
-    command = ["env", "PYTHONPATH=tests/support", "python", "-m", "pytest", "-q", "--tb=short", "-n", "0"]
-    return [*command, "-p", "no:cacheprovider", "-p", "foreign", "--seed", str(seed), *files(random.Random(seed), 1)]
+    return pytest(seed, "-p", "foreign", *files(random.Random(seed), 1), path="tests/support")
 
 
 def texts(seed: int) -> list[str]:
     """The texts of a GPU for one architecture."""
     from benchmarks.cuda import ARCHITECTURES
 
-    return ["python", "-m", "benchmarks.cuda", "--compile", "--arch", random.Random(seed).choice([*ARCHITECTURES])]
+    return python(seed, *["-m", "benchmarks.cuda", "--compile", "--arch"], random.Random(seed).choice([*ARCHITECTURES]))
 
 
 def models(seed: int) -> list[str]:
     """Training steps of one model through the texts of a GPU; a ResNet-18 takes too long."""
     known = ("digits_cnn", "unet", "recurrent", "encoder", "vit", "bert", "gpt2")
-    return ["env", "PYTHONPATH=.", "python", "tests/support/host_models.py", random.Random(seed).choice(known)]
+    return python(seed, "tests/support/host_models.py", random.Random(seed).choice(known), path=".")
 
 
 Finder = Callable[[int], list[str]]
@@ -103,14 +122,14 @@ class Unit:
         """Start the unit of a seed in a session of its own, so that Ctrl-C reaches this process alone."""
         command = finder(seed)
         printed = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the unit)
-        running = [sys.executable if word == "python" else word for word in command]
         process = subprocess.Popen(
-            running,
+            command,
             cwd=ROOT,
             stdout=printed,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=_interruptible,
         )
         return cls(kind, seed, command, printed, process)
 
@@ -122,6 +141,18 @@ class Unit:
             return f"no end after {LIMIT:.0f} s\n{self.told()}"
         return None if status in (0, NOTHING) else f"exit status {status}\n{self.told()}"
 
+    def interrupt(self) -> str | None:
+        """End it early; return what it had found until then."""
+        if self.process.poll() is not None:
+            return self.failure()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        found = self.process.poll() == FOUND
+        self.stop()
+        return f"found before it was cut off\n{self.told()}" if found else None
+
     def told(self) -> str:
         """Return its last lines."""
         self.printed.seek(0)
@@ -132,6 +163,11 @@ class Unit:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _interruptible() -> None:
+    """A process whose parent ignores Ctrl-C, as a job in the background, would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(running: list[Unit], until: float) -> Iterator[Unit]:
@@ -154,8 +190,8 @@ def search(
     report: Callable[[Unit, str | None], None],
     finders: dict[str, Finder] = FINDERS,
 ) -> int:
-    """Run units until the time is over or Ctrl-C; returns how many were cut off."""
-    until, running, number = time.monotonic() + seconds, list[Unit](), 0
+    """Run units until the time is over or Ctrl-C; returns how many were cut off with nothing found."""
+    until, running, number, cut = time.monotonic() + seconds, list[Unit](), 0, 0
     try:
         while time.monotonic() < until:
             while len(running) < jobs:
@@ -167,8 +203,11 @@ def search(
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     for unit in running:
-        unit.stop()
-    return len(running)
+        found = unit.interrupt()
+        cut += found is None
+        if found is not None:
+            report(unit, found)
+    return cut
 
 
 def main() -> None:

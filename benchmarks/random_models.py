@@ -34,6 +34,10 @@ from random_reference import quickly
 HUNDRED = 100
 
 
+class Shrinking(KeyboardInterrupt):
+    """Ctrl-C while a failure was made smaller; its text tells the smallest that is known."""
+
+
 def search(number: int, counts: Counter[str]) -> str | None:
     """Judge a hundred graphs; return the smallest that fails with its recipe as text, or None."""
     failed: list[Recipe] = []
@@ -50,15 +54,20 @@ def search(number: int, counts: Counter[str]) -> str | None:
     def hold(recipe: Recipe) -> None:
         maps.errors.clear()
         counts["graphs"] += 1
-        failed[:] = [recipe]
-        with as_if_large(recipe.small):
-            judge(recipe, maps)
+        try:
+            with as_if_large(recipe.small):
+                judge(recipe, maps)
+        except Exception:
+            failed[:] = [recipe]
+            raise
 
     with quickly(), numpy_maps() as maps:
         try:
             hold()
+        except KeyboardInterrupt as stop:
+            raise (Shrinking(f"interrupted before it was made smaller\n{failed[0]}") if failed else stop) from None
         except Exception as error:  # any exception of a model is a finding
-            return f"{failed[0]}\n{type(error).__name__}: {error}"
+            return f"{''.join(map(str, failed))}\n{type(error).__name__}: {error}"
     return None
 
 
@@ -87,28 +96,35 @@ def main() -> None:
     given_ = parser.parse_args()
     counts: Counter[str] = Counter()
     begin, worked, found = time.monotonic(), time.process_time(), 0
-    number = given_.seed
+    number, name = given_.seed, ""
+
+    def tell(failure: str) -> None:
+        nonlocal found
+        found += 1
+        print(f"\nseed {number}: {failure}\n", flush=True)
+        if given_.output is not None:
+            with given_.output.open("a") as file:
+                file.write(json.dumps({"seed": number, "kind": name, "failure": failure}) + "\n")
+
     try:
         while counts["graphs"] < given_.graphs or (
             not given_.graphs and time.monotonic() < begin + 60 * given_.minutes
         ):
             kinds: list[Any] = [search] + ([module] if (number - given_.seed + 1) % given_.modules == 0 else [])
             for kind in kinds:
+                name = kind.__name__
                 told = kind(number, counts)
-                if told is None:
-                    continue
-                found += 1
-                print(f"\nseed {number}: {told}\n", flush=True)
-                if given_.output is not None:
-                    with given_.output.open("a") as file:
-                        file.write(json.dumps({"seed": number, "kind": kind.__name__, "failure": told}) + "\n")
+                if told is not None:
+                    tell(told)
             number += 1
             minutes = (time.monotonic() - begin) / 60
             print(
                 f"{minutes:6.1f} min  {counts['graphs']:,} graphs, {counts['modules']} modules, {found} failures",
                 flush=True,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Shrinking):
+            tell(str(stop))
         print("interrupted")
     print(
         f"seeds {given_.seed} to {number - 1}: {counts['graphs']:,} graphs, {counts['modules']} modules, "

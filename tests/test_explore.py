@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,29 @@ import pytest
 
 from benchmarks import explore
 
+WAITING = """
+import time
+try:
+    print('{0}', flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    {1}
+"""
 COUNTING = {
-    "good": lambda seed: ["python", "-c", f"print({seed})"],
-    "bad": lambda seed: ["python", "-c", f"raise SystemExit('seed {seed} is bad')"],
-    "slow": lambda seed: ["python", "-c", "import time; time.sleep(60)"],
+    "good": lambda seed: [sys.executable, "-c", f"print({seed})"],
+    "bad": lambda seed: [sys.executable, "-c", f"raise SystemExit('seed {seed} is bad')"],
+    "slow": lambda seed: [sys.executable, "-c", "import time; time.sleep(60)"],
+    "found": lambda seed: [
+        sys.executable,
+        "-c",
+        WAITING.format(f"seed {seed} is bad", "raise SystemExit(1) from None"),
+    ],
+    "quiet": lambda seed: [
+        sys.executable,
+        "-c",
+        WAITING.format(f"seed {seed} is good", "raise SystemExit(0) from None"),
+    ],
+    "deaf": lambda seed: [sys.executable, "-c", WAITING.format(f"seed {seed} hangs", "time.sleep(60)")],
 }
 
 
@@ -36,6 +56,54 @@ def test_what_is_cut_off_counts_neither_way_and_is_killed() -> None:
     began = time.monotonic()
     assert found(["slow"], 0.5) == ([], 1)
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "kind, told", [("found", "found before it was cut off\nseed 7 is bad"), ("quiet", None), ("deaf", None)]
+)
+def test_what_is_cut_off_tells_what_it_had_found(kind: str, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explore, "GRACE", 0.5 if kind == "deaf" else 60.0)
+    unit = explore.Unit.start(kind, 7, COUNTING[kind])
+    while not os.fstat(unit.printed.fileno()).st_size:
+        time.sleep(0.05)
+    assert unit.interrupt() == told
+    assert unit.process.poll() is not None
+
+
+def test_ctrl_c_is_heard_in_the_background_and_keeps_what_was_found() -> None:
+    """A shell's job in the background ignores Ctrl-C, and so would its children."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from benchmarks import explore\n"
+        "start, finder = explore.Unit.start.__func__, lambda seed: [sys.executable, '-c', sys.argv[1]]\n"
+        "def started(cls, *given):\n"
+        "    unit = start(cls, *given)\n"
+        "    while not os.fstat(unit.printed.fileno()).st_size: pass\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    return unit\n"
+        "explore.Unit.start = classmethod(started)\n"
+        "print(explore.search(['it'], 7, 600, 1, lambda unit, failure: print(failure), {'it': finder}))\n"
+    )
+    command = [sys.executable, "-c", code, COUNTING["found"](7)[-1]]
+    done = subprocess.run(command, cwd=explore.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "interrupted\nfound before it was cut off\nseed 7 is bad\n0\n"
+
+
+@pytest.mark.parametrize("kind", explore.FINDERS)
+def test_a_command_fixes_what_a_run_depends_on(kind: str) -> None:
+    """In any shell: the interpreter, the path, and the order of sets."""
+    words = explore.FINDERS[kind](7)
+    assert words[:2] == ["env", "PYTHONHASHSEED=7"] and words[2].startswith("PYTHONPATH=")
+    printed = subprocess.run(
+        [*words[:4], "-c", "import sys; print(sys.executable)"],
+        cwd=explore.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(printed.stdout.strip()) == Path(sys.executable)
 
 
 def test_a_unit_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,7 @@ def several() -> tuple[nn.Module, fxround.RoundedModule, Tensor]:
 
 def test_unused_results_give_no_gradients_and_gradients_accumulate(several: Any) -> None:
     model, compiled, x = several
+    model.zero_grad()  # those of the tests before, which a copy has not
     reference = copy.deepcopy(model)
     for module in (compiled, reference, compiled, reference):
         module(x)["p"].square().sum().backward()
