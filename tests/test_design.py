@@ -85,6 +85,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.ctc_shapes",
             "capture.torch_private",
             "capture.derivatives",
+            "capture.traced_aliases",
             "capture.traced_packing",
             "capture.transforms",
             "capture.dynamo",

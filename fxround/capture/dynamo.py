@@ -28,6 +28,7 @@ from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
+from fxround.capture.traced_aliases import computed_views
 from fxround.errors import CaptureError
 from fxround.graph.site import Port
 from fxround.graph.source_lines import TORCH
@@ -212,7 +213,13 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         found = stack.enter_context(_changes())
         read = stack.enter_context(readings())
         stack.callback(unmark, model)
+        stack.enter_context(computed_views())
         captured = fullgraph_capture(traced, args, kwargs)
+    if captured.backend_input is not None and not _outputs(captured.backend_input.graph_module):
+        raise CaptureError(
+            f"{type(model).__name__} returns arguments, parameters and buffers alone: there is nothing to round in its "
+            "result. Call it as it is."
+        )
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, traced, args, kwargs)
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
     if captured.backend_input is not None:
@@ -230,6 +237,10 @@ def unmark(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if vars(tensor).get(_MARK) == "unguarded":  # a user's own mark is "guarded"
             del vars(tensor)[_MARK]
+
+
+def _outputs(graph: fx.GraphModule) -> Any:
+    return graph.graph.output_node().args[0]
 
 
 def _without_graph(model: nn.Module) -> nn.Module:
@@ -398,9 +409,16 @@ def tensors_of(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) 
 def returned_by(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> list[Returned]:
     """Return, for each leaf of the model's result, the position among the outputs of Dynamo's graph, or the input."""
     ports, codegen = _ports(model, args, kwargs), cast(Any, graph.graph._codegen)
-    marks = [torch.empty(0) for _ in cast(Any, graph.graph.output_node().args[0])]
+    marks = [torch.empty(0) for _ in _outputs(graph)]
     places: dict[int, Returned] = {id(mark): i for i, mark in enumerate(marks)}
-    leaves = pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values())))
+    leaves, again = (
+        pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values()))) for _ in range(2)
+    )
+    if any(a is not b for a, b in zip(leaves, again, strict=True) if isinstance(a, Tensor)):
+        raise CaptureError(
+            f"{type(model).__name__} returns a tensor that it makes without an operation of a graph: return a copy of "
+            "it (.clone())."
+        )
     known = places | ports
     return [known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 

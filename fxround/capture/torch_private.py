@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
 from fxround.capture.batch_norm import averages_of_all_batches
+from fxround.capture.traced_aliases import kept_dropouts
 
 
 def composite_operators() -> tuple[str, ...]:
@@ -73,10 +74,9 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _declared_causality))
         decompositions = "torch._decomp.decompositions"
         stack.enter_context(mock.patch(f"{decompositions}._upsample_get_cubic_coefficients", _cubic_coefficients))
-        stack.enter_context(_shapes_of_cells())
-        stack.enter_context(averages_of_all_batches())
-        stack.enter_context(_shared_inputs())
-        stack.enter_context(_undifferentiated_loops())
+        parts = (_shapes_of_cells, averages_of_all_batches, kept_dropouts, _shared_inputs, _undifferentiated_loops)
+        for part in parts:
+            stack.enter_context(part())
         # A module with two names is swapped twice. Undo the swaps in reverse order, else it keeps the trace's tensors.
         swap = functools.partial(stateless._reparametrize_module, stack_weights=True)
         stack.enter_context(mock.patch.object(stateless, "_reparametrize_module", swap))

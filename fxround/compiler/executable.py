@@ -194,6 +194,22 @@ class Entry:
             made_at(position)
         return made
 
+    def depending(self, sources: Mapping[tuple[str, int], Any]) -> list[bool]:
+        """Return, for each result, whether it shares no memory and is computed from a source with a gradient.
+
+        sources: parameters, buffers and arguments by name and index.
+        """
+        wanted = {port for port, value in sources.items() if isinstance(value, Tensor) and value.requires_grad}
+        shared = self.captured.aliases
+        return [i not in shared and not wanted.isdisjoint(reached) for i, reached in enumerate(self._reached)]
+
+    @cached_property
+    def _reached(self) -> tuple[frozenset[tuple[str, int]], ...]:
+        """The sources that each result is computed from."""
+        output: Any = self.captured.graph.graph.output_node().args[0]
+        pairs = zip(self.captured.outputs, output, strict=True)
+        return tuple(_sources(node) for port, node in pairs if port.kind != "gradient" and not port.mutation)
+
     @cached_property
     def _returns_one(self) -> bool:
         """Whether the graph has one result, and the model returns it as it is."""
@@ -244,6 +260,18 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     found = module._parameters.get(name)  # a module's own __getattr__ takes several times as long
     tensor: Tensor = getattr(module, name) if found is None else found
     return tensor
+
+
+def _sources(result: Any) -> frozenset[tuple[str, int]]:
+    """Return the names and indices of what enters a graph and reaches a result."""
+    waiting = [result] if isinstance(result, fx.Node) else []
+    seen = set(waiting)
+    while waiting:
+        found = [node for node in waiting.pop().all_input_nodes if node not in seen]
+        seen.update(found)
+        waiting.extend(found)
+    ports = [node.meta[PORT] for node in seen if PORT in node.meta]
+    return frozenset((port.name, port.index) for port in ports)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

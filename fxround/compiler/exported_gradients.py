@@ -178,7 +178,9 @@ class LoadedGradients:
         values = [v.clone() if i in self._given.changed else v for i, v in enumerate(values)]
         results = compute()
         step = _LoadedStep(self._program, self._given, [shaped(result) for result in results])
-        return differentiable_later(results, lambda: (step, range(len(values)), ()), resolved(values), rng)
+        return differentiable_later(
+            results, [True] * len(results), lambda: (step, range(len(values)), ()), resolved(values), rng
+        )
 
     def _value(self, kind: str, name: str, index: int, leaves: Sequence[Any]) -> Any:
         if kind == "argument":

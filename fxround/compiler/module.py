@@ -249,10 +249,8 @@ class RoundedModule(Exporting):
 
         def compute(rng: Tensor, _: bool) -> Any:
             results, spec = pytree.tree_flatten(entry.run(leaves, rng, aliased=False))
-            own = [None if i in entry.captured.aliases else result for i, result in enumerate(results)]
-            later = differentiable_later(own, step, resolved(sources.values()), rng)
-            shown = [results[i] if i in entry.rounded else result for i, result in enumerate(later)]
-            return pytree.tree_unflatten(entry.with_aliases(shown, leaves), spec)
+            later = differentiable_later(results, entry.depending(sources), step, resolved(sources.values()), rng)
+            return pytree.tree_unflatten(entry.with_aliases(later, leaves), spec)
 
         return self._drawing(compute)
 

@@ -105,17 +105,21 @@ def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor, record: Recor
 
 def differentiable_later(
     results: Sequence[Any],
+    chosen: Sequence[bool],
     step: Callable[[], tuple[Differentiated, Sequence[int], Sequence[Tensor]]],
     inputs: Sequence[Any],
     rng: Tensor,
 ) -> tuple[Any, ...]:
-    """Return computed results with a step that is only made when one of them is differentiated.
+    """Return computed results, of which the chosen ones have a step that is only made when one is differentiated.
 
     ``step()`` returns the step, the positions of its inputs among ``inputs``, and its multipliers. Its forward graph
     runs again.
     """
-    later: tuple[Any, ...] = _Later.apply(tuple(results), step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
-    return later
+    given = tuple(result if later else None for result, later in zip(results, chosen, strict=True))
+    if not any(chosen):
+        return tuple(results)
+    found: Any = _Later.apply(given, step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+    return tuple(found[i] if later else results[i] for i, later in enumerate(chosen))
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:

@@ -315,6 +315,8 @@ def changes(make: Callable[[], Model], looks: dict[str, Look] = LOOKS) -> Iterat
             look(model, args, kwargs)
         except FxroundError as error:
             refusal = str(error)
+        except Exception as error:  # a fault of the look, which may have changed the model as well
+            refusal = f"{type(error).__name__}: {error}"
         after = dict(facts(model, (args, kwargs)))
         named = [key for key in before | after if before.get(key) != after.get(key)]
         yield name, named, refusal
