@@ -206,14 +206,20 @@ class Several(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def several() -> tuple[nn.Module, fxround.RoundedModule, Tensor]:
+def captured_once() -> tuple[nn.Module, fxround.RoundedModule, Tensor]:
     model, x = seeded(Several, 5, 4)
     return model, fxround.compile(model, "reproducible"), x
 
 
+@pytest.fixture
+def several(captured_once: Any) -> Any:
+    """Without the gradients of the tests before."""
+    captured_once[0].zero_grad()
+    return captured_once
+
+
 def test_unused_results_give_no_gradients_and_gradients_accumulate(several: Any) -> None:
     model, compiled, x = several
-    model.zero_grad()  # those of the tests before, which a copy has not
     reference = copy.deepcopy(model)
     for module in (compiled, reference, compiled, reference):
         module(x)["p"].square().sum().backward()
@@ -223,7 +229,6 @@ def test_unused_results_give_no_gradients_and_gradients_accumulate(several: Any)
             # A tolerance: sums run in another order than the stock kernels'.
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
     assert model.c.weight.grad is None
-    model.zero_grad()
 
 
 def test_a_tied_gradient_is_a_rounded_sum_of_its_own_module(several: Any) -> None:
@@ -243,7 +248,6 @@ def test_a_graph_may_be_kept_but_not_differentiated_twice(several: Any) -> None:
     assert torch.equal(model.b.weight.grad, once + once)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-    model.zero_grad()
 
 
 def test_a_changed_weight_is_noticed_and_a_frozen_one_gets_nothing(several: Any) -> None:
