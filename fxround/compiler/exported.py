@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -141,6 +141,13 @@ def _free(node: fx.Node) -> tuple[int, ...]:
     return tuple(d for d, size in enumerate(shape) if not isinstance(size, int))
 
 
+def _of_caches(caches: Sequence[CacheArgument], spec: pytree.TreeSpec, names: list[str]) -> Iterator[str]:
+    """Yield those of the names of inputs that are tensors of caches."""
+    args, kwargs = pytree.tree_unflatten(names, spec)
+    for cache in caches:
+        yield from pytree.tree_leaves(args[cache.place] if isinstance(cache.place, int) else kwargs[cache.place])
+
+
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type_of(value)
@@ -184,6 +191,8 @@ class LoadedModule(nn.Module):
         # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
         self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}
         self._free = {str(node.target): _free(node) for node in _inputs(program)}
+        # A cache without a token is one before the prompt.
+        self._free |= dict.fromkeys(_of_caches(self._caches, spec, list(self._free)), ())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the exported module computes, bit for bit, for the same (seed, sample).

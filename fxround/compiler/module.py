@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -58,6 +59,12 @@ from fxround.runtime import torch_ops
 from fxround.views.table import Table
 
 PolicyLike = Any
+# A module's call with its own hooks, and without those that ``register_module_forward_hook`` and its like add to all
+# modules. These run for the model and its submodules; the compiled module is none of them.
+_CALL: Final = FunctionType(
+    nn.Module._call_impl.__code__,
+    {name: {} if name.startswith("_global_") else value for name, value in vars(nn.modules.module).items()},
+)
 Flat = tuple[list[Any], pytree.TreeSpec]
 
 
@@ -146,6 +153,13 @@ class RoundedModule(Exporting):
             names = [name for name, _ in self.source.named_modules() if f"{name}.".startswith(tuple(parts))]
             policy = policy.with_optional_rules(names)
         return Pipeline(policy, self._is_strict, self.fuse, self.unroll_loops)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of ``forward``, between the hooks of this module; those of all modules are the model's."""
+        own = self.__dict__
+        if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return _CALL(self, *args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result, rounded as the policy says.

@@ -64,7 +64,9 @@ class Replay:
         self._thread = _Thread()
         self._symbolic = True
         marked = _MARK in vars(host.source)
-        self._call = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True, **own_graphs())
+        optimized: Any = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True, **own_graphs())
+        # Not its call, for which hooks of all modules would run once more: ``forward`` calls the model.
+        self._call = optimized.forward
         if not marked:
             vars(host.source).pop(_MARK, None)
 

@@ -9,12 +9,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from layers import Calls
 from torch import Tensor, fx, nn
 
 import fxround
 from fxround.errors import VerificationError
 from fxround.graph.dialect import FUSED, POINTWISE
 from fxround.runtime import buffers
+from fxround.runtime import schedule as schedule_module
 from fxround.runtime.schedule.aliasing import is_view_of, may_share
 from fxround.runtime.schedule.verify import verify_schedule
 from fxround.runtime.torch_ops import KERNELS
@@ -311,6 +313,24 @@ def test_verification_accepts_what_is_right() -> None:
     c = g.chain((0,), g.call(torch.ops.aten.reshape.default, b, [4]), g.x)
     g.graph.output([c, joined])
     verify_schedule(g.done())
+
+
+def test_every_schedule_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: fx.GraphModule) -> None:
+        raise VerificationError("the schedule is not verified")
+
+    monkeypatch.setattr(schedule_module, "verify_schedule", refuse)
+    x = torch.ones(2, 3)
+    with pytest.raises(VerificationError, match="is not verified"):
+        fxround.compile(nn.Linear(3, 4), "reproducible")(x)
+
+
+def test_a_result_holds_no_memory_of_a_larger_value() -> None:
+    """A chain over rows that reads a part of a value does not write its result into the value's memory."""
+    layer = nn.Linear(64, 512, bias=False)
+    with torch.no_grad():
+        result = fxround.compile(Calls(lambda x: layer(x)[2:400].softmax(-1)), "reproducible")(torch.ones(500, 64))
+    assert (result.storage_offset(), result.untyped_storage().nbytes()) == (0, result.nbytes)
 
 
 # ---- guarded memory ----

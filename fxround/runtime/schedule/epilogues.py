@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, Pointwise, read, read_map
 from fxround.graph.dtypes import LOADS, dtype_of
@@ -39,7 +39,7 @@ from fxround.runtime.cpu.matmul import Bound, bound_matmul
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cuda.contraction import BEGUN, Following, run_followed
 from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
-from fxround.runtime.schedule.groups import grouped, key_of, map_of, subgraph
+from fxround.runtime.schedule.groups import Part, grouped, key_of, map_of, subgraph
 from fxround.runtime.torch_ops import CONTRACTIONS
 
 _ATEN: Final = torch.ops.aten
@@ -140,7 +140,7 @@ class Stepping:
     steps: tuple[tuple[range, range], ...]
 
 
-class Epilogue(nn.Module):
+class Epilogue(Part):
     """A contraction and its map as a module: (*inputs) -> a list of the values that are used outside."""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
@@ -182,7 +182,7 @@ class Epilogue(nn.Module):
                 self.plans.clear()
             self.plans[key] = plan
         if plan is None:
-            whole: list[Tensor] = self.whole(*inputs)
+            whole: list[Tensor] = self.whole.forward(*inputs)
             return whole
         results = self._run(plan, inputs)
         buffers.release(*(inputs[i] for i in self.spent))
@@ -193,7 +193,7 @@ class Epilogue(nn.Module):
         key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
         following = self.texts.get(key, _UNKNOWN)
         if following is None:
-            return list(self.whole(*inputs))
+            return list(self.whole.forward(*inputs))
         arguments = fx.map_arg(self.contraction.arguments(), lambda node: inputs[self.place[node]])
         call = type(self.contraction).of(arguments)
         operands = [inputs[i] for i in self.operands if i is not None]
@@ -205,7 +205,7 @@ class Epilogue(nn.Module):
                     self.texts.clear()
                 self.texts[key] = following
             if following is None or isinstance(product, Tensor):
-                return list(self.whole(*inputs))
+                return list(self.whole.forward(*inputs))
             kept, made = run_followed(product, following, operands)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, f"{call.name} and the map after it", [*call.operands, *operands]) from error

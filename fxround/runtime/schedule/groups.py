@@ -24,6 +24,14 @@ from fxround.kernels.shapes import Map
 from fxround.runtime.draw import NO_KEY, Draw
 
 
+class Part(nn.Module):
+    """A module of a scheduled graph, whose call is its ``forward`` alone: hooks of all modules are for the model's."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return what ``forward`` returns."""
+        return self.forward(*inputs)
+
+
 def grouped(
     graph: fx.GraphModule,
     joins: Callable[[Unit, Unit], bool],

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxround.errors import FxroundError
 from fxround.graph.dialect import COND, SCAN, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
+from fxround.runtime.schedule.groups import Part
 from fxround.runtime.schedule.machine_loops import ScanPlans, scanned
 
 
@@ -69,7 +70,7 @@ class Body:
         return self.graph.forward
 
 
-class Repeated(nn.Module):
+class Repeated(Part):
     """What loops have in common. The bodies were verified when they were scheduled; no operand is released."""
 
     spent: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, ProgramCall, Sum, read, read_map
 from fxround.graph.dtypes import STORAGES, dtype_of
@@ -43,7 +43,7 @@ from fxround.runtime.cuda.launcher import has_slow_binary64, runs_texts
 from fxround.runtime.cuda.row_chain import RowsCall, plan_rows
 from fxround.runtime.draw import NO_KEY
 from fxround.runtime.rows import Chain, Stage
-from fxround.runtime.schedule.groups import grouped, is_operand, key_of, map_of, subgraph
+from fxround.runtime.schedule.groups import Part, grouped, is_operand, key_of, map_of, subgraph
 
 LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
@@ -185,7 +185,7 @@ class Ranges:
     over: dict[int, int]
 
 
-class Rows(nn.Module):
+class Rows(Part):
     """A chain over rows as a module: (*inputs) -> a list of the values that are used outside of it."""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
@@ -216,7 +216,7 @@ class Rows(nn.Module):
                 self.plans.clear()
             self.plans[key] = plan
         if plan is None:
-            results: list[Tensor] = self.whole(*inputs)
+            results: list[Tensor] = self.whole.forward(*inputs)
             return results
         return self._run(plan, inputs)
 
@@ -231,7 +231,7 @@ class Rows(nn.Module):
                 self.calls.clear()
             self.calls[key] = call
         if call is None:
-            return list(self.whole(*inputs))
+            return list(self.whole.forward(*inputs))
         results = call.run(self.chain, inputs)
         buffers.release(*(inputs[i] for i in self.spent))
         return results

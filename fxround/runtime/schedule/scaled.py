@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, read
 from fxround.graph.grouping import Unit
@@ -18,7 +18,7 @@ from fxround.graph.site import float_value
 from fxround.kernels import parsed
 from fxround.runtime import buffers
 from fxround.runtime.run import run_blocks
-from fxround.runtime.schedule.groups import grouped, subgraph
+from fxround.runtime.schedule.groups import Part, grouped, subgraph
 
 Nodes = tuple[fx.Node, fx.Node, fx.Node, fx.Node]
 
@@ -64,7 +64,7 @@ def _group(node: fx.Node) -> Nodes | None:
     return group if found is not None and inside and x not in group else None
 
 
-class Scaled(nn.Module):
+class Scaled(Part):
     """A rounding to a scaled format as a module: (*inputs) -> a list of the rounded tensor."""
 
     def __init__(self, graph: fx.GraphModule, group: Nodes, inputs: Sequence[fx.Node]) -> None:
@@ -85,6 +85,6 @@ class Scaled(nn.Module):
         shared = [inputs[i] for i in self.shared]
         found = run_blocks(self.figure, self.elements, inputs[self.x].detach(), self.sizes, shared)
         if found is None:
-            return list(self.whole(*inputs))
+            return list(self.whole.forward(*inputs))
         buffers.release(*(inputs[i] for i in self.spent))
         return [found]

@@ -50,7 +50,7 @@ class Straight:
         """Return what the graph returns."""
         plan = self._plan(inputs)
         found = plan.run(inputs) if isinstance(plan, Program) else None
-        return self.graph(*inputs) if found is None else found
+        return self.graph.forward(*inputs) if found is None else found
 
     def _plan(self, inputs: Sequence[Any]) -> Program | bool | None:
         # Inside a transform of torch.func a tensor stands for several, whose layouts are others.
