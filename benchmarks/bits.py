@@ -154,7 +154,8 @@ def _resampled(x: Tensor) -> Tensor:
 
 
 def _warped(x: Tensor) -> Tensor:
-    places = F.affine_grid(torch.tensor([[[0.75, 0.25, 0.125], [-0.25, 0.75, 0.0]]]).expand(len(x), -1, -1), x.shape, False)
+    turned = torch.tensor([[[0.75, 0.25, 0.125], [-0.25, 0.75, 0.0]]]).expand(len(x), -1, -1)
+    places = F.affine_grid(turned, x.shape, align_corners=False)
     return F.grid_sample(x, places, align_corners=False)
 
 
