@@ -417,7 +417,8 @@ class RoundedModule(Exporting):
 
     def _key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
         leaves, spec = flat or pytree.tree_flatten((args, kwargs))
-        packed = packed_kinds(args) + packed_kinds(kwargs.values())
+        others = [value for value in chain(args, kwargs.values()) if not isinstance(value, Tensor)]
+        packed = packed_kinds(others) if others else ()
         return spec, (*(kind(leaf) for leaf in leaves), *packed), self._state_keys.of(self.source)
 
     def _entry(self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None) -> Entry:
