@@ -8,7 +8,7 @@ again on the tensor of a call, so that the result is what the model returns: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,10 @@ _VIEWS_OR_COPIES: Final = ("contiguous", "reshape", "reshape_as", "flatten", "ra
 # Views in which elements may repeat, so that their gradients are sums.
 _REPEATING: Final = ("expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold", "as_strided")
 _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+# Methods that give a tensor another shape in place. Dynamo's graph shows the last shape for every use of the tensor.
+_RESHAPING: Final = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_")
+)
 # What the model returns: the position among the outputs of Dynamo's graph, an input, or another tensor.
 Returned = int | Port | Tensor | None
 
@@ -105,6 +109,8 @@ def aliases_of(
             made = [link for link in chain[:length] if link.view is not None]
             views = tuple(link.view for link in reversed(made) if link.view is not None)
             found[i] = Alias(base, views, repeats=any(_name(link.node) in _REPEATING for link in made))
+    shared = {link.node for i, chain in chains.items() if i in found for link in chain}
+    _refuse_reshaped(graph, shared, {id(_value(node)) for node in inputs})
     _refuse_overlaps([chain[0].node for i, chain in chains.items() if i not in found and chain[1:]])
     return found
 
@@ -227,6 +233,20 @@ def _view(node: fx.Node, source: fx.Node) -> View:
 
     args, kwargs = map_aggregate((node.args, node.kwargs), held)
     return View(node.target, args, kwargs)
+
+
+def _refuse_reshaped(graph: fx.GraphModule, shared: Collection[fx.Node], inputs: Collection[int]) -> None:
+    """Raise CaptureError for a tensor that gets another shape in place, and is an input or shares memory with a result.
+
+    shared: the nodes whose memory results share. inputs: the ids of the values of inputs.
+    """
+    for node in graph.graph.nodes:
+        name = _name(node)
+        if name in _RESHAPING and (node in shared or node.args[0] in shared or id(_value(node.args[0])) in inputs):
+            raise CaptureError(
+                f"{located(node)}: {name} gives a tensor another shape in place, and an input or a result of the model "
+                f"shares memory with it: write x = x.{name.removesuffix('_')}(...) in place of x.{name}(...)."
+            )
 
 
 def _refuse_overlaps(nodes: Sequence[fx.Node]) -> None:

@@ -192,6 +192,32 @@ def test_overlapping_views_of_a_tensor_that_is_no_result_are_refused() -> None:
         fxround.compile(Sharing(overlapping), "reproducible", example_inputs=torch.rand(2, 4))
 
 
+def turned(view: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    view.t_()
+    return view, *others
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda m, x: turned(x[:], x + 1),
+        lambda m, x: turned(m.buf[:], x * 2),
+        lambda m, x: (lambda h: turned(h[:], h))(x * 2),
+    ],
+    ids=["argument", "buffer", "result"],
+)
+def test_a_shared_tensor_with_another_shape_in_place_is_refused(returned: Any, training: bool) -> None:
+    compiled = fxround.compile(Sharing(returned).train(training), "reproducible")
+    with pytest.raises(CaptureError, match=r"t_ gives a tensor another shape in place.*write x = x\.t\("):
+        compiled(torch.ones(2, 3))
+
+
+def test_a_tensor_of_its_own_may_get_another_shape_in_place() -> None:
+    compiled = fxround.compile(Sharing(lambda m, x: turned(x * 2, x + 1)), "reproducible")
+    assert [tuple(t.shape) for t in compiled(torch.ones(2, 3))] == [(3, 2), (2, 3)]
+
+
 def test_loaded_programs_share_memory_or_are_refused(tmp_path: Path) -> None:
     def loaded(model: nn.Module) -> Any:
         return fxround.load(fxround.compile(model, "identity").export(tmp_path / "m.pt2", torch.rand(2, 4)))

@@ -55,6 +55,8 @@ REFUSALS: Final = (
     "returns arguments, parameters and buffers alone",
     "Unsupported function call (delayed)",  # x.t_() of an input
     "as_strided of a tensor with gaps reads memory by layout",
+    "gives a tensor another shape in place",
+    "a gradient flows through the change",
 )
 POLICIES: Final = ("identity", "reproducible", "bfloat16")
 MODES: Final = {"training": (True, True), "eval": (False, False), "eval with gradients": (False, True)}
