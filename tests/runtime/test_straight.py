@@ -18,6 +18,7 @@ import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.schedule.loops import Scan
 from fxround.runtime.schedule.programs import _BINDINGS, Program, Run
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
@@ -377,3 +378,30 @@ def test_large_values_are_not_planned() -> None:
         x = torch.rand(size)
         assert len({float(compiled(x)) for _ in range(3)}) == 1
     assert not _programs(_straight(compiled))
+
+
+def test_a_call_that_plans_computes_once() -> None:
+    def step(x: Tensor) -> Tensor:
+        return (x.sort().values + x) * 0.5
+
+    with mock.patch.object(Scan, "forward", autospec=True, side_effect=Scan.forward) as scans:
+        results, counts, state = [], [], torch.rand(5)
+        for _ in range(3):
+            results.append(fxround.iterate(step, state, 4, "bfloat16"))
+            counts.append(scans.call_count)
+    assert counts == [1, 2, 3]
+    assert len({fxround.hash(x) for x in results}) == 1
+
+
+def test_a_call_that_plans_returns_results_that_share_memory_as_in_other_calls() -> None:
+    compiled, x = fxround.compile(Views(), "reproducible"), torch.rand(4, 6)
+
+    def sharing(results: list[Tensor]) -> list[tuple[bool, bool]]:
+        pairs = [(a, b) for a in (x, *results) for b in (x, *results)]
+        return [(a is b, a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()) for a, b in pairs]
+
+    first, *others = [list(compiled(x)) for _ in range(3)]
+    assert _programs(_straight(compiled))
+    for found in others:
+        assert sharing(found) == sharing(first) and _equal(found, first)
+        assert [y.stride() for y in found] == [y.stride() for y in first]

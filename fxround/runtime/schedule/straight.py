@@ -1,17 +1,18 @@
 """Straight runs: a graph of small operations with all consecutive kernels in one call of machine code.
 
 A call of a compiled model that is small costs what Python needs for each kernel: layouts, results, arguments. A graph
-is therefore planned for inputs of given layouts when they come for the second time: every run of kernels that nothing
-interrupts becomes a ``Segment``, which a call passes the addresses of its inputs and of new results. Values inside of a
-segment are in its own memory. Other operations are called by Python between the segments; if one gives a result of
-another layout than it did while planning, the call starts again without the plan. The kernels, the numbers of elements
-and the random bits are those of the graph, so the bits are the same. A graph with large values is not planned, because
-it gains nothing.
+is therefore planned for inputs of given layouts when they come for the second time; the planner computes every
+operation, so that call returns what it has computed. Every run of kernels that nothing interrupts becomes a
+``Segment``, which a call passes the addresses of its inputs and of new results. Values inside of a segment are in its
+own memory. Other operations are called by Python between the segments; if one gives a result of another layout than it
+did while planning, the call starts again without the plan. The kernels, the numbers of elements and the random bits are
+those of the graph, so the bits are the same. A graph with large values is not planned, because it gains nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -36,6 +37,13 @@ _BYTES: Final = 1 << 19
 _MANY: Final = 32
 
 
+@dataclass(frozen=True)
+class _Computed:
+    """What a graph returns, which its planner has computed."""
+
+    results: Any
+
+
 class Straight:
     """A scheduled graph, called by way of a plan for small inputs of layouts that were seen before."""
 
@@ -49,10 +57,13 @@ class Straight:
     def __call__(self, *inputs: Any) -> Any:
         """Return what the graph returns."""
         plan = self._plan(inputs)
-        found = plan.run(inputs) if isinstance(plan, Program) else None
-        return self.graph.forward(*inputs) if found is None else found
+        if isinstance(plan, Program):
+            found = plan.run(inputs)
+            return self.graph.forward(*inputs) if found is None else found
+        return plan.results if isinstance(plan, _Computed) else self.graph.forward(*inputs)
 
-    def _plan(self, inputs: Sequence[Any]) -> Program | bool | None:
+    def _plan(self, inputs: Sequence[Any]) -> Program | _Computed | bool | None:
+        """Return the plan for inputs, or what the graph returns if they have just been planned for."""
         # Inside a transform of torch.func a tensor stands for several, whose layouts are others.
         if self._source is None or runs_texts(()) or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
@@ -69,21 +80,26 @@ class Straight:
         except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
             return None
         if plan is None:
-            plan = self._planned(key, inputs)
+            return self._planned(key, inputs)
         self._latest = key, plan
         return plan
 
-    def _planned(self, key: Any, inputs: Sequence[Any]) -> Program | bool | None:
-        """Note a layout that is new, and plan one that was seen before."""
+    def _planned(self, key: Any, inputs: Sequence[Any]) -> _Computed | bool | None:
+        """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""
         assert self._source is not None
-        if key in self._plans:
-            with torch.no_grad():
-                self._plans[key] = plan_of(self._source, inputs) or False
-        else:
+        if key not in self._plans:
             if len(self._plans) > _MANY:
                 self._plans.clear()
-            self._plans[key] = None if all(map(_is_small, inputs)) else False
-        return self._plans.get(key)
+            noted = None if all(map(_is_small, inputs)) else False
+            self._plans[key] = noted
+            self._latest = key, noted
+            return noted
+        with torch.no_grad():
+            planner = _planner_of(self._source, inputs)
+            plan = (planner and planner.program()) or False
+        self._plans[key] = plan
+        self._latest = key, plan
+        return False if planner is None else _Computed(planner.results())
 
 
 def _is_small(x: Any) -> bool:
@@ -99,8 +115,14 @@ class _TooLarge(Exception):
 
 def plan_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Program | None:
     """Run a graph one operation at a time, and return its program; None if no kernel is in it, or large values are."""
+    planner = _planner_of(graph, inputs)
+    return None if planner is None else planner.program()
+
+
+def _planner_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> _StraightPlanner | None:
+    """Run a graph one operation at a time; None if there are large values."""
     try:
-        return _StraightPlanner(graph, inputs).program()
+        return _StraightPlanner(graph, inputs)
     except _TooLarge:
         return None
 
@@ -206,6 +228,11 @@ class _StraightPlanner(Planner):
     def code(self, work: Work) -> Code:
         """Return quick code where there is some: its results are seldom refused."""
         return work.quick or work.general()
+
+    def results(self) -> Any:
+        """Return what the graph returns for the inputs."""
+        found = self.graph.graph.output_node().args[0]
+        return _plain(fx.map_arg(found, lambda node: _tensors(self.env[node])))
 
     def program(self) -> Program | None:
         """Return the program; None if there is no launch in a graph that rounds."""
