@@ -40,12 +40,12 @@ from fxround.kernels.reductions import (
 )
 from fxround.kernels.shapes import Exact
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.formats import FORMATS
+from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
-from fxround.numerics.storage import FORMAT_OF
 from fxround.runtime.contributions import scatter_rows
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan

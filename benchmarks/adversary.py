@@ -21,8 +21,8 @@ import torch
 import fxround  # noqa: F401  (registers the operator)
 from benchmarks.pairs import PAIRS
 from benchmarks.reference import F64, FUNCTIONS
+from fxround.numerics.arithmetic.scalar import Function, param
 from fxround.numerics.elementary import ELEMENTARY
-from fxround.numerics.scalar import Function, param
 
 BITS: Final = 256
 BATCH: Final = 4096

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import demo
-from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.specification.exact import round_exact
 from fxround.passes import PIPELINE
 from fxround.significance.report import plots
 from fxround.significance.report.drawing import drawing

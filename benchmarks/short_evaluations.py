@@ -16,9 +16,20 @@ import torch
 
 from benchmarks.harness import header, table
 from fxround.kernels.shapes import Map
+from fxround.numerics.arithmetic.scalar import (
+    Function,
+    bits,
+    const,
+    maximum,
+    minimum,
+    narrow,
+    param,
+    select,
+    signed_to_f64,
+    widen,
+)
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.elementary.quick import WINDOW
-from fxround.numerics.scalar import Function, bits, const, maximum, minimum, narrow, param, select, signed_to_f64, widen
 from fxround.runtime.cpu.pointwise import run_kernel
 from fxround.runtime.draw import NO_KEY
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule
-from fxround.numerics.scalar import Function
+from fxround.numerics.arithmetic.scalar import Function
 from fxround.runtime.cpu import code
 from fxround.runtime.cpu.llvm.contract import build_contract
 from fxround.runtime.cpu.llvm.map import build_map

@@ -34,8 +34,8 @@ from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.localization.localize import localize
 from fxround.localization.report import LocalizeReport
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledFormat, ScaledRounding
 from fxround.policy import PRESETS, Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest

@@ -1,9 +1,9 @@
 """``fxround.selftest``: compare the kernels of this machine with the specification, in a few seconds.
 
-Roundings, products of matrices and sums are compared with ``numerics.exact``, which uses rational numbers and Python's
-integers alone; Philox and SplitMix64 with published vectors; elementary functions with stored hashes of their correctly
-rounded values (``tests/test_selftests.py`` makes them with MPFR). The expected values use neither the algorithm nor the
-code generator of the kernels, and the kernels are those that models run.
+Roundings, products of matrices and sums are compared with ``numerics.specification.exact``, which uses rational
+numbers and Python's integers alone; Philox and SplitMix64 with published vectors; elementary functions with stored
+hashes of their correctly rounded values (``tests/test_selftests.py`` makes them with MPFR). The expected values use
+neither the algorithm nor the code generator of the kernels, and the kernels are those that models run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fxround.kernels.maps import fused_kernel
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.reductions import sum_kernel
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.exact import quantum, round_exact, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.specification.exact import quantum, round_exact, round_float
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_kernel, run_map, run_product, run_reduce

@@ -78,7 +78,7 @@ assert fxround.compile(Calls(lambda x: x * 1.0), "ternary")(x).tolist() == [-1, 
     "a scaled format": Addition(
         (
             Insertion(
-                "numerics/scaled/rows.py",
+                "numerics/formats/scaled/rows.py",
                 '        "mxfp5": _microscaled(Format.ieee(exponent_bits=2, precision=3)),\n',
                 after='        "mxint8": _microscaled(fixed_point(8, 6)),\n',
             ),
@@ -373,7 +373,7 @@ PREAMBLE = """
 import json, math, re, sys, traceback
 from fractions import Fraction
 import torch, fxround
-from fxround.numerics.exact import round_exact
+from fxround.numerics.specification.exact import round_exact
 RNG = torch.tensor([0, 0])
 class Calls(torch.nn.Module):
     def __init__(self, function):

@@ -20,8 +20,13 @@ RANKS = {
     "keys": 0,
     "new_process": 0,
     "numerics.formats": 0,
+    "numerics.formats.carriers": 1,
+    "numerics.formats.encodings": 1,
+    "numerics.formats.scaled": 1,
+    "numerics.formats.scaled_grid": 1,
+    "numerics.formats.storage": 1,
     "numerics.modes": 0,
-    "numerics.scalar": 0,
+    "numerics.arithmetic.scalar": 0,
     "numerics.orders": 0,
     "numerics.lazy": 0,
     "numerics": 1,
@@ -77,6 +82,21 @@ def test_numerics_imports_neither_torch_nor_the_rest() -> None:
             assert all(used.startswith("numerics") or used == "errors" for used in imports(path)), name
 
 
+# What both sides share: the rows of formats, the rules of modes, the definitions of faults.
+SPECIFICATION = ("numerics.specification",)
+ALGORITHM = ("numerics.arithmetic", "numerics.elementary")
+
+
+@pytest.mark.parametrize("side, other", [(SPECIFICATION, ALGORITHM), (ALGORITHM, SPECIFICATION)])
+def test_specification_and_algorithm_share_no_code(side: tuple[str, ...], other: tuple[str, ...]) -> None:
+    """An error in code of both would be in the result and in what it is compared with: neither reaches the other."""
+    graph = nx.DiGraph((name, used) for name, path in modules().items() for used in imports(path))
+    mine = {name for name in modules() if name.startswith(side)}
+    reached = set().union(*(nx.descendants(graph, name) for name in mine if name in graph))
+    assert len(mine) > 3
+    assert {name for name in reached if name.startswith(other)} == set()
+
+
 def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
     private = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._subclasses", "torch._decomp", "_pytree.Py")
     for name, path in modules().items():
@@ -105,7 +125,8 @@ def test_most_files_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["numerics/formats/rows.py", "numerics/modes/rows.py", "numerics/scaled/rows.py", "policy/presets.py"]
+    "file",
+    ["numerics/formats/rows.py", "numerics/modes/rows.py", "numerics/formats/scaled/rows.py", "policy/presets.py"],
 )
 def test_rows_live_in_files_that_hold_nothing_else(file: str) -> None:
     """Rows, and at most a private function that spells some of them shortly."""

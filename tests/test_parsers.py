@@ -18,10 +18,10 @@ from fxround.kernels.program import Program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.scaled import ScaledRounding
 
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "format": Format.parse,

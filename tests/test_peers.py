@@ -21,9 +21,9 @@ import torch
 from gfloat import RoundMode
 from neighbours import Array, boundaries, encodings, float_type, random_words
 
+from fxround.numerics.arithmetic.rounding import rounding_function
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.rounding import rounding_function
 
 ML_DTYPES: dict[str, Any] = {
     "binary16": np.float16,

@@ -14,9 +14,9 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import carrier_of, element_program, is_scale_of_largest, scale_program
+from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format
-from fxround.numerics.randomness import BLOCK
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw

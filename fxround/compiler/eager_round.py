@@ -25,9 +25,9 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.scaled import clamped_program
 from fxround.numerics.formats import Format, spelt
+from fxround.numerics.formats.scaled import ScaledRounding, any_rounding
 from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding, any_rounding
 from fxround.runtime import buffers
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of

@@ -20,9 +20,9 @@ from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import carrier_of
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.scaled import ScaledRounding, is_scaled
+from fxround.numerics.formats.scaled_grid import outside_grid
 from fxround.numerics.modes import MODES
-from fxround.numerics.scaled import ScaledRounding, is_scaled
-from fxround.numerics.scaled_grid import outside_grid
 from fxround.passes.leaks import Edge, edges, immediates
 from fxround.policy import Policy
 from fxround.views.leaks import Count, Leaks, leaks_of

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from fxround.numerics.storage import QUARTERS, Storage
+from fxround.numerics.formats.storage import QUARTERS, Storage
 
 # The types of devices that have kernels.
 DEVICES: Final = ("cpu", "cuda")

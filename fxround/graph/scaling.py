@@ -32,7 +32,7 @@ from fxround.kernels.scaled import (
     zero_program,
 )
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
 
 
 class Writer(Protocol[T]):

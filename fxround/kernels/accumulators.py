@@ -6,13 +6,14 @@ the result cannot store raises ValueError here, before any code is compiled.
 
 from __future__ import annotations
 
-from fxround.numerics.carriers import one_nan
-from fxround.numerics.faults import Faults, hit
-from fxround.numerics.fixed_steps import fixed_sum, is_short, require_wrapping, wraps
+from fxround.numerics.arithmetic.flipping import hit
+from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps
+from fxround.numerics.arithmetic.operators import apply
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type, narrow, param
+from fxround.numerics.faults import Faults
+from fxround.numerics.formats.carriers import one_nan
+from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import apply
-from fxround.numerics.scalar import Expr, Function, Type, narrow, param
-from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 
 def accumulator_of(accumulate: Rounding, carriers: tuple[Type, ...]) -> Type:

@@ -9,7 +9,7 @@ from fxround.kernels.long_programs import is_long
 from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.shapes import Blocks
-from fxround.numerics.storage import CARRIER_OF, Storage
+from fxround.numerics.formats.storage import CARRIER_OF, Storage
 
 # The figures are the maxima themselves.
 MAXIMA: Final = Program((Statement("t0", "identity", ("x0",), None),))

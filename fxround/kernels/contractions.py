@@ -21,12 +21,13 @@ from fxround.kernels.accumulators import (
 )
 from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.faults import Faults, hit
-from fxround.numerics.fixed_steps import fixed_sum, is_short, require_wrapping, wraps
-from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import apply
-from fxround.numerics.residuals import fused_inside, to_odd
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.flipping import hit
+from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps
+from fxround.numerics.arithmetic.forms.single import single_step
+from fxround.numerics.arithmetic.forms.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
+from fxround.numerics.arithmetic.operators import apply
+from fxround.numerics.arithmetic.residuals import fused_inside, to_odd
+from fxround.numerics.arithmetic.scalar import (
     Expr,
     Function,
     Type,
@@ -40,9 +41,9 @@ from fxround.numerics.scalar import (
     substitute,
     widen,
 )
-from fxround.numerics.single_steps import single_step
-from fxround.numerics.storage import CARRIER_OF, FORMAT_OF, Storage
-from fxround.numerics.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
+from fxround.numerics.faults import Faults
+from fxround.numerics.formats.storage import CARRIER_OF, FORMAT_OF, Storage
+from fxround.numerics.modes import Rounding
 
 
 @lru_cache(maxsize=1024)

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from fxround.kernels.shapes import Contract, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.faults import share, word_of
+from fxround.numerics.arithmetic.flipping import word_of
+from fxround.numerics.arithmetic.scalar import Expr, Function, const, narrow, select
+from fxround.numerics.faults import share
 from fxround.numerics.formats import Format
-from fxround.numerics.scalar import Expr, Function, const, narrow, select
-from fxround.numerics.storage import store
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.formats.storage import store
 
 K = TypeVar("K", Contract, Reduce, Scan, Scatter)
 

@@ -14,7 +14,7 @@ from typing import Final
 from fxround.kernels import parsed
 from fxround.kernels.maps import program_carrier
 from fxround.kernels.program import Statement
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 # LLVM takes up to 0.2 ms for an operator of a kernel, and half of that where it does not optimize (``llvm.map``).
 MOST: Final = 12_000

@@ -14,16 +14,16 @@ from typing import Final
 from fxround.errors import shown
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.shapes import Map, Word
-from fxround.numerics import short_rounding
-from fxround.numerics.exact import round_float
+from fxround.numerics.arithmetic.forms import short as short_rounding
+from fxround.numerics.arithmetic.forms.single import has_single_value, single_value
+from fxround.numerics.arithmetic.operators import HARDWARE, apply
+from fxround.numerics.arithmetic.randomness import width_of
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type, const, param
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import HARDWARE, apply
-from fxround.numerics.randomness import width_of
-from fxround.numerics.scalar import Expr, Function, Type, const, param
-from fxround.numerics.single_steps import has_single_value, single_value
-from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
+from fxround.numerics.specification.exact import round_float
 
 _OR_ITS_NUMBERS: Final = ", or list numbers of this dtype, as fxround.table(torch.tensor([...])) does"
 

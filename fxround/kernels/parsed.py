@@ -16,9 +16,9 @@ from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scatter
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.storage import Storage
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)

@@ -20,16 +20,17 @@ from fxround.kernels.accumulators import (
 )
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.carriers import one_nan
-from fxround.numerics.faults import Faults, hit
-from fxround.numerics.fixed_steps import fixed_sum, require_wrapping, wraps
+from fxround.numerics.arithmetic.flipping import hit
+from fxround.numerics.arithmetic.forms.fixed import fixed_sum, require_wrapping, wraps
+from fxround.numerics.arithmetic.forms.single import has_single_steps, held, is_single, single_of, single_sum, value_of
+from fxround.numerics.arithmetic.operators import apply
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type, bits, const, param, rarely, select, substitute
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.carriers import one_nan
+from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import apply
 from fxround.numerics.orders import SEQUENTIAL, Order
-from fxround.numerics.scalar import Expr, Function, Type, bits, const, param, rarely, select, substitute
-from fxround.numerics.single_steps import has_single_steps, held, is_single, single_of, single_sum, value_of
-from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 
 
 def sum_kernel(

@@ -8,7 +8,7 @@ scale of its block:
     t0 = div(x0, x1) @ e4m3fn/nearest_even/saturate
     t1 = mul(t0, x1) @ binary32/nearest_even/inf
 
-The specification is ``numerics.exact_scaled``.
+The specification is ``numerics.specification.exact_scaled``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fxround.kernels.program import Program, Statement
-from fxround.numerics.fixed_point import integers
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.fixed_point import integers
+from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding, Scaling
 from fxround.numerics.gradients import unclamped
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledFormat, ScaledRounding, Scaling
 
 
 def carrier_of(stored: Format) -> Format:

@@ -24,11 +24,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from fxround.numerics.arithmetic.forms.truncation import Direction
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type
+from fxround.numerics.formats.storage import Storage
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
-from fxround.numerics.scalar import Expr, Function, Type
-from fxround.numerics.storage import Storage
-from fxround.numerics.truncation import Direction
 
 
 def _digest(*parts: object) -> str:
@@ -99,7 +99,7 @@ class Reduce:
 
     ``draws``: whether step and combine advance the stream. ``finish_draws``: whether finish does. ``first``: the value
     that every chain starts from. ``single``: a kernel with this one's bits, whose steps are in binary32 where that is
-    possible and whose accumulators are held as ``numerics.single_steps`` says; or None.
+    possible and whose accumulators are held as ``numerics.arithmetic.forms.single`` says; or None.
     """
 
     step: Function

@@ -1,4 +1,5 @@
-"""The specification of rounding and the scalar algorithms that compute it.
+"""What rounding means: ``formats``, ``modes``, ``orders``, ``accumulation``, ``faults`` and ``gradients`` are data.
 
-The package imports neither torch nor the rest of fxround.
+``specification`` says what an operation returns, and ``arithmetic`` with ``elementary`` computes it. The package
+imports neither torch nor the rest of fxround.
 """

@@ -1,12 +1,14 @@
 """Soft errors: bits of values that flip by chance, in the encoding of the value's own format.
 
-A fault has a field of the encoding (``encodings``) and a probability p. With this probability one bit of the field
-flips, and every bit of the field is as likely as any other. A field that begins with ``scale.`` is one of the encoding
-of the scale that a block of elements shares, and one that begins with ``tensor.`` is one of the scale of the tensor.
+A fault has a field of the encoding (``formats.encodings``) and a probability p. With this probability one bit of the
+field flips, and every bit of the field is as likely as any other. A field that begins with ``scale.`` is one of the
+encoding of the scale that a block of elements shares, and one that begins with ``tensor.`` is one of the scale of the
+tensor.
 
-The random word r of an element (``randomness``) decides both: bit i of the n bits of the field flips if r div q = i,
-with q = round(2^32 p / n). The probability is therefore n q / 2^32, and nothing else of the run matters: not the
-threads, the instruction set, or the order. ``exact_faults`` is the specification.
+The random word r of an element (``arithmetic.randomness``) decides both: bit i of the n bits of the field flips if
+r div q = i, with q = round(2^32 p / n). The probability is therefore n q / 2^32, and nothing else of the run matters:
+not the threads, the instruction set, or the order. ``specification.exact_faults`` is the specification, and
+``arithmetic.flipping`` the kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +20,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from fxround.errors import shown
-from fxround.numerics.encodings import FIELDS, Encoding
-from fxround.numerics.flipping import flipped
-from fxround.numerics.formats import Format
-from fxround.numerics.scalar import Expr
-
-# A bijection of 32 bits: MurmurHash3's finalizer (Austin Appleby), in which each bit changes half of the bits.
-_MIXING: Final = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-_WEYL: Final = 0x9E3779B9
+from fxround.numerics.formats.encodings import FIELDS, Encoding
 
 # Before the field of a scale.
 _SCALE: Final = "scale."
@@ -157,26 +152,3 @@ def numbers_of(name: str) -> tuple[int, int, int] | None:
     """Return the lowest bit, the number of bits and q of an operator; None for an operator that is no fault."""
     found = _OPERATOR.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
-
-
-def word_of(random: Expr, number: int) -> Expr:
-    """Return the random word (u32) of fault ``number`` of an accumulator's step, a bijection of the step's word.
-
-    Roundings of the step read its word as it is, so that they draw what they draw without faults.
-    """
-    x = random ^ ((number + 1) * _WEYL % _WORDS)
-    for shift, factor in _MIXING:
-        x = (x ^ (x >> shift)) * factor
-    return x ^ (x >> 16)
-
-
-def hit(x: Expr, fmt: Format, faults: Faults | None, random: Expr) -> Expr:
-    """Return an accumulator of the format after the faults of a step with this random word (u32).
-
-    Raises what ``operator_of`` and ``flipped`` raise.
-    """
-    for i, fault in enumerate(faults.faults if faults else ()):
-        encoding = Encoding(fmt)
-        first, count = encoding.field(fault.part)
-        x = flipped(x, encoding, (first, count, share(fault, count)), word_of(random, i))
-    return x

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from fxround.errors import shown
 from fxround.numerics.formats import Format, spelt
+from fxround.numerics.formats.scaled import ScaledRounding, any_rounding
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding, any_rounding
 
 STRAIGHT: Final = "straight_through"
 ZEROED: Final = "zero_clamped"

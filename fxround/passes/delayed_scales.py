@@ -18,7 +18,7 @@ from torch import fx
 from fxround.graph.dialect import BlockMaximum
 from fxround.graph.site import PORT, PORTS, Port, Site
 from fxround.graph.values import fake_mode
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.rewrite import insert, rng_of
 
 DELAYED: Final = "fxround_delayed"

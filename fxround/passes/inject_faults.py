@@ -16,9 +16,9 @@ from torch import fx
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import Site, float_value, site
-from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Fault, operator_of
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.encodings import Encoding
 from fxround.passes.rewrite import ROUND, Plan, decided, follow, locating, rng_of, sites
 
 FLIP: Final = "fxround.flip"

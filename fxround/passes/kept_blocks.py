@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dialect.blocks import block_sizes
 from fxround.graph.site import float_value
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.known import Known, Origins, joined, passes_on
 
 # They keep the block of every element: as it is, or a zero in its place, or its opposite.

@@ -26,10 +26,10 @@ from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.exact_scaled import round_block
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.specification.exact_scaled import round_block
 from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.kept_blocks import regrouping, sizes_of

@@ -19,8 +19,8 @@ from torch import fx
 from fxround.graph.dialect import Pointwise
 from fxround.graph.dtypes import STORAGES, literal
 from fxround.graph.site import META
+from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import OPERATORS
 from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import Plan, become, decided, insert, rng_of, sites
 

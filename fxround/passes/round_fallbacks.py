@@ -16,9 +16,9 @@ from torch import fx
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, float_value, float_values, site
-from fxround.numerics.exact import round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_float
 from fxround.passes.rewrite import ROUND, Plan, decided, insert, keeps, round_after, sites
 
 LEFT_ALONE = "the policy leaves it alone"

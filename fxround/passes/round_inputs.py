@@ -25,11 +25,11 @@ from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
-from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format
-from fxround.numerics.hadamard import Hadamard
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.formats.hadamard import Hadamard
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.operators.rules import argument
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales

@@ -21,9 +21,9 @@ from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, site
 from fxround.kernels.scaled import clamped_program
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.gradients import Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding
 from fxround.passes.inject_faults import before_flips
 from fxround.passes.rewrite import ROUND, Plan, become, decided, insert, round_after, rounded
 from fxround.passes.scaled_results import round_in_blocks

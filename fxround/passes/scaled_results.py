@@ -20,10 +20,10 @@ from fxround.graph.site import META, PORT, Site, float_value
 from fxround.graph.values import evaluate
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
-from fxround.numerics.encodings import Encoding
 from fxround.numerics.faults import Fault
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, TENSOR_FAULT_STREAMS, flip_of, site_of
 from fxround.passes.rewrite import ROUND, Plan, last_placeholder, locating, rng_of, sites
 

@@ -22,11 +22,11 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.formats.names import other_numbers, own_name
+from fxround.numerics.formats.scaled import OTHERS, SCALED, SPELLINGS, ScaledRounding, is_scaled
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import LANES, Order
-from fxround.numerics.scaled import OTHERS, SCALED, SPELLINGS, ScaledRounding, is_scaled
 from fxround.policy.rule import (
     DIRECTIONS,
     DTYPE,

@@ -11,11 +11,11 @@ from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format, spelt
+from fxround.numerics.formats.scaled import ScaledRounding, any_rounding, is_scaled
+from fxround.numerics.formats.storage import QUARTERS, own_overflow
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps, clamps_elements
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.scaled import ScaledRounding, any_rounding, is_scaled
-from fxround.numerics.storage import QUARTERS, own_overflow
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"

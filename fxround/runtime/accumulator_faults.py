@@ -10,7 +10,7 @@ from torch import Tensor
 from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.reductions import ScanCall
 from fxround.kernels.counting import counting
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_product
 from fxround.runtime.torch_ops import function_of

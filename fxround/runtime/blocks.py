@@ -20,7 +20,8 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import parsed
 from fxround.kernels.blocks import MAXIMA
 from fxround.kernels.shapes import Exact
-from fxround.numerics.hadamard import Hadamard
+from fxround.numerics.arithmetic.hadamard import hadamard_matrix
+from fxround.numerics.formats.hadamard import Hadamard
 from fxround.runtime import buffers
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.memo import by_bytes
@@ -108,7 +109,7 @@ def hadamard(call: HadamardTransform[Tensor]) -> Tensor:
 
 @by_bytes(1 << 24)
 def _matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(Hadamard(size, seed).matrix()).to(device, dtype)
+    return torch.tensor(hadamard_matrix(Hadamard(size, seed))).to(device, dtype)
 
 
 def _magnitudes(x: Tensor, other: float) -> Tensor:

@@ -48,9 +48,11 @@ KERNELS: Final = (
     "locks.py",
     "kernels/shapes.py",
     "numerics/*.py",
+    "numerics/arithmetic/*.py",
+    "numerics/arithmetic/forms/*.py",
     "numerics/formats/*.py",
+    "numerics/formats/scaled/*.py",
     "numerics/modes/*.py",
-    "numerics/scaled/*.py",
 )
 EVERYTHING: Final = ("**/*.py",)
 

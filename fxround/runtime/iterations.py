@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dialect import Iterations
-from fxround.numerics.randomness import iteration_function
-from fxround.numerics.scalar import Function
+from fxround.numerics.arithmetic.randomness import iteration_function
+from fxround.numerics.arithmetic.scalar import Function
 from fxround.runtime import buffers
 from fxround.runtime.cuda.iterations import iterations as on_device
 from fxround.runtime.draw import Draw

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import DEVICES, LOADS, STORAGES, dtype_of, stored_as
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 
 def storage_of(x: Tensor, what: str, known: Mapping[torch.dtype, Storage] = STORAGES) -> Storage:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
-from fxround.numerics.exact import round_exact
+from fxround.numerics.arithmetic.randomness import coins_function, random_function, seed_function, stream_functions
 from fxround.numerics.modes import Rounding
-from fxround.numerics.randomness import coins_function, random_function, seed_function, stream_functions
+from fxround.numerics.specification.exact import round_exact
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int, int, int]

@@ -9,7 +9,7 @@ from torch import fx
 from fxround.graph.dialect import Call
 from fxround.kernels.reductions import largest_kernel
 from fxround.kernels.shapes import Exact, Reduce
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 
 @dataclass(frozen=True)

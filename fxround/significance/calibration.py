@@ -23,10 +23,10 @@ from fxround.compiler import compile
 from fxround.errors import shown
 from fxround.graph.site import site
 from fxround.kernels.program import Program
-from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.scaled import ScaledFormat, any_rounding
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledFormat, any_rounding
+from fxround.numerics.specification.exact import round_exact
 from fxround.passes.rewrite import source_of
 from fxround.passes.round_inputs import operands_of
 from fxround.policy import Policy, Rule

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxround.compiler.module import RoundedModule
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
-from fxround.numerics.storage import FORMAT_OF
+from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map

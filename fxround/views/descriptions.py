@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.scaled import ScaledRounding, Scaling, any_rounding
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding, Scaling, any_rounding
 
 # Formats of at most 8 bits list their values.
 _LISTED: Final = 256

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxround.graph.site import PORT, Direction, Site, site
 from fxround.keys import selects
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.known import passes_on
 from fxround.passes.leaks import Edge, Immediate, unrounded
 from fxround.policy import Rule

@@ -16,9 +16,9 @@ from fxround.compiler.torch_backend import rounding_backend
 from fxround.errors import FxroundError, PolicyError
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.localization.masked_model import Masked
-from fxround.numerics.exact_scaled import largest, multiplied, next_multiplier
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import ScaledFormat, ScaledRounding
+from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding
+from fxround.numerics.specification.exact_scaled import largest, multiplied, next_multiplier
 from fxround.policy import Policy, Rule, delayed_scaling
 
 

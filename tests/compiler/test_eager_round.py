@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fxround
-from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_float
 from fxround.training import compile_optimizer
 
 

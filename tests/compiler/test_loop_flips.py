@@ -13,11 +13,11 @@ from torch._higher_order_ops import cond, scan, while_loop
 
 import fxround
 from fxround import Policy, Rule
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact_faults import flip
+from fxround.numerics.arithmetic.randomness import iteration_function, random_function
 from fxround.numerics.faults import Fault, numbers_of, operator_of
 from fxround.numerics.formats import FORMATS
-from fxround.numerics.randomness import iteration_function, random_function
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.specification.exact_faults import flip
 from fxround.passes.inject_faults import FAULT_STREAMS
 
 SEED, SAMPLE, STEPS, SIZE = 7, 3, 30, 33

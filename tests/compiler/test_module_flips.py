@@ -16,10 +16,10 @@ import fxround
 from fxround import Policy, PolicyError, Rule, ScaledFormat
 from fxround.graph.dialect import Pointwise, read
 from fxround.kernels.program import Program
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact_faults import flip
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.faults import numbers_of
-from fxround.numerics.randomness import random_function
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.specification.exact_faults import flip
 from fxround.passes.inject_faults import before_flips
 from fxround.passes.rewrite import source_of
 

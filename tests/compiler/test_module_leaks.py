@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fxround
 from fxround import Leaks, Policy, Rule
 from fxround.compiler import module_leaks
-from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.specification.exact import round_float
 from fxround.passes.leaks import Edge, edges
 
 NARROW = "e4m3fn/nearest_even/saturate"

@@ -13,11 +13,11 @@ from torch import nn
 import fxround
 from fxround import Policy, PolicyError, Rule
 from fxround.graph.dialect import Pointwise, read
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact_faults import flip
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import FORMATS
-from fxround.numerics.randomness import random_function
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.specification.exact_faults import flip
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 

@@ -10,7 +10,7 @@ import pytest
 
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.operators import OPERATORS
+from fxround.numerics.arithmetic.operators import OPERATORS
 
 EXACT = {
     "add": lambda a, b: a + b,

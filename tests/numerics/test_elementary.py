@@ -19,7 +19,9 @@ import pytest
 
 from benchmarks.adversary import judge, search
 from benchmarks.reference import FUNCTIONS as REFERENCES
-from fxround.numerics import operators
+from fxround.numerics.arithmetic import operators
+from fxround.numerics.arithmetic.operators import OPERATORS, apply
+from fxround.numerics.arithmetic.scalar import DTYPES, Function, Type, bits, const, param, widen
 from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.numerics.elementary.coefficients import (
     EXPANSIONS,
@@ -33,10 +35,8 @@ from fxround.numerics.elementary.coefficients import (
 )
 from fxround.numerics.elementary.single_tables import ENTRIES
 from fxround.numerics.elementary.tables import COEFFICIENTS, ERFC_PAIRS, EXPANDED
-from fxround.numerics.exact import round_exact, round_float
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import OPERATORS, apply
-from fxround.numerics.scalar import DTYPES, Function, Type, bits, const, param, widen
+from fxround.numerics.specification.exact import round_exact, round_float
 
 INF, NAN = math.inf, math.nan
 SAMPLES = 200

@@ -20,9 +20,9 @@ from benchmarks.functions import BOUNDS, contracts
 from benchmarks.reference import FUNCTIONS, Settled, distance, round_to, same, settle
 from fxround.graph.dtypes import STORAGES
 from fxround.numerics.elementary import ELEMENTARY
-from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact
 
 ROOT = Path(__file__).parents[2]
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs" / "exhaustive.json").read_text())

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from neighbours import ALL_FORMATS, ALL_MODES, Array, neighbours, random_words
 
-from fxround.numerics.exact import floor_log2, round_exact, round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.specification.exact import floor_log2, round_exact, round_float
 
 # At most 2^8 values: binades times the values of one.
 SMALL = [f for f in ALL_FORMATS if (f.emax - f.emin + 2) * 2 ** (f.precision - 1) <= 300]

@@ -11,10 +11,10 @@ import pytest
 from cuda_host import built
 
 from benchmarks.adversary import ANCHORS, RANGES, reference
+from fxround.numerics.arithmetic.operators import apply
+from fxround.numerics.arithmetic.scalar import Expr, Function, const, param, select
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.modes import Rounding
-from fxround.numerics.operators import apply
-from fxround.numerics.scalar import Expr, Function, const, param, select
 
 BOUND = 2.0**-31
 """The greatest error of the lost fraction of an ulp that docs/functions.md states."""

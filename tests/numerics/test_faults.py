@@ -12,12 +12,12 @@ from neighbours import ALL_FORMATS
 
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.encodings import FIELDS, Encoding
-from fxround.numerics.exact_faults import code_of, flip, value_of
 from fxround.numerics.faults import Fault, Faults, numbers_of, operator_of, share
-from fxround.numerics.fixed_point import fixed_point, integers
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scaled import ScaledFormat
+from fxround.numerics.formats.encodings import FIELDS, Encoding
+from fxround.numerics.formats.fixed_point import fixed_point, integers
+from fxround.numerics.formats.scaled import ScaledFormat
+from fxround.numerics.specification.exact_faults import code_of, flip, value_of
 
 # The encodings of formats elsewhere, and the unsigned integers of their codes.
 ELSEWHERE = {

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from neighbours import ALL_FORMATS
 
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.exact import round_float
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.names import ALIASES
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.specification.exact import round_float
 
 # precision, emin, maximum, smallest positive value, number of finite magnitudes: IEEE 754-2019 table 3.5,
 # OCP 8-bit floating point 1.0 table 1, OCP Microscaling 1.0 tables 1 to 5.

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neighbours import ALL_FORMATS, ALL_MODES
 
-from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Lost, Mode, Rounding
+from fxround.numerics.specification.exact import round_exact
 
 # What is lost, for each kept parity: nothing, less than half, half, more than half. 1: step away from zero.
 #   signs: + even, + odd, - even, - odd; four columns each. The random modes: drawn / coin off, then on.

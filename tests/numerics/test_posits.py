@@ -18,10 +18,10 @@ from neighbours import Array, boundaries, encodings, float_type, held, random_wo
 import fxround
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.arithmetic.rounding import rounding_function
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Mode, Rounding
-from fxround.numerics.rounding import rounding_function
+from fxround.numerics.specification.exact import round_exact, round_float
 
 POSITS = [(n, es) for n in (3, 4, 5, 6, 7, 8) for es in (0, 1, 2, 3)] + [(10, 2), (16, 1), (16, 2), (16, 3), (32, 2)]
 SMALL = [(n, es) for n, es in POSITS if n <= 10]

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxround.numerics.modes import MODES
-from fxround.numerics.randomness import (
+from fxround.numerics.arithmetic.randomness import (
     BLOCK,
     GAMMA,
     STREAM_BITS,
@@ -30,6 +29,7 @@ from fxround.numerics.randomness import (
     stream_functions,
     width_of,
 )
+from fxround.numerics.modes import MODES
 
 MASK = 2**32 - 1
 MODULUS = 2**52

@@ -26,12 +26,12 @@ from neighbours import (
     random_words,
 )
 
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.exact import round_float
+from fxround.numerics.arithmetic.rounding import round_expr, rounding_function
+from fxround.numerics.arithmetic.scalar import param
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.rounding import round_expr, rounding_function
-from fxround.numerics.scalar import param
+from fxround.numerics.specification.exact import round_float
 
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 SIXTEEN_BITS = {

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fxround.numerics import scalar
-from fxround.numerics.exact import round_exact
-from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic import scalar
+from fxround.numerics.arithmetic.scalar import (
     BITS_OF,
     DTYPES,
     OPS,
@@ -41,6 +39,8 @@ from fxround.numerics.scalar import (
     substitute,
     widen,
 )
+from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact
 
 INTEGERS: tuple[Type, ...] = ("u32", "u64")
 FLOATS: tuple[Type, ...] = ("f32", "f64")

@@ -20,11 +20,13 @@ from fxround.compiler import eager_blocks, eager_round
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.scaled import element_program
-from fxround.numerics.exact_scaled import largest, round_block
-from fxround.numerics.fixed_point import fixed_point
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.randomness import random_function
-from fxround.numerics.scaled import SCALED, ScaledFormat, ScaledRounding, is_scaled
+from fxround.numerics.formats.fixed_point import fixed_point
+from fxround.numerics.formats.scaled import SCALED, ScaledFormat, ScaledRounding, is_scaled
+from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_float
+from fxround.numerics.specification.exact_scaled import largest, round_block
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FORMS = [
@@ -305,6 +307,26 @@ def test_names_are_parsed_and_printed() -> None:
     }.items():
         with pytest.raises(ValueError, match=said):
             ScaledRounding.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0.1", "1e-3", "1e-45", "1.1754943157898258e-38", "7e-46", "7.1e-46", "16777217", "16777219", "3.4028235e38"],
+)
+def test_a_scale_in_a_text_is_the_nearest_of_binary32(text: str) -> None:
+    """Subnormal ones, ties, and the ends of the range."""
+    want = round_float(float(text), Rounding.parse("binary32"))
+    if want == 0:
+        with pytest.raises(ValueError, match="positive number"):
+            ScaledFormat.parse(f"int8:scale={text}")
+    else:
+        assert ScaledFormat.parse(f"int8:scale={text}").unit == want == float(np.float32(float(text)))
+
+
+@pytest.mark.parametrize("text", ["3.4028235678e38", "1e39", "1.7976931348623157e308"])
+def test_a_scale_beyond_binary32_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="positive number"):
+        ScaledFormat.parse(f"int8:scale={text}")
 
 
 def test_wrong_arguments() -> None:

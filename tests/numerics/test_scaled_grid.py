@@ -8,11 +8,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fxround.numerics.exact import round_exact
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.numerics.formats.scaled_grid import outside_grid
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scaled import ScaledRounding
-from fxround.numerics.scaled_grid import outside_grid
+from fxround.numerics.specification.exact import round_exact
 
 BINARY32 = FORMATS["binary32"]
 

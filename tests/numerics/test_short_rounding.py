@@ -13,9 +13,9 @@ from torch import Tensor
 import fxround
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics import short_rounding
-from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.arithmetic.forms import short as short_rounding
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact, round_float
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_kernel, run_map

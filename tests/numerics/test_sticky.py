@@ -14,9 +14,9 @@ import pytest
 from benchmarks.reference import FUNCTIONS as REFERENCES
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.exact import round_exact
+from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.operators import OPERATORS
+from fxround.numerics.specification.exact import round_exact
 
 UNGRADED = [name for name, mode in MODES.items() if not mode.graded]
 COINS = (0, 2**32 - 1)

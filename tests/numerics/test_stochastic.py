@@ -16,11 +16,18 @@ import numpy as np
 import pytest
 from neighbours import Array, random_words
 
-from fxround.numerics.exact import quantum, round_float
+from fxround.numerics.arithmetic.randomness import (
+    GAMMA,
+    WIDTHS,
+    random_function,
+    seed_function,
+    stream_functions,
+    width_of,
+)
+from fxround.numerics.arithmetic.rounding import rounding_function
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import Mode, Rounding
-from fxround.numerics.randomness import GAMMA, WIDTHS, random_function, seed_function, stream_functions, width_of
-from fxround.numerics.rounding import rounding_function
+from fxround.numerics.specification.exact import quantum, round_float
 
 N = 2**16
 SIX_SIGMA = 6.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fxround.graph.dtypes import dtype_of
-from fxround.numerics.scalar import Function, param
-from fxround.numerics.storage import ELEMENT_OF, HALVES, QUARTERS, Storage, load, store
+from fxround.numerics.arithmetic.scalar import Function, param
+from fxround.numerics.formats.storage import ELEMENT_OF, HALVES, QUARTERS, Storage, load, store
 
 # An independent reading of each storage, and the code of the NaN that is written.
 READ = {

@@ -15,11 +15,11 @@ from neighbours import Array, encodings, float_type, held, random_words
 import fxround
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.exact import round_exact, round_float
+from fxround.numerics.arithmetic.rounding import rounding_function
 from fxround.numerics.formats import FORMATS, TABLES, Format
 from fxround.numerics.gradients import Gradient
 from fxround.numerics.modes import MODES, Mode, Rounding
-from fxround.numerics.rounding import rounding_function
+from fxround.numerics.specification.exact import round_exact, round_float
 from fxround.policy import Policy, Rule
 
 

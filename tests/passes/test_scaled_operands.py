@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.errors import PolicyError, UnsupportedRounding
-from fxround.numerics.exact import round_exact
-from fxround.numerics.hadamard import Hadamard
+from fxround.numerics.arithmetic.hadamard import hadamard_matrix
+from fxround.numerics.formats.hadamard import Hadamard
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact
 from fxround.policy import Policy, Rule, block_scaling, current_scaling, delayed_scaling, nvfp4
 
 FORMS = [
@@ -159,7 +160,7 @@ def test_what_cannot_be_is_said() -> None:
 def transformed(value: Tensor, dim: int, transform: Hadamard) -> Tensor:
     """Each sum over rational numbers, rounded at every step to binary32."""
     x = value.movedim(dim, -1)
-    rows, matrix = x.reshape(-1, transform.size).tolist(), transform.matrix()
+    rows, matrix = x.reshape(-1, transform.size).tolist(), hadamard_matrix(transform)
     found = []
     for row in rows:
         for j in range(transform.size):
@@ -173,10 +174,10 @@ def transformed(value: Tensor, dim: int, transform: Hadamard) -> Tensor:
 
 def test_a_hadamard_transform_is_orthogonal_and_rounded_at_every_step() -> None:
     for size in (4, 16, 64):
-        matrix = torch.tensor(Hadamard(size, 7).matrix(), dtype=torch.float64)
+        matrix = torch.tensor(hadamard_matrix(Hadamard(size, 7)), dtype=torch.float64)
         # stock: powers of two, exact in any order
         assert torch.equal(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
-    assert Hadamard(16, 1).matrix() != Hadamard(16, 2).matrix()
+    assert hadamard_matrix(Hadamard(16, 1)) != hadamard_matrix(Hadamard(16, 2))
     x = torch.randn(3, 32, 2)
     for dim, transform in ((1, Hadamard(16, 3)), (1, Hadamard(4)), (-2, Hadamard(4))):
         got = torch.ops.fxround.hadamard(x, dim, transform.size, transform.seed)

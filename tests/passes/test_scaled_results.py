@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.errors import PolicyError
-from fxround.numerics.exact import round_exact
-from fxround.numerics.exact_scaled import best_scale, largest, round_block
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.numerics.specification.exact import round_exact
+from fxround.numerics.specification.exact_scaled import best_scale, largest, round_block
 from fxround.policy import Policy, Rule
 
 BINARY32 = FORMATS["binary32"]

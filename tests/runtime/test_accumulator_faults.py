@@ -21,14 +21,15 @@ from fxround.graph.dialect.scatters import ScatterAdd
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact import round_float
-from fxround.numerics.exact_faults import flip_step, word
-from fxround.numerics.faults import Faults, share, word_of
+from fxround.numerics.arithmetic.flipping import word_of
+from fxround.numerics.arithmetic.scalar import Function, param
+from fxround.numerics.faults import Faults, share
 from fxround.numerics.formats import FORMATS
+from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.scalar import Function, param
+from fxround.numerics.specification.exact import round_float
+from fxround.numerics.specification.exact_faults import flip_step, word
 from fxround.runtime import reference
 from fxround.runtime.accumulator_faults import count_faults
 from fxround.runtime.cpu.code import instruction_set

@@ -19,11 +19,11 @@ import fxround  # noqa: F401  registers the operators
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.arithmetic.forms.truncation import neighbour, up_or_down
+from fxround.numerics.arithmetic.rounding import round_expr
+from fxround.numerics.arithmetic.scalar import Function, param
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.rounding import round_expr
-from fxround.numerics.scalar import Function, param
-from fxround.numerics.truncation import neighbour, up_or_down
 from fxround.runtime import reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import instruction_set
@@ -45,7 +45,7 @@ ACCUMULATORS = (
     "bfloat16 chunk=7 combine=binary32",
     "binary32/stochastic product=bfloat16",
 )
-# Those with a quick equal: see numerics.truncation.
+# Those with a quick equal: see numerics.arithmetic.forms.truncation.
 DIRECTED = (
     "binary32/toward_zero",
     "binary32/toward_positive",

@@ -27,20 +27,20 @@ from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, exact_kernel, largest_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats import Format
-from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.operators import OPERATORS
-from fxround.numerics.orders import Order
-from fxround.numerics.randomness import (
+from fxround.numerics.arithmetic.operators import OPERATORS
+from fxround.numerics.arithmetic.randomness import (
     coins_function,
     philox_function,
     random_function,
     seed_function,
     stream_functions,
 )
-from fxround.numerics.rounding import rounding_function
-from fxround.numerics.scalar import DTYPES, OPS, Function
-from fxround.numerics.storage import Storage
+from fxround.numerics.arithmetic.rounding import rounding_function
+from fxround.numerics.arithmetic.scalar import DTYPES, OPS, Function
+from fxround.numerics.formats import Format
+from fxround.numerics.formats.storage import Storage
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.orders import Order
 from fxround.runtime import reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.contributions import Contributions

@@ -21,8 +21,8 @@ from benchmarks.cuda import texts_of
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding
-from fxround.numerics.storage import Storage
 from fxround.runtime import reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cuda import contraction

@@ -18,8 +18,8 @@ from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Contract, Map
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.modes import Rounding
-from fxround.numerics.randomness import random_function
 from fxround.runtime import buffers, reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cuda import pointwise

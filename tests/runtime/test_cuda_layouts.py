@@ -25,9 +25,9 @@ from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.reductions import cumsum_kernel, exact_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Contract, Exact, Reduce
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.numerics.storage import Storage
 from fxround.runtime import buffers, reference
 from fxround.runtime.contractions import Placing, Product, Right
 from fxround.runtime.contributions import Contributions

@@ -17,7 +17,7 @@ from fxround.graph.dtypes import LOADS
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.shapes import Map
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 from fxround.runtime import reference
 from fxround.runtime.cuda import pointwise
 from fxround.runtime.cuda.launcher import launching

@@ -9,12 +9,12 @@ from kernel_operands import DRAW, KEY, same
 from product_operands import threads
 
 from fxround.kernels.program import Program
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact_faults import flip, value_of
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.faults import Fault, numbers_of, operator_of
 from fxround.numerics.formats import Format
-from fxround.numerics.randomness import random_function
-from fxround.numerics.scaled import ScaledFormat
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.formats.scaled import ScaledFormat
+from fxround.numerics.specification.exact_faults import flip, value_of
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.run import run_map

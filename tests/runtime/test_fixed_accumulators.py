@@ -22,10 +22,10 @@ from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Reduce
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.exact import round_exact, round_float
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.specification.exact import round_exact, round_float
 from fxround.runtime import reference
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets

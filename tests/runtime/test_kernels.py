@@ -21,9 +21,9 @@ from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Word
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.operators import OPERATORS
 from fxround.numerics.orders import Order
 from fxround.runtime import reference
 from fxround.runtime.cpu import pointwise

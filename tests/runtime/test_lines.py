@@ -19,9 +19,9 @@ from torch import Tensor
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.kernels.shapes import Exact
-from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.specification.exact import round_exact
 from fxround.runtime import reference
 from fxround.runtime.cpu import exact_sum, reduction, scatter
 from fxround.runtime.cpu.code import instruction_set

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from fxround.numerics.scalar import Function, lookup, param
+from fxround.numerics.arithmetic.scalar import Function, lookup, param
 from fxround.runtime.cpu.llvm.engine import compile_module, instruction_sets
 from fxround.runtime.cpu.llvm.lookups import definitions
 from fxround.runtime.cpu.llvm.loops import PTR, define, load_vector, store_vector

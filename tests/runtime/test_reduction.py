@@ -18,9 +18,9 @@ from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
 from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.specification.exact import round_exact
 from fxround.runtime import reference
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.exact_sum import run_exact

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rounding, Rule
-from fxround.numerics.exact import round_exact
-from fxround.numerics.randomness import iteration_function
+from fxround.numerics.arithmetic.randomness import iteration_function
+from fxround.numerics.specification.exact import round_exact
 
 SEED, SAMPLE = 2**61 + 12345, 7
 WORD, OUTPUT, STATE = 2**32, 2**64, 2**52

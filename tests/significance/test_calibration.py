@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.numerics.exact import round_exact
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact
 from fxround.policy import Policy
 from fxround.significance.calibration import BINS, How, histogram, kl_threshold
 

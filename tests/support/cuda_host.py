@@ -22,7 +22,7 @@ from neighbours import Array, encodings
 from torch import Tensor
 
 from benchmarks.cuda import texts_of
-from fxround.numerics.scalar import DTYPES, Function
+from fxround.numerics.arithmetic.scalar import DTYPES, Function
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 from fxround.runtime.cuda.launcher import Text
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import gmpy2
 import rationals
 
-from fxround.numerics.exact import round_float
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_float
 
 Row = list[float]
 BITS: Final = 600

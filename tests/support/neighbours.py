@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fxround.numerics.carriers import CARRIERS
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.modes import MODES, Mode, Rounding
 
 Array = npt.NDArray[Any]

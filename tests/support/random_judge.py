@@ -29,8 +29,8 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ORIGIN, PORT, PORTS
 from fxround.kernels.shapes import Map
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format
-from fxround.numerics.randomness import BLOCK
 from fxround.operators.rules import rule_of
 from fxround.passes import Plan, lower, optimize
 from fxround.passes.partition import partition

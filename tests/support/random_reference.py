@@ -21,8 +21,8 @@ from fxround.graph.dtypes import STORAGES
 from fxround.kernels import parsed
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Exact
-from fxround.numerics import scalar
-from fxround.numerics.randomness import random_function
+from fxround.numerics.arithmetic import scalar
+from fxround.numerics.arithmetic.randomness import random_function
 from fxround.runtime import reference
 from fxround.runtime.operands import loads_of
 

@@ -1,7 +1,8 @@
 """The results that fxround must return, in rational arithmetic: the reference of test_whole_range.py.
 
-Nothing here is shared with fxround but the rows of formats and modes, through ``numerics.exact``, the specification of
-one rounding. A value is a float; infinities, NaNs and the signs of zeros follow IEEE 754-2019, 6 and 7.
+Nothing here is shared with fxround but the rows of formats and modes, through ``numerics.specification.exact``, the
+specification of one rounding. A value is a float; infinities, NaNs and the signs of zeros follow IEEE 754-2019, 6 and
+7.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fxround.numerics.exact import floor_log2, round_exact, round_float
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import floor_log2, round_exact, round_float
 
 NAN: Final = math.nan
 Array = npt.NDArray[Any]

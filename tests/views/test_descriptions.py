@@ -13,7 +13,7 @@ import torch
 import fxround
 from fxround import cli
 from fxround.numerics.formats import FORMATS, TABLES, Format
-from fxround.numerics.scaled import SCALED
+from fxround.numerics.formats.scaled import SCALED
 from fxround.views.descriptions import FormatDescription, ScaledDescription
 
 PEERS: dict[str, Any] = {

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator
 from fxround.graph.geometry import differ
-from fxround.numerics.hadamard import Hadamard
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.hadamard import Hadamard
+from fxround.numerics.formats.storage import Storage
 
 
 class BlockCall(Call[T]):
@@ -108,7 +108,7 @@ class BlockExpand(BlockCall[T]):
 @operator("hadamard")
 @dataclass(frozen=True)
 class HadamardTransform(Call[T]):
-    """Each ``size`` consecutive elements along ``dim`` times the matrix of ``numerics.scaled.Hadamard``.
+    """Each ``size`` consecutive elements along ``dim`` times the matrix of ``numerics.formats.hadamard.Hadamard``.
 
     Each sum is accumulated in binary32 (binary64 for binary64), k ascending, and rounded to the dtype. Elements after
     the last complete group stay as they are.
@@ -138,8 +138,8 @@ class HadamardTransform(Call[T]):
 def block_sizes(block: Any, dims: Sequence[int], ndim: int) -> list[int]:
     """Return the sizes of blocks in each dimension, as ``BlockMaximum`` takes them.
 
-    block: as ``numerics.scaled.Scaling`` has it. dims: the dimension along which blocks run; several for "channel"; the
-    two of a tile, which has the last two otherwise.
+    block: as ``numerics.formats.scaled.Scaling`` has it. dims: the dimension along which blocks run; several for
+    "channel"; the two of a tile, which has the last two otherwise.
 
     Raises ValueError for a block that the dimensions cannot have, IndexError for a dimension out of range.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES, stored_as
 from fxround.graph.geometry import Geometry, Sizes
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 NAMESPACE: Final = "fxround"
 LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")

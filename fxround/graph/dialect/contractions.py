@@ -19,7 +19,7 @@ from fxround.graph.dialect.call import Call, T, operator, require_state
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Contract
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 _LONGEST: Final = 1 << 30
 

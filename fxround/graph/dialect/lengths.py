@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 
 @operator("packed_lengths")

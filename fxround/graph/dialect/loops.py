@@ -20,7 +20,7 @@ import torch._higher_order_ops
 from torch import Tensor, fx
 
 from fxround.graph.dialect.call import Call, T, operator, require_state
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 SCAN: Final[Any] = torch.ops.higher_order.scan
 WHILE: Final[Any] = torch.ops.higher_order.while_loop
@@ -35,7 +35,7 @@ BODIES: Final[dict[Any, tuple[str, ...]]] = {SCAN: ("step",), WHILE: ("test", "s
 class Iterations(Call[T]):
     """The (seed, sample) of iterations: int64 of shape [*counters.shape, 2]; counters are at least 0.
 
-    The sample is that of ``rng``. The seed is 63 bits of ``numerics.randomness.iteration_seed``.
+    The sample is that of ``rng``. The seed is 63 bits of ``numerics.arithmetic.randomness.iteration_seed``.
     """
 
     rounds: ClassVar[bool] = False

@@ -21,7 +21,7 @@ from fxround.graph.geometry import broadcast
 from fxround.kernels import parsed
 from fxround.kernels.long_programs import is_long
 from fxround.kernels.shapes import Map
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from fxround.kernels import parsed
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.kernels.shapes import Exact, Reduce, Scan
 from fxround.numerics.accumulation import Accumulation
+from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding
-from fxround.numerics.storage import Storage
 
 
 def dims_of(x: Tensor, dims: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from fxround.graph.dtypes import stored_as
 from fxround.graph.geometry import differ, require_one_dtype, surely
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Scatter
-from fxround.numerics.storage import Storage
+from fxround.numerics.formats.storage import Storage
 
 _INDICES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

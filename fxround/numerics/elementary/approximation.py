@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, from_bits, rarely, select
 from fxround.numerics.elementary.pairs import f64, two_sum
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, rarely, select
 
 SIGN: Final = 1 << 63
 SHIFTER: Final = 6755399441055744.0

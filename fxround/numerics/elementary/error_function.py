@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, const, fma, negate, select, sqrt
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
 from fxround.numerics.elementary.coefficients import FITS
@@ -33,7 +34,6 @@ from fxround.numerics.elementary.pairs import (
     with_sign_of,
 )
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, const, fma, negate, select, sqrt
 
 TWO_OVER_SQRT_PI: Final = (1.1283791670955126, 1.533545961316588e-17)
 HALF_SQRT_PI: Final = (0.886226925452758, -3.8332932499128993e-17)

@@ -22,6 +22,7 @@ from math import factorial
 from types import MappingProxyType
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, const, negate, select
 from fxround.numerics.elementary.approximation import (
     Approximation,
     clamped,
@@ -64,7 +65,6 @@ from fxround.numerics.elementary.reduction import EXTENDED64, quarter_turns
 from fxround.numerics.elementary.roots import cbrt, rsqrt
 from fxround.numerics.elementary.tables import ERFC_PAIRS
 from fxround.numerics.elementary.trigonometric import is_odd, not_finite, sign_of_half_turn
-from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 ONE: Final = (1.0, 0.0)
 LOG10_2_REST: Final = (1.42050232272661e-13, 2.8316642130894684e-31)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fxround.numerics.arithmetic.scalar import Expr, Function, param, widen
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
-from fxround.numerics.scalar import Expr, Function, param, widen
 
 
 @dataclass(frozen=True)

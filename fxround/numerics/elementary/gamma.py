@@ -21,6 +21,7 @@ import math
 from fractions import Fraction
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, const, negate, rarely, select
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import (
@@ -38,7 +39,6 @@ from fxround.numerics.elementary.pairs import (
 from fxround.numerics.elementary.precise import pair_constant, pair_series, precise_log
 from fxround.numerics.elementary.reduction import TWO_OVER_PI
 from fxround.numerics.elementary.tables import EXPANDED
-from fxround.numerics.scalar import Expr, absolute, const, negate, rarely, select
 
 SHIFT: Final = 14
 PI: Final = Fraction(2 << 1280, TWO_OVER_PI)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, fma, negate, select
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import TINY, Approximation, power_of_two
 from fxround.numerics.elementary.exponential import at_most, is_infinite, reduced, remainder
@@ -33,7 +34,6 @@ from fxround.numerics.elementary.pairs import (
     with_sign_of,
 )
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, fma, negate, select
 
 
 class Halves(NamedTuple):

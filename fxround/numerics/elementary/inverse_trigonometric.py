@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, maximum, minimum, select
 from fxround.numerics.elementary.approximation import Approximation, power_of_two, significand
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.function import Elementary
@@ -33,7 +34,6 @@ from fxround.numerics.elementary.pairs import (
 )
 from fxround.numerics.elementary.reduction import HALF_PI
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, maximum, minimum, select
 
 QUARTER_PI: Final = (0.7853981633974483, 3.061616997868383e-17)
 TAN_PI_8: Final = 0.41421356237309503

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, const, negate, select
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
 from fxround.numerics.elementary.exponential import at_least, is_infinite, reduced
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import add_exponent, log_fraction
 from fxround.numerics.elementary.pairs import Pair, choose, divide, f64, fast_two_sum, scaled, two_sum
-from fxround.numerics.scalar import Expr, absolute, const, negate, select
 
 
 def _decay(x: Expr) -> tuple[Pair, Expr, Pair]:

@@ -14,6 +14,18 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import (
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    maximum,
+    minimum,
+    negate,
+    select,
+)
 from fxround.numerics.elementary.approximation import (
     SIGN,
     Approximation,
@@ -25,7 +37,6 @@ from fxround.numerics.elementary.approximation import (
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, with_sign_of
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, maximum, minimum, negate, select
 
 STEP_BITS: Final = 48
 

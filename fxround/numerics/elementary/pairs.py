@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fxround.numerics.scalar import Expr, bits, const, fma, from_bits, negate, select, sqrt
+from fxround.numerics.arithmetic.scalar import Expr, bits, const, fma, from_bits, negate, select, sqrt
 
 
 class Pair(NamedTuple):

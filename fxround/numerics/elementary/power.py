@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, fma, rarely, select
 from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case, clamped, power_of_two
 from fxround.numerics.elementary.exponential import LN2, exponential, is_infinite
@@ -48,7 +49,6 @@ from fxround.numerics.elementary.pairs import (
 )
 from fxround.numerics.elementary.precise import precise_exp, precise_log
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, bits, fma, rarely, select
 
 NOISE: Final = 2.0**-82
 THIRD: Final = (0.3333333333333333, 1.850371707708594e-17)

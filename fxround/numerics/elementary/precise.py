@@ -11,11 +11,11 @@ from fractions import Fraction
 from math import factorial
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr
 from fxround.numerics.elementary.approximation import round_to_integer
 from fxround.numerics.elementary.exponential import LN2, LOG2_E
 from fxround.numerics.elementary.logarithm import split
 from fxround.numerics.elementary.pairs import Pair, add, divide, f64, multiply, negated, polynomial, scaled, two_sum
-from fxround.numerics.scalar import Expr
 
 LN2_REST: Final = (5.497923018708371e-14, 1.94704509238075e-31)
 """log 2 minus the 42 bits of ``LN2``, as a pair."""

@@ -18,12 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.arithmetic.scalar import (
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    negate,
+    select,
+    signed_to_f64,
+)
 from fxround.numerics.elementary.approximation import SHIFTER, SIGN, clamped
 from fxround.numerics.elementary.coefficients import FITS
 from fxround.numerics.elementary.pairs import f64, polynomial
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, negate, select, signed_to_f64
+from fxround.numerics.formats.carriers import CARRIERS
 
 MAGNITUDE: Final = (1 << 63) - 1
 _ordinal: Final = CARRIERS["f64"].ordinal

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, maximum, minimum, select
 from fxround.numerics.elementary.approximation import integer_to_f64
 from fxround.numerics.elementary.pairs import Pair, add, choose, f64, fast_two_sum, multiply
-from fxround.numerics.scalar import Expr, absolute, bits, const, maximum, minimum, select
 
 HALF_PI: Final = (1.5707963267948966, 6.123233995736766e-17)
 TWO_OVER_PI: Final = int(

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, from_bits, negate, select, sqrt
 from fxround.numerics.elementary.approximation import Approximation
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import f64, fast_two_sum, scaled, square_root, two_product, with_sign_of
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, negate, select, sqrt
 
 _THIRD_OF_EXPONENT: Final = 0x553F15A0
 """High word of a number from which a third of x's is subtracted to get x^(-1/3) within 4.4 %."""

@@ -17,10 +17,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from fxround.numerics.arithmetic.scalar import (
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    lookup,
+    negate,
+    select,
+    signed_to_f32,
+)
 from fxround.numerics.elementary.pairs import Pair, fast_two_sum, two_product, two_sum
 from fxround.numerics.elementary.single_tables import ENTRIES
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, lookup, negate, select, signed_to_f32
 
 
 def _nearest(value: float) -> float:

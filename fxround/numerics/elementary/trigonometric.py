@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import Expr, absolute, fma, from_bits, negate
 from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case
 from fxround.numerics.elementary.function import Elementary
@@ -26,7 +27,6 @@ from fxround.numerics.elementary.pairs import (
 )
 from fxround.numerics.elementary.reduction import quarter_turns
 from fxround.numerics.elementary.tables import COEFFICIENTS
-from fxround.numerics.scalar import Expr, absolute, fma, from_bits, negate
 
 
 def _sin(r: Pair) -> Pair:

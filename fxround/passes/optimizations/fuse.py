@@ -28,8 +28,8 @@ from fxround.graph.values import module_of
 from fxround.kernels import parsed
 from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program
+from fxround.numerics.formats.storage import CARRIER_OF, Storage
 from fxround.numerics.lazy import cached_property
-from fxround.numerics.storage import CARRIER_OF, Storage
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.rewrite import rng_of
 

@@ -20,8 +20,8 @@ from fxround.graph.geometry import broadcast
 from fxround.kernels import parsed
 from fxround.kernels.long_programs import parts
 from fxround.kernels.shapes import Map
-from fxround.numerics.scalar import Function, param
-from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, Storage, load, store
+from fxround.numerics.arithmetic.scalar import Function, param
+from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, Storage, load, store
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, Final
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.randomness import BLOCK
+from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime.cpu.code import address_of, current_set, native
 from fxround.runtime.cpu.llvm.several import build_several
 from fxround.runtime.cpu.pointwise import ENOUGH, addresses, array, map_call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dialect import Iterations
-from fxround.numerics.randomness import iteration_function
+from fxround.numerics.arithmetic.randomness import iteration_function
 from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import count, key_of
 from fxround.runtime.cuda.cpp.common import KEY, global_, preamble

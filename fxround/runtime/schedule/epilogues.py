@@ -30,7 +30,7 @@ from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, P
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.kernels.shapes import Map
-from fxround.numerics.randomness import BLOCK
+from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Product
 from fxround.runtime.cpu.code import current_set

@@ -30,7 +30,7 @@ from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import parsed
 from fxround.kernels.shapes import Exact, Reduce
-from fxround.numerics.randomness import BLOCK
+from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.operators.rules import argument
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_set, native, signature

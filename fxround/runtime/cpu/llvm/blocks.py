@@ -18,10 +18,21 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.kernels.shapes import Blocks, Map
-from fxround.numerics.branches import needed
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import WIDTH, Expr, Function, Type, bits, const, from_bits, maximum, param, select
-from fxround.numerics.storage import CARRIER_OF, ELEMENT_OF, Storage, load
+from fxround.numerics.arithmetic.branches import needed
+from fxround.numerics.arithmetic.scalar import (
+    WIDTH,
+    Expr,
+    Function,
+    Type,
+    bits,
+    const,
+    from_bits,
+    maximum,
+    param,
+    select,
+)
+from fxround.numerics.formats.carriers import CARRIERS
+from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, Storage, load
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import (

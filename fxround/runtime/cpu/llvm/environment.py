@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from llvmlite import ir
 
-from fxround.numerics.truncation import Direction
+from fxround.numerics.arithmetic.forms.truncation import Direction
 
 Architecture = Literal["x86-64", "aarch64", "other"]
 _I32: Final = ir.IntType(32)

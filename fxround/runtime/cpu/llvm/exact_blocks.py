@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.exact_bins import Bins, Tables, encode
 from fxround.runtime.cpu.llvm.loops import I64, Carried, at, count, scratch
 from fxround.runtime.cpu.llvm.render import SCALARS, literal, llvm_type

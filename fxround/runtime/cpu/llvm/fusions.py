@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import WIDTH, Expr
+from fxround.numerics.arithmetic.scalar import WIDTH, Expr
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.loops import declared
 from fxround.runtime.cpu.llvm.render import Fusion, literal, llvm_type

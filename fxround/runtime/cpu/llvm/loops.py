@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.numerics.storage import BYTES_OF, ELEMENT_OF, Storage
-from fxround.numerics.truncation import Direction
+from fxround.numerics.arithmetic.forms.truncation import Direction
+from fxround.numerics.formats.storage import BYTES_OF, ELEMENT_OF, Storage
 from fxround.runtime.cpu.llvm import environment
 from fxround.runtime.cpu.llvm.render import SCALARS, llvm_type
 

@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.randomness import BLOCK, GAMMA, draw_function, mix_function
-from fxround.numerics.scalar import Expr
-from fxround.numerics.storage import BYTES_OF, Storage
+from fxround.numerics.arithmetic.randomness import BLOCK, GAMMA, draw_function, mix_function
+from fxround.numerics.arithmetic.scalar import Expr
+from fxround.numerics.formats.storage import BYTES_OF, Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import (

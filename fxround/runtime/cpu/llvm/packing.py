@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.numerics.storage import ELEMENT_OF
+from fxround.numerics.formats.storage import ELEMENT_OF
 from fxround.runtime.cpu.llvm.loops import (
     I32,
     I64,

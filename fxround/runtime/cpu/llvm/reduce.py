@@ -14,7 +14,7 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.kernels.shapes import Reduce, Scan
-from fxround.numerics.scalar import const
+from fxround.numerics.arithmetic.scalar import const
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.lines import ARGS, Description, Group, Neighbours, Scattered

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.numerics.branches import needed
-from fxround.numerics.scalar import WIDTH, Expr, Function, Type
+from fxround.numerics.arithmetic.branches import needed
+from fxround.numerics.arithmetic.scalar import WIDTH, Expr, Function, Type
 from fxround.runtime.cpu.llvm.lookups import lookup
 
 SCALARS: Final = MappingProxyType(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.branches import needed
-from fxround.numerics.scalar import Expr
+from fxround.numerics.arithmetic.branches import needed
+from fxround.numerics.arithmetic.scalar import Expr
 
 # The operators of a stage at most, unless one statement has more: two additions that draw have 48 and are two stages.
 _LONGEST: Final = 30

@@ -15,8 +15,8 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.kernels.shapes import Contract
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.scalar import WIDTH, Function
+from fxround.numerics.arithmetic.scalar import WIDTH, Function
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.loops import I32, I64, Carried, count, load_vector, scratch

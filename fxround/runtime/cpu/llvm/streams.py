@@ -1,7 +1,7 @@
 """Random streams in registers: one state for each lane, advanced where a kernel's formula draws.
 
-``start`` and ``advance`` are the functions of ``numerics.randomness``, emitted lane by lane. A kernel that draws
-nothing carries no state, and gets zeros where a body asks for random bits.
+``start`` and ``advance`` are the functions of ``numerics.arithmetic.randomness``, emitted lane by lane. A kernel that
+draws nothing carries no state, and gets zeros where a body asks for random bits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.numerics.randomness import advance_stream, coins_function, seed_function, stream_functions
-from fxround.numerics.scalar import Function, param, substitute
+from fxround.numerics.arithmetic.randomness import advance_stream, coins_function, seed_function, stream_functions
+from fxround.numerics.arithmetic.scalar import Function, param, substitute
 from fxround.runtime.cpu.llvm.loops import I32, I64, at
 from fxround.runtime.cpu.llvm.render import Fusion, emit, literal, splat
 

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from fxround.kernels.shapes import Contract
-from fxround.numerics.scalar import Expr, Function
+from fxround.numerics.arithmetic.scalar import Expr, Function
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.loops import I64, MEMORY, Carried, at, count, iota, masked_load, scratch, store_vector
 from fxround.runtime.cpu.llvm.render import bytes_of, literal, llvm_type, splat

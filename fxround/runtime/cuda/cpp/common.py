@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.kernels.shapes import Contract, Exact, Kernel, Reduce, Scan, Scatter
-from fxround.numerics.randomness import (
+from fxround.numerics.arithmetic.randomness import (
     WIDTHS,
     coins_function,
     draw_function,
@@ -16,7 +16,7 @@ from fxround.numerics.randomness import (
     shared_function,
     stream_functions,
 )
-from fxround.numerics.storage import BYTES_OF, ELEMENT_OF, Storage
+from fxround.numerics.formats.storage import BYTES_OF, ELEMENT_OF, Storage
 from fxround.runtime.cuda.cpp.limbs import LIMBS
 from fxround.runtime.cuda.cpp.table import device_function
 

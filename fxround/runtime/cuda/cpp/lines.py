@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
-from fxround.numerics.scalar import const
+from fxround.numerics.arithmetic.scalar import const
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.table import TYPES, constant
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Final
 
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
-from fxround.numerics.scalar import const
-from fxround.numerics.storage import CARRIER_OF
+from fxround.numerics.arithmetic.scalar import const
+from fxround.numerics.formats.storage import CARRIER_OF
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.limbs import SIZES
 from fxround.runtime.cuda.cpp.lines import GROUP, LINES, PLAIN, Loop, combined, loop_name, parameters, staged_text

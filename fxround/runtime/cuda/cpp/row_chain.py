@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import Final
 
 from fxround.kernels.shapes import Map, Reduce
-from fxround.numerics.scalar import const
-from fxround.numerics.storage import Storage
+from fxround.numerics.arithmetic.scalar import const
+from fxround.numerics.formats.storage import Storage
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.map import LAYOUT, Access, map_call, seeds, walk
 from fxround.runtime.cuda.cpp.table import TYPES, constant, device_function

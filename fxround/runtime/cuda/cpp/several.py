@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.kernels.shapes import Map
-from fxround.numerics.storage import BYTES_OF
+from fxround.numerics.formats.storage import BYTES_OF
 from fxround.runtime.cuda.cpp.common import MEMORY, element, global_
 from fxround.runtime.cuda.cpp.map import indented, map_call, seeds
 from fxround.runtime.cuda.cpp.table import device_function

@@ -16,8 +16,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, Final
 
-from fxround.numerics.branches import needed
-from fxround.numerics.scalar import Expr, Function
+from fxround.numerics.arithmetic.branches import needed
+from fxround.numerics.arithmetic.scalar import Expr, Function
 
 TYPES: Final = MappingProxyType(
     {"bool": "bool", "u32": "unsigned int", "u64": "unsigned long long", "f32": "float", "f64": "double"}

@@ -6,8 +6,8 @@ to the 32 bits of a random word.
 
 from __future__ import annotations
 
+from fxround.numerics.arithmetic.scalar import Expr, const, select
 from fxround.numerics.modes import Mode
-from fxround.numerics.scalar import Expr, const, select
 
 
 def drawn_word(random: Expr, mode: Mode) -> Expr:

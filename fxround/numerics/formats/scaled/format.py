@@ -6,14 +6,14 @@ import math
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fxround.errors import shown
-from fxround.numerics.exact import round_float
-from fxround.numerics.fixed_point import element_of, fixed_point, integers
 from fxround.numerics.formats import FORMATS, Format, Overflow
-from fxround.numerics.hadamard import Hadamard
+from fxround.numerics.formats.fixed_point import element_of, fixed_point, integers
+from fxround.numerics.formats.hadamard import Hadamard
 from fxround.numerics.modes import MODES, Mode, Rounding
 
 # How a scale is made of the largest magnitude m. With the element format's largest value M and the largest power of two
@@ -443,7 +443,11 @@ def _number(text: str, whole: str) -> float:
 def _short(value: float) -> float:
     """Return the nearest number of binary32, infinite beyond its range."""
     binary32 = FORMATS["binary32"]
-    return round_float(value, Rounding(binary32, MODES["nearest_even"], "inf"))
+    # Rational numbers: the processor's own conversion may flush subnormals to zero. ``round`` takes the even neighbour.
+    unit = max(math.frexp(value)[1] - binary32.precision, binary32.quantum_exponent)
+    quantum = Fraction(2) ** unit
+    magnitude = round(Fraction(abs(value)) / quantum) * quantum
+    return math.copysign(float(magnitude) if magnitude <= binary32.maximum else math.inf, value)
 
 
 def _is_short(value: float) -> bool:

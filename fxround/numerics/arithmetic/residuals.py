@@ -11,7 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from fxround.numerics.scalar import Expr, absolute, bits, const, fma, from_bits, maximum, minimum, negate, select, sqrt
+from fxround.numerics.arithmetic.scalar import (
+    Expr,
+    absolute,
+    bits,
+    const,
+    fma,
+    from_bits,
+    maximum,
+    minimum,
+    negate,
+    select,
+    sqrt,
+)
 
 _SIGN: Final = 1 << 63
 _FRACTION: Final = (1 << 52) - 1

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-from fxround.numerics.encodings import Encoding
+from fxround.numerics.arithmetic.scalar import Expr, Type, bits, const, from_bits, minimum, select
 from fxround.numerics.formats import FORMATS, Format, Overflow
-from fxround.numerics.scalar import Expr, Type, bits, const, from_bits, minimum, select
+from fxround.numerics.formats.encodings import Encoding
 
 # Storages of 16 bits, and of 8, which have the names of their formats.
 Half = Literal["f16", "bf16"]

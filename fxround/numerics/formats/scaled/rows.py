@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from fxround.numerics.fixed_point import fixed_point
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scaled.format import NAMED, POWERS, ScaledFormat, Scaling
+from fxround.numerics.formats.fixed_point import fixed_point
+from fxround.numerics.formats.scaled.format import NAMED, POWERS, ScaledFormat, Scaling
 
 
 def _microscaled(element: Format) -> ScaledFormat:

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from fxround.numerics.carriers import CARRIERS, one_nan
-from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.scalar import (
     Expr,
     absolute,
     bits,
@@ -32,6 +30,8 @@ from fxround.numerics.scalar import (
     rarely,
     select,
 )
+from fxround.numerics.formats.carriers import CARRIERS, one_nan
+from fxround.numerics.modes import Rounding
 
 _CARRIER: Final = CARRIERS["f32"]
 _TRAILING: Final = _CARRIER.trailing

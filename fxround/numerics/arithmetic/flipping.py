@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
-from fxround.numerics.carriers import CARRIERS, Carrier, ordinal_of
-from fxround.numerics.encodings import Encoding, Integers
+from fxround.numerics.arithmetic.posits import code_of_posit, posit_of_code
+from fxround.numerics.arithmetic.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, rarely, select
+from fxround.numerics.arithmetic.tables import position_of, value_at
+from fxround.numerics.faults import Faults, share
 from fxround.numerics.formats import Format
-from fxround.numerics.posits import code_of_posit, posit_of_code
-from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, rarely, select
-from fxround.numerics.tables import position_of, value_at
+from fxround.numerics.formats.carriers import CARRIERS, Carrier, ordinal_of
+from fxround.numerics.formats.encodings import Encoding, Integers
+
+# A bijection of 32 bits: MurmurHash3's finalizer (Austin Appleby), in which each bit changes half of the bits.
+_MIXING: Final = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+_WEYL: Final = 0x9E3779B9
 
 
 def flipped(x: Expr, encoding: Encoding, numbers: tuple[int, int, int], random: Expr) -> Expr:
@@ -27,13 +33,13 @@ def flipped(x: Expr, encoding: Encoding, numbers: tuple[int, int, int], random: 
     fits = 0 < count <= encoding.field("any")[1] - first
     if not fits or (fmt.is_grid and fmt.zero and fmt.emin < carrier.format.emin):
         raise ValueError(f"flip_{first}_{count}_{q}: the encoding of {fmt.said} in a {carrier.format} has no such bits")
-    hit = random < q * count if q * count < 1 << 32 else const("bool", 1)
+    flips = random < q * count if q * count < 1 << 32 else const("bool", 1)
     mask = const("u32" if fmt.values else carrier.code, 0)
     for i in reversed(range(count)):
-        mask = select((random - i * q) < q if count > 1 else hit, 1 << (first + i), mask)
+        mask = select((random - i * q) < q if count > 1 else flips, 1 << (first + i), mask)
     moved = _moved(x, encoding, carrier, mask)
     is_nan = const(carrier.code, carrier.infinity) < ordinal_of(bits(x), carrier)
-    return rarely(hit, select(is_nan, x, moved), x)
+    return rarely(flips, select(is_nan, x, moved), x)
 
 
 def _moved(x: Expr, encoding: Encoding, carrier: Carrier, mask: Expr) -> Expr:
@@ -136,3 +142,26 @@ def _special(code: Expr, encoding: Encoding, carrier: Carrier) -> Expr:
     fmt = encoding.format
     other = carrier.nan if fmt.nan else carrier.ordinal(fmt.maximum)
     return select(code.equals(encoding.last + 1), carrier.infinity if fmt.inf else other, const(carrier.code, other))
+
+
+def word_of(random: Expr, number: int) -> Expr:
+    """Return the random word (u32) of fault ``number`` of an accumulator's step, a bijection of the step's word.
+
+    Roundings of the step read its word as it is, so that they draw what they draw without faults.
+    """
+    x = random ^ ((number + 1) * _WEYL % (1 << 32))
+    for shift, factor in _MIXING:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 16)
+
+
+def hit(x: Expr, fmt: Format, faults: Faults | None, random: Expr) -> Expr:
+    """Return an accumulator of the format after the faults of a step with this random word (u32).
+
+    Raises what ``share``, ``Encoding`` and ``flipped`` raise.
+    """
+    for i, fault in enumerate(faults.faults if faults else ()):
+        encoding = Encoding(fmt)
+        first, count = encoding.field(fault.part)
+        x = flipped(x, encoding, (first, count, share(fault, count)), word_of(random, i))
+    return x

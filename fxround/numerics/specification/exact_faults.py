@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.exact import floor_log2
 from fxround.numerics.faults import Faults, share
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.posit_codes import posit_value
+from fxround.numerics.specification.exact import floor_log2
 
 
 def code_of(value: float, fmt: Format | Encoding) -> int:

@@ -29,10 +29,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.carriers import CARRIERS
-from fxround.numerics.formats import FORMATS
-from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.forms.truncation import neighbour
+from fxround.numerics.arithmetic.scalar import (
     BITS_OF,
     Expr,
     absolute,
@@ -46,7 +44,9 @@ from fxround.numerics.scalar import (
     select,
     widen,
 )
-from fxround.numerics.truncation import neighbour
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.formats.carriers import CARRIERS
+from fxround.numerics.modes import Rounding
 
 # Sums of this range are normal, and so is everything that a step makes of them.
 _RANGE: Final = 2.0**-90, 2.0**126

@@ -11,9 +11,9 @@ formats. Where e underflows (results below 2^-960) it is zero and the result is 
 
 from __future__ import annotations
 
-from fxround.numerics.carriers import CARRIERS, one_nan, ordinal_of
+from fxround.numerics.arithmetic.scalar import Expr, bits, const, from_bits, maximum, minimum, narrow, select
+from fxround.numerics.formats.carriers import CARRIERS, one_nan, ordinal_of
 from fxround.numerics.modes import Lost, Rounding
-from fxround.numerics.scalar import Expr, bits, const, from_bits, maximum, minimum, narrow, select
 
 MODES_BEYOND = ("stochastic", "stochastic_equal")
 """The modes that draw and need no more than binary64 of the exact value; up_down steps from the nearest."""

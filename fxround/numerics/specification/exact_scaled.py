@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from fxround.numerics.exact import round_exact, round_float
-from fxround.numerics.fixed_point import fixed_point
 from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.fixed_point import fixed_point
+from fxround.numerics.formats.scaled import ScaledRounding, Scaling
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.scaled import ScaledRounding, Scaling
+from fxround.numerics.specification.exact import round_exact, round_float
 
 
 def largest(values: Sequence[float], percentile: float | None = None) -> Fraction:

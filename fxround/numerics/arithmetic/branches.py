@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from fxround.numerics.scalar import Expr
+from fxround.numerics.arithmetic.scalar import Expr
 
 
 def needed(roots: Sequence[Expr], known: Container[Expr]) -> list[Expr]:

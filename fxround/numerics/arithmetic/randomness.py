@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.scalar import Expr, Function, const, narrow, param, widen
+from fxround.numerics.arithmetic.scalar import Expr, Function, const, narrow, param, widen
 
 # Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)

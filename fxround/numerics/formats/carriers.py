@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from fxround.numerics.arithmetic.scalar import WIDTH, Expr, Type, bits, const, from_bits, select
 from fxround.numerics.formats import FORMATS, Format
-from fxround.numerics.scalar import WIDTH, Expr, Type, bits, const, from_bits, select
 
 
 @dataclass(frozen=True)

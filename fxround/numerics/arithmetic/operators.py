@@ -24,17 +24,9 @@ from types import MappingProxyType
 from typing import Final
 
 from fxround.errors import shown
-from fxround.numerics.beyond import MODES_BEYOND, round_beyond
-from fxround.numerics.carriers import CARRIERS, one_nan
-from fxround.numerics.elementary import ELEMENTARY
-from fxround.numerics.elementary.quick import Quick
-from fxround.numerics.elementary.single import Single
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.faults import numbers_of
-from fxround.numerics.flipping import flipped
-from fxround.numerics.formats import FORMATS
-from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.residuals import (
+from fxround.numerics.arithmetic.flipping import flipped
+from fxround.numerics.arithmetic.forms.beyond import MODES_BEYOND, round_beyond
+from fxround.numerics.arithmetic.residuals import (
     Wide,
     are_binary32,
     exact_difference,
@@ -48,8 +40,8 @@ from fxround.numerics.residuals import (
     to_odd,
     two_sum,
 )
-from fxround.numerics.rounding import has_wide_range, near_the_ends, round_expr, round_inside, widen_exactly
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.rounding import has_wide_range, near_the_ends, round_expr, round_inside, widen_exactly
+from fxround.numerics.arithmetic.scalar import (
     Expr,
     Type,
     absolute,
@@ -64,6 +56,14 @@ from fxround.numerics.scalar import (
     select,
     sqrt,
 )
+from fxround.numerics.elementary import ELEMENTARY
+from fxround.numerics.elementary.quick import Quick
+from fxround.numerics.elementary.single import Single
+from fxround.numerics.faults import numbers_of
+from fxround.numerics.formats import FORMATS
+from fxround.numerics.formats.carriers import CARRIERS, one_nan
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.modes import MODES, Rounding
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]

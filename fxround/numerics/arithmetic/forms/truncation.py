@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from fxround.numerics.carriers import CARRIERS
+from fxround.numerics.arithmetic.scalar import Expr, bits, const, fma, from_bits, rarely, select, widen
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.modes import Rounding
-from fxround.numerics.scalar import Expr, bits, const, fma, from_bits, rarely, select, widen
 
 Direction = Literal["nearest", "zero", "up", "down"]
 _DIRECTIONS: Final[dict[str, Direction]] = {

@@ -10,11 +10,11 @@ one with the highest dropped bit: the posit between them with one bit more, as t
 
 from __future__ import annotations
 
-from fxround.numerics.carriers import CARRIERS, Carrier, ordinal_of
-from fxround.numerics.drawing import is_drawn
+from fxround.numerics.arithmetic.drawing import is_drawn
+from fxround.numerics.arithmetic.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, select
+from fxround.numerics.arithmetic.tables import lost_fraction
+from fxround.numerics.formats.carriers import CARRIERS, Carrier, ordinal_of
 from fxround.numerics.modes import Lost, Rounding
-from fxround.numerics.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, select
-from fxround.numerics.tables import lost_fraction
 
 
 def round_to_posit(x: Expr, posit: tuple[int, int], rounding: Rounding, random: Expr | None) -> Expr:

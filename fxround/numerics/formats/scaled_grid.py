@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fxround.numerics.encodings import Encoding
-from fxround.numerics.fixed_point import integers
+from fxround.numerics.arithmetic.rounding import rounding_function
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.encodings import Encoding
+from fxround.numerics.formats.fixed_point import integers
+from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.rounding import rounding_function
-from fxround.numerics.scaled import ScaledRounding
 
 Array = npt.NDArray[np.float64]
 _TOWARDS: Final = ("toward_negative", "toward_positive")

@@ -17,10 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from fxround.numerics.carriers import CARRIERS, Carrier, is_nan_code, ordinal_of
-from fxround.numerics.drawing import is_drawn
-from fxround.numerics.modes import Lost, Mode, Rounding
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.drawing import is_drawn
+from fxround.numerics.arithmetic.scalar import (
     DTYPES,
     Expr,
     absolute,
@@ -34,6 +32,8 @@ from fxround.numerics.scalar import (
     select,
     widen,
 )
+from fxround.numerics.formats.carriers import CARRIERS, Carrier, is_nan_code, ordinal_of
+from fxround.numerics.modes import Lost, Mode, Rounding
 
 # Up to this number of values, comparing with each costs less than a bisection, whose steps read memory.
 _SHORT: Final = 32

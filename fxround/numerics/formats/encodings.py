@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.numerics.fixed_point import integers
 from fxround.numerics.formats import Format
-from fxround.numerics.scaled import ScaledFormat
+from fxround.numerics.formats.fixed_point import integers
+from fxround.numerics.formats.scaled import ScaledFormat
 
 # The parts of an encoding; "any" is all of it.
 FIELDS: Final = ("significand", "exponent", "sign", "any")

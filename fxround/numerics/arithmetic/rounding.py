@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxround.numerics.addition import is_one_addition, round_by_addition
-from fxround.numerics.carriers import CARRIERS, Carrier
-from fxround.numerics.drawing import is_drawn
-from fxround.numerics.formats import Format
-from fxround.numerics.modes import Lost, Rounding
-from fxround.numerics.posits import round_to_posit
-from fxround.numerics.scalar import (
+from fxround.numerics.arithmetic.drawing import is_drawn
+from fxround.numerics.arithmetic.forms.addition import is_one_addition, round_by_addition
+from fxround.numerics.arithmetic.posits import round_to_posit
+from fxround.numerics.arithmetic.scalar import (
     FLOAT_OF,
     WIDTH,
     Expr,
@@ -36,7 +33,10 @@ from fxround.numerics.scalar import (
     select,
     widen,
 )
-from fxround.numerics.tables import round_to_table
+from fxround.numerics.arithmetic.tables import round_to_table
+from fxround.numerics.formats import Format
+from fxround.numerics.formats.carriers import CARRIERS, Carrier
+from fxround.numerics.modes import Lost, Rounding
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Sources: OCP Microscaling Formats v1.0, sections 5 and 6; NVIDIA's description o
 binary32 scale for the tensor).
 """
 
-from fxround.numerics.scaled.format import (
+from fxround.numerics.formats.scaled.format import (
     OTHERS,
     SPELLINGS,
     ScaledFormat,
@@ -19,7 +19,7 @@ from fxround.numerics.scaled.format import (
     any_rounding,
     is_scaled,
 )
-from fxround.numerics.scaled.rows import SCALED
+from fxround.numerics.formats.scaled.rows import SCALED
 
 __all__ = [
     "OTHERS",

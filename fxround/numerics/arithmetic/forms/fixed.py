@@ -10,11 +10,11 @@ import math
 from functools import lru_cache
 from typing import Final
 
+from fxround.numerics.arithmetic.operators import apply
+from fxround.numerics.arithmetic.rounding import kept_inside, round_expr
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, from_bits, rarely, select
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding
-from fxround.numerics.operators import apply
-from fxround.numerics.rounding import kept_inside, round_expr
-from fxround.numerics.scalar import Expr, absolute, bits, const, from_bits, rarely, select
 
 # A number of so few bits is a multiple of the quantum from 2^48 quanta on, and every mode rounds a sum below 2^51
 # quanta as the nearest binary64 number, or that to odd.
