@@ -15,7 +15,7 @@ from torch._higher_order_ops import map as mapped
 import fxround
 from fxround.errors import UnsupportedRounding
 from fxround.graph.dialect import Matmul, loops_of, read
-from fxround.passes.leaks import edges
+from fxround.passes.analyses.leaks import edges
 
 _LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LSTM of two layers, both directions, projected": lambda: nn.LSTM(3, 4, 2, bidirectional=True, proj_size=2),

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fxround.graph.dialect import BlockMaximum, Call, block_sizes
 from fxround.graph.dtypes import FORMAT_OF
-from fxround.graph.scaling import scaled
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import carrier_of, element_program, is_scale_of_largest, scale_program
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.passes.scaling import scaled
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
@@ -86,7 +86,7 @@ def operands_of_elements(
 
 
 class _Last:
-    """A Writer (``graph.scaling``) that computes all but the elements, which it remembers."""
+    """A Writer (``passes.scaling``) that computes all but the elements, which it remembers."""
 
     found: tuple[Program, tuple[Tensor, ...]]
 

@@ -18,8 +18,8 @@ from fxround.graph.site import Site, site
 from fxround.kernels.program import Program
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Fault, Faults, numbers_of
+from fxround.passes.analyses.leaks import operand_source, unrounded
 from fxround.passes.inject_faults import FLIP, before_flips
-from fxround.passes.leaks import operand_source, unrounded
 from fxround.passes.rewrite import rng_of
 from fxround.policy import Policy, Rule
 from fxround.runtime.accumulator_faults import count_faults

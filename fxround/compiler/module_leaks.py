@@ -23,7 +23,7 @@ from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, is_scaled
 from fxround.numerics.formats.scaled_grid import outside_grid
 from fxround.numerics.modes import MODES
-from fxround.passes.leaks import Edge, edges, immediates
+from fxround.passes.analyses.leaks import Edge, edges, immediates
 from fxround.policy import Policy
 from fxround.views.leaks import Count, Leaks, leaks_of
 

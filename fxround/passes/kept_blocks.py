@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxround.graph.dialect.blocks import block_sizes
 from fxround.graph.site import float_value
 from fxround.numerics.formats.scaled import ScaledRounding
-from fxround.passes.known import Known, Origins, joined, passes_on
+from fxround.passes.analyses.known import Known, Origins, joined, passes_on
 
 # They keep the block of every element: as it is, or a zero in its place, or its opposite.
 _KEEP: Final = ("aten.alias.default", "aten.detach.default", "aten.clone.default", "aten._to_copy.default")

@@ -20,7 +20,6 @@ from torch import fx
 from fxround.errors import PolicyError, UnsupportedRounding
 from fxround.graph.dialect import Call, HadamardTransform, Pointwise, graphs_of
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
 from fxround.kernels.program import Program
@@ -52,6 +51,7 @@ from fxround.passes.rewrite import (
     size_of,
     source_of,
 )
+from fxround.passes.scaling import scaled
 from fxround.policy import ENTERING, Assignment
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
@@ -201,7 +201,7 @@ def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Nodes)
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A Writer (``graph.scaling``) that inserts nodes before ``near``; given: the multiplier of a delayed scale."""
+    """A Writer (``passes.scaling``) that inserts nodes before ``near``; given: the multiplier of a delayed scale."""
 
     graph: fx.GraphModule
     near: fx.Node

@@ -15,7 +15,6 @@ from torch import fx
 
 from fxround.graph.dialect import Call, Pointwise
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.scaling import scaled
 from fxround.graph.site import META, PORT, Site, float_value
 from fxround.graph.values import evaluate
 from fxround.kernels.program import Program
@@ -26,6 +25,7 @@ from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, TENSOR_FAULT_STREAMS, flip_of, site_of
 from fxround.passes.rewrite import ROUND, Plan, last_placeholder, locating, rng_of, sites
+from fxround.passes.scaling import scaled
 
 # They yield operands, or numbers that only choose elements.
 LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
@@ -61,7 +61,7 @@ def round_in_blocks(
 
 @dataclass
 class _After:
-    """A Writer (``graph.scaling``) that appends nodes to the computation of a value."""
+    """A Writer (``passes.scaling``) that appends nodes to the computation of a value."""
 
     graph: fx.GraphModule
     last: fx.Node

@@ -17,7 +17,7 @@ from fxround.numerics.formats import FORMATS
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_float
-from fxround.passes.leaks import Edge, edges
+from fxround.passes.analyses.leaks import Edge, edges
 
 NARROW = "e4m3fn/nearest_even/saturate"
 

@@ -14,7 +14,7 @@ import fxround
 from fxround import Policy, Rule
 from fxround.graph.dialect import read_map
 from fxround.graph.values import module_of
-from fxround.passes.leaks import edges
+from fxround.passes.analyses.leaks import edges
 
 ROLES = (None, "weight", "input", "error", "gradient")
 

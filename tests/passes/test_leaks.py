@@ -22,8 +22,8 @@ from fxround.graph.site import site
 from fxround.graph.values import module_of
 from fxround.numerics.formats import FORMATS, Format
 from fxround.passes import Plan, lower
-from fxround.passes.known import Known, known
-from fxround.passes.leaks import Edge, edges, immediates
+from fxround.passes.analyses.known import Known, known
+from fxround.passes.analyses.leaks import Edge, edges, immediates
 from fxround.policy import PRESETS, Policy, Rule
 
 NARROW = "e4m3fn/nearest_even/saturate"

@@ -4,7 +4,7 @@ An edge leads from the operation that made a value, or from where it enters the 
 with it, or to a result; moving a value makes no edge. The policy declares the format of a value by the rule for its
 operation or role, and that of an operand by ``operands``. A value of which it says nothing is to lie in the format of
 the operation that reads it: an operation of e4m3fn takes numbers of e4m3fn. An edge is proved if all that is known of
-the value (``passes.known``) lies in that format. Any other edge is a leak, with the rule that would close it.
+the value (``passes.analyses.known``) lies in that format. Any other edge is a leak, with the rule that would close it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import fx
 
 from fxround.graph.dialect import BlockExpand, Call, HadamardTransform, Pointwise, graphs_of, is_loop, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.scaling import rounded_in_blocks
 from fxround.graph.site import PORTS, float_value, site
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import element_parts
@@ -30,13 +29,14 @@ from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.specification.exact_scaled import round_block
+from fxround.passes.analyses.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.delayed_scales import DELAYED
 from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.kept_blocks import regrouping, sizes_of
-from fxround.passes.known import Known, Origins, declaration, is_constant, joined, known, merged, passes_on
 from fxround.passes.rewrite import ROUND, decided, source_of
 from fxround.passes.round_inputs import operands_of
 from fxround.passes.scaled_results import LEFT
+from fxround.passes.scaling import rounded_in_blocks
 from fxround.policy import ENTERING, Policy, Rule
 
 _CONVERSION: Final = "aten._to_copy.default"
@@ -338,7 +338,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Existing:
-    """A Writer (``graph.scaling``) that finds the operations of ``made`` in the graph; LookupError for one that is not
+    """A Writer (``passes.scaling``) that finds the operations of ``made`` in the graph; LookupError for one that is not
     there.
     """
 
