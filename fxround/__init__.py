@@ -29,6 +29,7 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
+from fxround.faults.flips import Flip, Flips
 from fxround.fingerprint import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.localization.localize import localize
@@ -47,7 +48,6 @@ from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
-from fxround.views.flips import Flip, Flips
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 

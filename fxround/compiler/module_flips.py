@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from fxround.compiler.executable import Entry
 from fxround.compiler.module_leaks import Leaking
 from fxround.compiler.signature import arguments
+from fxround.faults.accumulators import count_faults
+from fxround.faults.flips import Flip, Flips, flips_of
 from fxround.graph.dialect import BODIES, COND, SCAN, BlockExpand, Loop, Pointwise, loops_of, read
 from fxround.graph.site import Site, site
 from fxround.kernels.program import Program
@@ -22,8 +24,6 @@ from fxround.passes.analyses.leaks import operand_source, unrounded
 from fxround.passes.inject_faults import FLIP, before_flips
 from fxround.passes.rewrite import rng_of
 from fxround.policy import Policy, Rule
-from fxround.runtime.accumulator_faults import count_faults
-from fxround.views.flips import Flip, Flips, flips_of
 from fxround.views.leaks import value_name
 
 # The integers that hold the encodings of dtypes.

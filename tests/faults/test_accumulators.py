@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, PolicyError, Rule, UnsupportedRounding
+from fxround.faults.accumulators import count_faults
 from fxround.graph.dialect import Matmul
 from fxround.graph.dialect.reductions import Cumsum, Sum
 from fxround.graph.dialect.scatters import ScatterAdd
@@ -31,7 +32,6 @@ from fxround.numerics.orders import Order
 from fxround.numerics.specification.exact import round_float
 from fxround.numerics.specification.exact_faults import flip_step, word
 from fxround.runtime import reference
-from fxround.runtime.accumulator_faults import count_faults
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.run import run_product

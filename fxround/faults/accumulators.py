@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxround.faults.counting import counting
 from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.reductions import ScanCall
-from fxround.kernels.counting import counting
 from fxround.numerics.formats.storage import Storage
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_product
