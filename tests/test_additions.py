@@ -341,6 +341,107 @@ fxround.compile(torch.nn.ReLU(), "bfloat16")(torch.ones(2))
 assert SEEN and min(SEEN) > 2
 """,
     ),
+    "an optimization": Addition(
+        (
+            Insertion(
+                "passes/optimizations/tidied.py",
+                """SEEN = []
+def tidied(graph):
+    SEEN.append(len(graph.graph.nodes))
+    graph.graph.eliminate_dead_code()
+    return graph
+""",
+            ),
+            Insertion(
+                "passes/__init__.py",
+                "from fxround.passes.optimizations.tidied import tidied\n",
+                after="from fxround.passes.optimizations.hoist import hoist\n",
+            ),
+            Insertion(
+                "passes/__init__.py",
+                "    fused = tidied(fused)\n",
+                after="    fused = fuse(hoist(choose(lowered)))\n",
+            ),
+        ),
+        """
+from fxround.passes.optimizations.tidied import SEEN
+x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+plain = fxround.compile(torch.nn.Softmax(-1), "stochastic", seed=1, fuse=False)
+fused = fxround.compile(torch.nn.Softmax(-1), "stochastic", seed=1)
+assert torch.equal(plain(x), fused(x)) and SEEN and min(SEEN) > 2
+""",
+    ),
+    "an operator of the scalar IR": Addition(
+        (
+            Insertion(
+                "numerics/arithmetic/scalar.py",
+                '    "xnor": Op(_same(*_INTEGERS), lambda a, b: ~(a ^ b)),\n',
+                after='    "xor": Op(_same("bool", *_INTEGERS), np.bitwise_xor),\n',
+            ),
+            Insertion(
+                "numerics/arithmetic/scalar.py",
+                '\n\ndef xnor(a: Expr, b: Expr) -> Expr:\n    return _apply("xnor", a, b)\n',
+                after='    return _apply("sqrt", x)\n',
+            ),
+            Insertion(
+                "runtime/cpu/llvm/render.py",
+                '    "xnor": lambda b, a, t: b.not_(b.xor(*a)),\n',
+                after='    "xor": lambda b, a, t: b.xor(*a),\n',
+            ),
+            Insertion(
+                "runtime/cuda/cpp/table.py", '        "xnor": "~({0} ^ {1})",\n', after='        "xor": "{0} ^ {1}",\n'
+            ),
+        ),
+        """
+from fxround.kernels.shapes import Map
+from fxround.numerics.arithmetic.scalar import Function, bits, from_bits, param, xnor
+from fxround.runtime.cuda.cpp.table import device_function
+from fxround.runtime.run import run_kernel
+a, b = param("a", "f32"), param("b", "f32")
+body = Function("map", (a, b), (from_bits(xnor(bits(a), bits(b))),))
+codes = torch.randint(-(2**31), 2**31, (2, 99), generator=torch.Generator().manual_seed(0)).int()
+x, y = codes.view(torch.float32)
+(got,) = run_kernel(Map(body, ("f32", "f32"), ("f32",), ()), [x, y], NO_KEY)
+assert torch.equal(got.view(torch.int32), ~(codes[0] ^ codes[1]))
+assert got.view(torch.int32).tolist() == body.evaluate(x.numpy(), y.numpy())[0].view("i4").tolist()
+assert "~(" in device_function(body)
+""",
+    ),
+    "a command": Addition(
+        (
+            Insertion(
+                "cli/digits.py",
+                """from fxround.cli.arguments import said
+from fxround.numerics.formats import Format
+
+def add_digits(commands):
+    parser = commands.add_parser("digits", **said("print the precision of a format"))
+    parser.add_argument("format")
+    parser.set_defaults(command=run)
+
+def run(arguments):
+    print(Format.parse(arguments.format).precision)
+    return 0
+""",
+            ),
+            Insertion(
+                "cli/__init__.py",
+                "from fxround.cli.digits import add_digits\n",
+                after="from fxround.cli.arguments import POLICY, add_device, add_model, put, said\n",
+            ),
+            Insertion("cli/__init__.py", "    add_digits(commands)\n", after="    add_invariance(commands, _loaded)\n"),
+        ),
+        """
+import contextlib, io
+from fxround.cli import main
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    assert main(["digits", "bfloat16"]) == 0
+assert said.getvalue() == "8\\n"
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    assert main(["digits", "quux"]) == 2
+assert "quux" in said.getvalue()
+""",
+    ),
     "a preset": Addition(
         (
             Insertion(
@@ -374,6 +475,7 @@ import json, math, re, sys, traceback
 from fractions import Fraction
 import torch, fxround
 from fxround.numerics.specification.exact import round_exact
+from fxround.runtime.draw import NO_KEY
 RNG = torch.tensor([0, 0])
 class Calls(torch.nn.Module):
     def __init__(self, function):
@@ -381,33 +483,46 @@ class Calls(torch.nn.Module):
         self.function = function
     def forward(self, *args):
         return self.function(*args)
-found = {"where": fxround.__file__}
+results = {"where": fxround.__file__}
 for name, script in json.load(sys.stdin).items():
     try:
         exec(script, dict(globals()))
-        found[name] = ""
+        results[name] = ""
     except BaseException:
-        found[name] = traceback.format_exc()
-print(json.dumps(found))
+        results[name] = traceback.format_exc()
+print(json.dumps(results))
 """
-# A device is a folder, as tests/runtime/test_cuda.py shows; an operator of its own shape needs a kernel of its own.
-UNTRIED = {"a device", "an operator `fxround::`"}
+# A device is a folder, as tests/runtime/test_cuda.py shows.
+UNTRIED = {"a device"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong with each addition, by its name."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package in which all additions are made, and of what its design names."""
     place = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "fxround", place / "fxround", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("fxround", "tests", "benchmarks", "docs"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", place)
     for addition in ADDITIONS.values():
         for insertion in addition.insertions:
             insertion.apply(place / "fxround")
-    scripts = {name: addition.script for name, addition in ADDITIONS.items()}
+    return place
+
+
+def run(place: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """A Python process that imports the copy."""
     environment = os.environ | {"PYTHONPATH": str(place), "FXROUND_CACHE_DIR": str(place / "cache")}
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PREAMBLE],
-        input=json.dumps(scripts), cwd=place, env=environment, capture_output=True, text=True, check=False,
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=stdin, cwd=place, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def failures(place: Path) -> dict[str, str]:
+    """What went wrong with each addition, by its name; an empty text for nothing."""
+    scripts = {name: addition.script for name, addition in ADDITIONS.items()}
+    child = run(place, "-W", "ignore", "-c", PREAMBLE, stdin=json.dumps(scripts))
     assert child.returncode == 0, child.stderr
     results: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
     assert Path(results.pop("where")).parents[1] == place
@@ -415,20 +530,45 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ADDITIONS)
-def test_an_addition_in_the_named_places_is_enough(name: str, found: dict[str, str]) -> None:
-    assert found[name] == ""
+def test_an_addition_in_the_named_places_is_enough(name: str, failures: dict[str, str]) -> None:
+    assert failures[name] == ""
 
 
-def rows() -> dict[str, str]:
-    """What to add, and what to touch, by the table of docs/design.md."""
+def test_the_additions_keep_the_rules_of_the_design(place: Path) -> None:
+    """Who imports whom, rows apart from code, and how long files are. What the design says of tests is the same."""
+    rules = "not oracle and not comparisons"
+    child = run(place, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_design.py", "-k", rules)
+    assert child.returncode == 0, child.stdout[-3000:]
+    assert re.search(r"^\d{3} passed", child.stdout, re.M), child.stdout[-3000:]
+
+
+def cells() -> dict[str, list[str]]:
+    """The table of docs/design.md: what to touch for each addition, which tables want a row, which tests find it."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     table = text.partition("| to add |")[2].partition("\n\n")[0]
-    return dict(re.findall(r"^\| ([^|-][^|]*?) \| ([^|]*?) \|", table, re.MULTILINE))
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {name: [cell.strip() for cell in rest] for name, *rest in lines}
 
 
 def test_every_row_of_the_table_is_tried_in_the_files_that_it_names() -> None:
-    assert set(ADDITIONS) <= set(rows()) <= set(ADDITIONS) | UNTRIED
+    rows = cells()
+    assert set(ADDITIONS) <= set(rows) <= set(ADDITIONS) | UNTRIED
     for name, addition in ADDITIONS.items():
-        named = re.findall(r"`([a-z_/]+(?:\.py|/))`", rows()[name])
+        named = re.findall(r"`([a-z_/]+(?:\.py|/))`", rows[name][0])
         for file in (insertion.file for insertion in addition.insertions):
             assert any(file == n or (n.endswith("/") and file.startswith(n)) for n in named), (name, file, named)
+
+
+def test_every_table_that_wants_a_row_is_there() -> None:
+    wanted = [pair for _, tables, _ in cells().values() for pair in re.findall(r"`(\w+)` of `([\w/]+\.py)`", tables)]
+    assert len(wanted) >= 6
+    for table, file in wanted:
+        assert re.search(rf"^ *(def )?{table}\b.*[=:]", (ROOT / file).read_text(encoding="utf-8"), re.M), (table, file)
+
+
+def test_the_row_of_a_device_names_every_file_that_asks_for_the_device() -> None:
+    """Outside of the folder of a device, ``runs_texts`` decides where an operation runs."""
+    package = ROOT / "fxround"
+    files = {file.relative_to(package).as_posix() for file in package.rglob("*.py") if "runs_texts" in file.read_text()}
+    named = re.findall(r"`([a-z_/]+\.py)`", cells()["a device"][0])
+    assert {file for file in files if not file.startswith("runtime/cuda/")} <= set(named)
