@@ -16,11 +16,7 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 import fxround.interrupts  # noqa: F401  before the imports that take seconds
 
 # isort: split
-from fxround.compiler import compile as compile
-from fxround.compiler.eager_round import round as round
-from fxround.compiler.exported import LoadedModule, load
-from fxround.compiler.iteration import iterate
-from fxround.compiler.module import RoundedModule
+from fxround.eager.round import round as round
 from fxround.errors import (
     CaptureError,
     FxroundError,
@@ -30,10 +26,14 @@ from fxround.errors import (
     VerificationError,
 )
 from fxround.faults.flips import Flip, Flips
+from fxround.exported.program import LoadedModule, load
 from fxround.fingerprint import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.localization.localize import localize
 from fxround.localization.report import LocalizeReport
+from fxround.module import compile as compile
+from fxround.module.iteration import iterate
+from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding
 from fxround.numerics.modes import MODES, Rounding

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 
-from fxround.compiler import compile
-from fxround.compiler.module import RoundedModule
 from fxround.files import write_file
+from fxround.module import compile
+from fxround.module.rounded_module import RoundedModule
 from fxround.policy import Policy
 from fxround.significance.bits import require, significant_bits
 from fxround.views.graph_views import summary

@@ -6,6 +6,8 @@ node, its module path and its source line.
 
 from __future__ import annotations
 
+import sys
+
 
 def shown(value: object, most: int = 120) -> str:
     """Return ``repr(value)`` for a message; the middle of a long text is left out."""
@@ -23,6 +25,14 @@ def type_of(value: object) -> str:
     """Return the name of a value's type for a message, with its article: ``an int``, ``a Tensor``."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def callers() -> int:
+    """Return the stack level, for ``warnings.warn`` in the calling function, of the code that called the module."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxround", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class FxroundError(Exception):

@@ -33,7 +33,7 @@ _SCRIPT: Final = "import sys\nfrom fxround.cli import main\nif __name__ == '__ma
 @pytest.mark.parametrize(
     "at, way",
     [
-        ("fxround.compiler", "script"),
+        ("fxround.module", "script"),
         ("torch", "script"),
         ("torch", "module"),
         ("fxround.cli", "script"),

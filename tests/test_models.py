@@ -82,7 +82,7 @@ def test_no_kernel_uses_memory_that_is_not_its_own(case: Case) -> None:
 
 
 # A convolution and a transformer of PyTorch's, loops, and a model that asks whether it is exported: the rest of
-# compile and export knows no other model, and tests/compiler tries it on modules of a few operations.
+# compile and export knows no other model, and tests/module tries it on modules of a few operations.
 @pytest.mark.parametrize("case", ["unet", "recurrent", "encoder", "vit"], indirect=True)
 def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.name == "vit":  # transformers makes it an attention mask of ones where it is told that it is exported

@@ -110,16 +110,16 @@ def test_a_hang_without_work_ends_by_the_clock() -> None:
 
 def test_wrong_numbers_are_misfits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge can find a misfit."""
-    import fxround.compiler
+    import fxround.module
 
-    run = fxround.compiler.RoundedModule.forward
+    run = fxround.module.RoundedModule.forward
     calls: list[Any] = []
 
     def drifting(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return run(self, *args, **kwargs) * (1 + len(calls) / 100)
 
-    monkeypatch.setattr(fxround.compiler.RoundedModule, "forward", drifting)
+    monkeypatch.setattr(fxround.module.RoundedModule, "forward", drifting)
     record = Judge(Subject("timm", "line", _line), (FUSED,), gradient=False).run()
     said = " ".join(record["misfits"])
     for word in ("second call differs", "against binary64", "row alone differs", "fused and node by node differ"):

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from fxround.compiler.eager_round import round
-from fxround.compiler.exported_files import VERSION
 from fxround.compiler.torch_version import Standing, standing_of
+from fxround.eager.round import round
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.runtime import disk_cache
@@ -27,6 +26,7 @@ from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cuda.driver import devices_found, problem_of
 from fxround.significance.provenance import processor, version_of
+from fxround.version import VERSION
 from fxround.views.table import Table, Tabled
 
 # The packages that fxround cannot work without.

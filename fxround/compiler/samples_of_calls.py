@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxround.compiler.random_state import advance, advanced
 from fxround.locks import waited_for
+from fxround.runtime.random_state import advance, advanced
 
 # Held while (seed, sample) is read and changed. One for all modules: a fork waits for every lock of its own.
 CHANGING: Final = waited_for()

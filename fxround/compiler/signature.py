@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fxround.capture.packed import packed_among
 from fxround.capture.torch_private import is_of_dynamo
-from fxround.compiler.executable import Function
 from fxround.errors import CaptureError, shown, type_of
+from fxround.python_model.functions import Function
 
 # The note that distinguishes an error of the model from one of fxround.
 REFUSED: Final = "the model itself raises this for these arguments; fxround asked a copy of it"

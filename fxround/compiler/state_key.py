@@ -19,9 +19,9 @@ from torch.nn.modules import module as hooks_of_all
 from torch.nn.parameter import is_lazy
 
 from fxround.capture.guards import comparing
-from fxround.compiler.executable import Function, Method, Sharing
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES
+from fxround.python_model.functions import Function, Method, Sharing
 
 # The hooks of a module, by the attributes that hold them.
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.random_state import random_state
 from fxround.compiler.samples_of_calls import give_back_to, take_from
 from fxround.compiler.signature import require_flag
 from fxround.errors import FxroundError, PolicyError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.policy import Policy
+from fxround.runtime.random_state import random_state
 
 OPTIONS: Final = ("policy", "seed", "strict", "fuse")
 

@@ -20,13 +20,13 @@ from typing import Final, Literal
 import torch
 
 from fxround import new_process
-from fxround.compiler.exported_files import VERSION
 from fxround.errors import CaptureError
 from fxround.runtime import disk_cache
+from fxround.version import VERSION
 
 # docs/platforms.md has the results and their dates. ``./run torch VERSION`` makes them.
 TESTED: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
-_PROBE: Final = "from fxround.compiler import torch_probe; torch_probe.answer()"
+_PROBE: Final = "from fxround import torch_probe; torch_probe.answer()"
 _SECONDS: Final = 300.0
 # The probe's last line.
 PASSED: Final = "fxround: the probe passed"

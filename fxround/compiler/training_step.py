@@ -20,12 +20,12 @@ from torch import Tensor, fx
 
 from fxround.capture.transforms import by_rows, will_run
 from fxround.compiler.derivatives import Derivatives
-from fxround.compiler.method_dispatch import unwatched
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
 from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.passes.partition import Parts
+from fxround.python_model.method_dispatch import unwatched
 from fxround.runtime.schedule.straight import Straight
 
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxround.compiler import compile
-from fxround.compiler.exported import LoadedModule
-from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import require_module
 from fxround.errors import FxroundError, shown, type_of
+from fxround.exported.program import LoadedModule
 from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.invariance.subjects import Compiled, Eager, Outcome, Place, Step, Subject
+from fxround.module import compile
+from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.significance.inputs import Call, calls
 

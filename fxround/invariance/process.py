@@ -21,9 +21,9 @@ from typing import Any, Final
 from torch import nn
 
 from fxround import new_process
-from fxround.compiler.module import RoundedModule
 from fxround.errors import FxroundError
 from fxround.invariance.subjects import Outcome, Step, Subject
+from fxround.module.rounded_module import RoundedModule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.significance.inputs import Call
 

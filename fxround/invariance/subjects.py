@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxround.capture import inside_backward
-from fxround.compiler.exported import LoadedModule
-from fxround.compiler.module import RoundedModule
+from fxround.exported.program import LoadedModule
+from fxround.module.rounded_module import RoundedModule
 from fxround.significance.inputs import Call
 from fxround.views.graph_views import described
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.compiler.module import PolicyLike
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import float_value, located
 from fxround.localization.masked_model import Masked
+from fxround.module.rounded_module import PolicyLike
 from fxround.numerics.formats import Format
 from fxround.operators.rules import rule_of
 from fxround.views.table import Table, Tabled

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from fxround.compiler.module import PolicyLike
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
 from fxround.localization.checks import CheckLike, compares, parse_check, require_check
@@ -26,6 +25,7 @@ from fxround.localization.masked_model import QUIET, Masked
 from fxround.localization.report import LEVELS, Level, LocalizeReport
 from fxround.localization.search import NothingFails, Search
 from fxround.localization.verdicts import Verdicts
+from fxround.module.rounded_module import PolicyLike
 from fxround.significance.inputs import positive
 from fxround.significance.references import reference_rows, require_reference
 

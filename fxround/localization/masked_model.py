@@ -23,13 +23,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
-from fxround.compiler import compile
-from fxround.compiler.module import PolicyLike
 from fxround.errors import UnsupportedOperator
 from fxround.fingerprint import hash
 from fxround.graph.dialect import loops_of
 from fxround.graph.site import PORT, Port, Site, located, operator_name, placed
 from fxround.localization.bundles import Bundle, bundles
+from fxround.module import compile
+from fxround.module.rounded_module import PolicyLike
 from fxround.numerics.lazy import cached_property
 from fxround.operators.rules import rule_of
 from fxround.passes.delayed_scales import DELAYED

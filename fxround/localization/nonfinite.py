@@ -20,9 +20,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround.compiler.module import PolicyLike
 from fxround.graph.site import PORT, located
 from fxround.localization.masked_model import Masked
+from fxround.module.rounded_module import PolicyLike
 from fxround.operators.rules import CONSTANTS, rule_of
 from fxround.views.table import Table, Tabled
 

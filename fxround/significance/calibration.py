@@ -19,10 +19,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.compiler import compile
 from fxround.errors import shown
 from fxround.graph.site import site
 from fxround.kernels.program import Program
+from fxround.module import compile
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.scaled import ScaledFormat, any_rounding
 from fxround.numerics.modes import MODES, Rounding

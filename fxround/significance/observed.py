@@ -16,9 +16,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.compiler import compile
-from fxround.compiler.module import RoundedModule
 from fxround.graph.site import float_values
+from fxround.module import compile
+from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY, Policy
 from fxround.significance.inputs import Call
 from fxround.significance.places import OUTPUT, RESULT, counterparts, results, value_of

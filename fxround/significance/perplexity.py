@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fxround.compiler import compile
-from fxround.compiler.module import PolicyLike, RoundedModule
 from fxround.compiler.signature import require_module, signature_of
 from fxround.errors import shown
 from fxround.graph.dtypes import FORMAT_OF
+from fxround.module import compile
+from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from fxround.compiler import compile
-from fxround.compiler.module import RoundedModule
 from fxround.compiler.signature import require_module
+from fxround.module import compile
+from fxround.module.rounded_module import RoundedModule
 from fxround.policy import Policy
 
 

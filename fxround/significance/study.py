@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fxround.compiler.module import RoundedModule
 from fxround.graph.site import site
+from fxround.module.rounded_module import RoundedModule
 from fxround.significance.adaptive import GROUP, Sequential, SequentialShare, group_bits
 from fxround.significance.figures import Options, Place, Tally
 from fxround.significance.inputs import Call

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from fxround.compiler.module import RoundedModule
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
+from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fxround.compiler.module import RoundedModule
 from fxround.errors import type_of
+from fxround.module.rounded_module import RoundedModule
 from fxround.training.optimizer import RNG_KEY, RoundedOptimizer
 
 _SEED: Final = "seed"

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
-from fxround.compiler.executable import Function
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.random_state import random_state, state_of
 from fxround.errors import FxroundError, PolicyError, shown, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
 from fxround.policy import Policy
+from fxround.python_model.functions import Function
 from fxround.runtime.draw import Draw
+from fxround.runtime.random_state import random_state, state_of
 from fxround.runtime.run import run_several
 from fxround.training.inplace import InPlace, in_place, is_row_major
 from fxround.training.updates import UPDATES, Update, update_of

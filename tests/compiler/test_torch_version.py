@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import fxround
-from fxround import CaptureError, new_process
+from fxround import CaptureError, new_process, torch_probe
 from fxround.cli import main
-from fxround.compiler import torch_probe, torch_version
+from fxround.compiler import torch_version
 from fxround.compiler.torch_version import TESTED, Standing, is_tested, require_working_torch, standing_of
 from fxround.runtime import disk_cache
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxround
-from fxround.compiler import eager_blocks, eager_round
+from fxround.eager import blocks as eager_blocks
+from fxround.eager import round as eager_round
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.scaled import element_program

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.compiler.module import RoundedModule
+from fxround.module.rounded_module import RoundedModule
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.0]
 X = torch.tensor([a for a in SPECIAL for _ in SPECIAL] * 3).reshape(11, 33)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.compiler.module import RoundedModule
+from fxround.module.rounded_module import RoundedModule
 from fxround.passes.optimizations.fuse import BUDGET
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.compiler.executable import Entry
-from fxround.compiler.module import RoundedModule
 from fxround.graph.dialect import POINTWISE, read_map
+from fxround.module.rounded_module import RoundedModule
 from fxround.passes.optimizations.choose import COPY
 from fxround.runtime.schedule.epilogues import Epilogue
 

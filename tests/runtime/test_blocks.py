@@ -8,7 +8,7 @@ from rationals import contraction
 from torch import Tensor, nn
 
 import fxround
-from fxround.compiler import eager_blocks
+from fxround.eager import blocks as eager_blocks
 from fxround.kernels.blocks import MAXIMA
 from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule

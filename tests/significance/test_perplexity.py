@@ -131,7 +131,7 @@ def test_a_report_tells_the_width_that_a_site_needs(capsys: pytest.CaptureFixtur
 
 
 def test_ctrl_c_keeps_what_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxround.compiler.module import RoundedModule
+    from fxround.module.rounded_module import RoundedModule
 
     calls: list[int] = []
     evaluate: Callable[..., Any] = RoundedModule.evaluate

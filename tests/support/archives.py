@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any, Final
 
-from fxround.compiler import exported_files
+from fxround.exported import files as exported_files
 
 RECORD: Final = "extra/fxround.json"
 

@@ -33,7 +33,7 @@ _CHILDREN: Final = "it compares with processes of its own, which have them"
 STOCK: Final = {
     "tests/training/test_distributed.py::test_two_processes_are_one_that_accumulates_in_order": _CHILDREN,
     "tests/training/test_distributed.py::test_sums_are_rounded_as_the_policy_says": _CHILDREN,
-    "tests/compiler/test_module_flips.py::test_a_flipped_value_is_one_value_for_all_who_read_it": (
+    "tests/module/test_flips.py::test_a_flipped_value_is_one_value_for_all_who_read_it": (
         "its products have one term each, which are exact on every processor"
     ),
 }

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
 from fxround import Policy, Rule, cli, demo
-from fxround.compiler import module as compiled_module
+from fxround.module import rounded_module as compiled_module
 from fxround.runtime import buffers
 from fxround.runtime.cuda import launcher
 

@@ -24,7 +24,6 @@ from random_reference import Array, by_reference, drawing, encodings
 from torch import Tensor, fx
 
 import fxround.passes
-from fxround.compiler.random_state import random_state
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ORIGIN, PORT, PORTS
 from fxround.kernels.shapes import Map
@@ -38,6 +37,7 @@ from fxround.passes.rewrite import decided
 from fxround.policy import Policy
 from fxround.runtime import buffers
 from fxround.runtime.cpu import pointwise
+from fxround.runtime.random_state import random_state
 from fxround.runtime.schedule import epilogues, row_chains, schedule
 
 _MEMORY: Mapping[str, Any] = {

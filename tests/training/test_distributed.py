@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import fxround
 from fxround import Policy, Rule
-from fxround.compiler.module import RoundedModule
 from fxround.errors import FxroundError
+from fxround.module.rounded_module import RoundedModule
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
 from fxround.training import compile_optimizer

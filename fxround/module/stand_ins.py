@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxround.compiler.executable import Sharing
+from fxround.python_model.functions import Sharing
 
 
 def stand_in(compiled: Any, module: nn.Module) -> Any:

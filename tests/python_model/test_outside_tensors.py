@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
-from fxround.compiler.iteration import _compiled
+from fxround.module.iteration import _compiled
 
 SHIFT = torch.tensor([1.0, -2.0, 0.3])
 

@@ -16,12 +16,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.compiler.executable import Function
-from fxround.compiler.module import PolicyLike, RoundedModule
-from fxround.compiler.outside_tensors import Watched, visible
 from fxround.errors import type_of
 from fxround.locks import waited_for
+from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.policy import Policy
+from fxround.python_model.functions import Function
+from fxround.python_model.outside_tensors import Watched, visible
 
 # Taken while an iteration runs whose module holds tensors from outside: another thread may bring others.
 _HOLDING: Final = waited_for()

@@ -11,13 +11,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from fxround.compiler.executable import Entry
-from fxround.compiler.module_leaks import Leaking
 from fxround.compiler.signature import arguments
 from fxround.faults.accumulators import count_faults
 from fxround.faults.flips import Flip, Flips, flips_of
 from fxround.graph.dialect import BODIES, COND, SCAN, BlockExpand, Loop, Pointwise, loops_of, read
 from fxround.graph.site import Site, site
 from fxround.kernels.program import Program
+from fxround.module.leaks import Leaking
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Fault, Faults, numbers_of
 from fxround.passes.analyses.leaks import operand_source, unrounded

@@ -27,14 +27,14 @@ from typing import IO, Any, Final
 import torch
 from torch import fx, nn
 
-from fxround.compiler.exported_caches import CacheArgument
-from fxround.compiler.exported_gradients import Gradients
-from fxround.compiler.exported_graphs import make_writable
 from fxround.compiler.signature import packed_kinds
 from fxround.errors import FxroundError, brief, shown
+from fxround.exported.caches import CacheArgument
+from fxround.exported.gradients import Gradients
+from fxround.exported.graphs import make_writable
 from fxround.files import write_file
+from fxround.version import VERSION
 
-VERSION: Final = "0.1.0"
 _RECORD: Final = "/extra/fxround.json"
 # Not under extra/, whose files PyTorch reads as text.
 _GRADIENTS: Final = "/fxround/gradients.pt2"

@@ -25,20 +25,10 @@ from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.call_context import check_context, require_computable, require_untraced
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
-from fxround.compiler.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.compiler.delayed_state import SCALES, DelayedState
-from fxround.compiler.executable import Entry, Function, owner_of, resolved
-from fxround.compiler.exported import RNG_BUFFER
-from fxround.compiler.exported_caches import Cached
-from fxround.compiler.method_dispatch import unwatched
-from fxround.compiler.method_operations import Operations
-from fxround.compiler.module_export import Exporting
+from fxround.compiler.executable import Entry, owner_of, resolved
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
-from fxround.compiler.repeated_bits_warning import Repeats
-from fxround.compiler.replay import Replay
 from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
 from fxround.compiler.signature import (
     asked,
@@ -54,8 +44,19 @@ from fxround.compiler.signature import (
 from fxround.compiler.state_key import StateKeys
 from fxround.compiler.training_step import Step, differentiable_later
 from fxround.errors import CaptureError, FxroundError, type_of
+from fxround.exported.caches import Cached
+from fxround.exported.program import RNG_BUFFER
+from fxround.module.decorating import bound, global_name, is_plain, names_of, refuse_compiled
+from fxround.module.export import Exporting
+from fxround.module.repeated_bits_warning import Repeats
+from fxround.module.replay import Replay
 from fxround.policy import Policy
+from fxround.python_model.call_context import check_context, require_computable, require_untraced
+from fxround.python_model.functions import Function
+from fxround.python_model.method_dispatch import unwatched
+from fxround.python_model.method_operations import Operations
 from fxround.runtime import torch_ops
+from fxround.runtime.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
 from fxround.views.table import Table
 
 PolicyLike = Any

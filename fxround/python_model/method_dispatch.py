@@ -20,11 +20,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fxround.compiler.method_operations import Operations, functional_of, storages_of, uses
-from fxround.compiler.repeated_bits_warning import callers
-from fxround.errors import UnsupportedOperator
+from fxround.errors import UnsupportedOperator, callers
 from fxround.operators.rules import RULES, OpRule, rule_of
 from fxround.policy import Policy
+from fxround.python_model.method_operations import Operations, functional_of, storages_of, uses
 
 # In-place operators without arithmetic, whose functional forms have no row in RULES.
 _HARMLESS: Final = frozenset(("zero", "normal", "random", "set", "resize_as", "detach", "requires_grad", "fill"))

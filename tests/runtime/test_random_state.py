@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxround
-from fxround.compiler.random_state import advance, advanced, changed, following, of_rank, random_state
+from fxround.runtime.random_state import advance, advanced, changed, following, of_rank, random_state
 
 
 @pytest.mark.parametrize("sample", [0, 2**32 - 7, 2**32 - 6, 2**32 - 5, 2**32 - 4, 2**32 - 3, 2**32 - 2, 2**32 - 1])

@@ -6,7 +6,6 @@ iterated in this way draws the same bits at every step: its rounding errors are 
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from fxround.errors import callers
 
 
 class Repeats:
@@ -47,11 +48,3 @@ class Repeats:
             for x in found
             if isinstance(x, Tensor) and x.is_floating_point() and not any(x is leaf for leaf in leaves)
         ]
-
-
-def callers() -> int:
-    """Return the stack level, for ``warnings.warn`` in the calling function, of the code that called the module."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxround", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -11,12 +11,12 @@ from torch import nn
 from fxround.capture import export_program, trace_example
 from fxround.capture.aliases import require_written
 from fxround.compiler.executable import Entry
-from fxround.compiler.exported import Exportable
-from fxround.compiler.exported_caches import Cached, caches_among, with_tensors
-from fxround.compiler.exported_files import save
-from fxround.compiler.exported_gradients import gradients_of
-from fxround.compiler.module_delayed import Delayed
 from fxround.compiler.signature import arguments
+from fxround.exported.caches import Cached, caches_among, with_tensors
+from fxround.exported.files import save
+from fxround.exported.gradients import gradients_of
+from fxround.exported.program import Exportable
+from fxround.module.delayed import Delayed
 
 
 class Exporting(Delayed):

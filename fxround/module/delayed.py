@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fxround.compiler.delayed_state import DelayedState
-from fxround.compiler.module_flips import Faulting
+from fxround.module.flips import Faulting
 
 
 class Delayed(Faulting):

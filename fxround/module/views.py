@@ -12,9 +12,9 @@ import networkx as nx
 from torch import Tensor, fx
 
 from fxround.capture import Captured
-from fxround.compiler.attributes import Reaching
 from fxround.compiler.executable import Entry
 from fxround.errors import NotCaptured
+from fxround.module.attributes import Reaching
 from fxround.policy import Policy
 from fxround.views import graph_views
 from fxround.views.summaries import Coverage, Summary

@@ -18,8 +18,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.capture.caches import CacheLayer, cache_of, is_cache, layers_of, put, require_layers, tensors_of
-from fxround.compiler.executable import Method
 from fxround.errors import type_of
+from fxround.python_model.functions import Method
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Leaks, Policy, Rule
-from fxround.compiler import module_leaks
+from fxround.module import leaks as module_leaks
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Rounding
@@ -61,7 +61,7 @@ def test_the_table() -> None:
         ("input 0", "add_2", "e4m3fn", "binary32"),
     ]
     stock, weight = found[3], found[4]
-    assert (stock.source.partition(":")[0], stock.code) == ("test_module_leaks.py", "z = torch.sin(y)")
+    assert (stock.source.partition(":")[0], stock.code) == ("test_leaks.py", "z = torch.sin(y)")
     assert stock.rule == f"Rule('', operator='aten.sin.default', rounding='{NARROW}')"
     assert (weight.module, weight.role, weight.rule) == (
         "second",
@@ -73,7 +73,7 @@ def test_the_table() -> None:
         Rule(role="weight", rounding=NARROW),
         Rule("", operator="aten.sin.default", rounding=NARROW),
     )
-    assert str(stock).startswith("aten.sin.default (sin) -> mm_1 in the root module at test_module_leaks.py:")
+    assert str(stock).startswith("aten.sin.default (sin) -> mm_1 in the root module at test_leaks.py:")
     assert not compiled.with_policy(PRODUCTS.with_rules(*found.rules)).leaks()
     assert [leak.value for leak in found.filter("second").leaks] == ["weight second.weight", "weight second.bias"]
     assert [leak.value for leak in found.sort("value").leaks][:2] == ["aten.sin.default", "input 0"]

@@ -20,8 +20,9 @@ from archives import RECORD, archive_of, members_of, signed, with_record
 from torch import Tensor, nn
 
 import fxround
-from fxround.compiler import exported_files
 from fxround.errors import FxroundError
+from fxround.exported import files as exported_files
+from fxround.version import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_a_hand_made_file_with_the_right_record_is_loaded(content: bytes, x: Ten
 
 
 RECORDS: Final[dict[str, tuple[Callable[[dict[str, Any]], Any], str]]] = {
-    "no fields": (lambda _: {"version": exported_files.VERSION}, "expected version, imports, sequences"),
+    "no fields": (lambda _: {"version": VERSION}, "expected version, imports, sequences"),
     "another field": (lambda r: r | {"more": 1}, "the record has the fields"),
     "version": (lambda r: r | {"version": 5}, "was exported by fxround 5"),
     "imports": (lambda r: r | {"imports": "os"}, r"the record.imports is 'os'"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fxround
-from fxround.compiler.iteration import _compiled, _require_state
+from fxround.module.iteration import _compiled, _require_state
 
 
 def lorenz(s: Tensor) -> Tensor:

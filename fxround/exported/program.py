@@ -24,17 +24,17 @@ from torch.nn.utils.rnn import PackedSequence
 from fxround.capture.caches import CACHES
 from fxround.capture.dynamo import aside
 from fxround.capture.packed import as_tuples
-from fxround.compiler.call_context import check_context, refuse_tangents
 from fxround.compiler.executable import Entry
-from fxround.compiler.exported_caches import CacheArgument, Cached, given, returned
-from fxround.compiler.exported_files import nested, program_of, read
-from fxround.compiler.exported_gradients import Gradients, LoadedGradients
-from fxround.compiler.random_state import state_of, write
 from fxround.compiler.samples_of_calls import CHANGING
 from fxround.compiler.signature import flattened, packed_kinds, signature_of
 from fxround.errors import FxroundError, shown, type_of
+from fxround.exported.caches import CacheArgument, Cached, given, returned
+from fxround.exported.files import nested, program_of, read
+from fxround.exported.gradients import Gradients, LoadedGradients
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dtypes import DEVICES
+from fxround.python_model.call_context import check_context, refuse_tangents
+from fxround.runtime.random_state import state_of, write
 
 RNG_BUFFER: Final = "fxround_rng"
 _DENSE: Final = torch.strided

@@ -14,9 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.compiler.random_state import seed_of
 from fxround.errors import FxroundError
 from fxround.policy import Policy
+from fxround.runtime.random_state import seed_of
 
 # Arguments that AOTAutograd does not take from a caller, so that each value has an operation of its own.
 _KINDS: Final = torch.dtype | torch.device | torch.layout | torch.memory_format

@@ -19,7 +19,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxround.capture.dynamo import aside
 from fxround.capture.transforms import is_transformed
-from fxround.compiler.eager_blocks import draws, in_blocks, operands_of_elements, pieces, reads_all
+from fxround.eager.blocks import draws, in_blocks, operands_of_elements, pieces, reads_all
 from fxround.errors import shown, type_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement

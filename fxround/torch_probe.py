@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxround.compiler import compile
 from fxround.compiler.torch_backend import rounding_backend
 from fxround.compiler.torch_version import FAILED, PASSED, PROBING
 from fxround.fingerprint import hash
+from fxround.module import compile
 from fxround.policy import Policy, Rule
 
 TRUNCATING: Final = Policy("probe", (Rule(rounding="bfloat16/toward_zero", accumulate="bfloat16/toward_zero"),))

@@ -11,14 +11,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from fxround.compiler.eager_round import round as rounded
 from fxround.compiler.executable import Entry
-from fxround.compiler.module_views import Shown
 from fxround.compiler.signature import arguments
+from fxround.eager.round import round as rounded
 from fxround.errors import shown
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import carrier_of
+from fxround.module.views import Shown
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, is_scaled
 from fxround.numerics.formats.scaled_grid import outside_grid

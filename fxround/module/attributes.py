@@ -19,13 +19,13 @@ from torch import nn
 
 from fxround.capture.refusals import UNSHARDED
 from fxround.compiler.delayed_state import DelayedState
-from fxround.compiler.executable import Function, Method, Sharing
-from fxround.compiler.method_dispatch import watching
-from fxround.compiler.random_state import of_submodule
 from fxround.compiler.samples_of_calls import CalledBy
-from fxround.compiler.stand_ins import plain, stand_in
 from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError
+from fxround.module.stand_ins import plain, stand_in
+from fxround.python_model.functions import Function, Method, Sharing
+from fxround.python_model.method_dispatch import watching
+from fxround.runtime.random_state import of_submodule
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from fxround.compiler.method_dispatch import rounds
 from fxround.errors import UnsupportedOperator
+from fxround.python_model.method_dispatch import rounds
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxround.compiler.attributes import Reaching
-from fxround.compiler.executable import Function, Method
 from fxround.errors import CaptureError
+from fxround.module.attributes import Reaching
+from fxround.python_model.functions import Function, Method
 
 _KEPT: Final = "_fxround_methods"
 _NAMES: Final = ("__name__", "__qualname__", "__doc__", "__module__")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
-from fxround.compiler.exported_files import VERSION
 from fxround.errors import FxroundError
+from fxround.version import VERSION
 
 
 @pytest.fixture(scope="module")

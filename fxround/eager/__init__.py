@@ -1,0 +1,1 @@
+"""``fxround.round``: tensors rounded at once, without a graph."""

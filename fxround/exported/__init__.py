@@ -1,0 +1,1 @@
+"""Files of compiled modules: ``RoundedModule.export`` writes them, ``fxround.load`` reads them."""
