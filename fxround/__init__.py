@@ -25,8 +25,8 @@ from fxround.errors import (
     UnsupportedRounding,
     VerificationError,
 )
-from fxround.faults.flips import Flip, Flips
 from fxround.exported.program import LoadedModule, load
+from fxround.faults.flips import Flip, Flips
 from fxround.fingerprint import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.localization.localize import localize
