@@ -400,20 +400,3 @@ def is_installed(names: Mapping[str, Any]) -> bool:
     """Whether the globals are those of a file of a library."""
     file = str(names.get("__file__") or "")
     return file.startswith(_LIBRARIES)
-
-
-def comparing(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function of tensors that says whether they have the dtypes, sizes and so on of these; it may say no.
-
-    It compares faster than Python, and may be wrong only in what it takes for changed.
-    """
-    from torch._C._dynamo.guards import TensorGuards
-
-    sizes: Any = [list(t.shape) for t in tensors]
-    strides: Any = [[None] * t.dim() for t in tensors]
-    try:
-        made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    except Exception:  # a subclass of tensors without sizes or strides
-        return lambda *_: False
-    check: Callable[..., bool] = made.check
-    return check

@@ -8,8 +8,9 @@ tensors, and it refuses to if another input would show the change.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, Final
 
 import torch
@@ -26,11 +27,14 @@ from fxround.graph.site import PORT, Port
 from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.python_model.call_context import refuse_tangents
+from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.straight import Straight
 
 _ONE: Final = pytree.tree_structure(0)
 # The module and the attribute name that hold an input; None for an argument of the call.
 Owner = tuple[nn.Module, str] | None
+_PARAMETERS: Final = attrgetter("_parameters")
+_BUFFERS: Final = attrgetter("_buffers")
 # One for all calls: to make another takes a part of a small model's call.
 _NOTHING: Final = contextlib.nullcontext()
 
@@ -66,17 +70,18 @@ class Entry:
         Raises FxroundError if such a change would be visible through another input, and for tangents of forward-mode
         differentiation.
         """
-        inputs = [*self._inputs(leaves), *self.multipliers()]
+        inputs = self._gathered(leaves)
+        if self.delayed:
+            inputs = [*inputs, *self.multipliers()]
         refuse_tangents(inputs, self.captured.reads)
         if self.step:
-            outputs = differentiable(self.step, inputs, rng, self.state.record if trains else None)
+            outputs = differentiable(self.step, resolved(inputs), rng, self.state.record if trains else None)
         else:
             # Stock kernels that the policy left alone must not record a graph of their own. torch.export, which traces
             # without gradients, would record the switch.
             with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                 outputs = self._straight(*inputs, rng)
-        results = len(self.captured.results)
-        outputs, magnitudes = outputs[:results], outputs[results:]
+        outputs, magnitudes = outputs[: self._count], outputs[self._count :]
         shown = leaves if aliased else None
         if not (trains or self._changed):
             return self._result(outputs, shown)
@@ -92,6 +97,11 @@ class Entry:
         """Return the same result without writing anything."""
         outputs = self._straight(*self._inputs(leaves), *self.multipliers(), rng)
         return self._result(outputs[: len(self.captured.results)])
+
+    @cached_property
+    def _count(self) -> int:
+        """The number of results and of values that the model changes."""
+        return len(self.captured.results)
 
     @cached_property
     def _straight(self) -> Straight:
@@ -216,14 +226,28 @@ class Entry:
         return one and not (self._changed or self.captured.aliases)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        inputs = [leaves[index] if owner is None else _tensor(*owner) for index, owner in self._places]
-        self._refuse_shared_memory(inputs)
-        return resolved(inputs)
+        """Return state and arguments as they enter the graph, without negative bits."""
+        return resolved(self._gathered(leaves))
+
+    def _gathered(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return state and arguments in the order of the graph, as they are."""
+        try:
+            inputs = self._read(leaves)
+        except KeyError:  # a parameter or buffer that is held in another way now
+            inputs = [leaves[port.index] if o is None else _tensor(*o) for port, o in self._owned]
+        if self._changed:
+            self._refuse_shared_memory(inputs)
+        return inputs
 
     @cached_property
-    def _places(self) -> list[tuple[int, Owner]]:
-        """The index of each input among the arguments, and its owner."""
-        return [(port.index, owner) for port, owner in zip(self.captured.entering, self.owners, strict=True)]
+    def _read(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The function that reads the inputs of the graph, given the arguments."""
+        return _reading(self._owned)
+
+    @cached_property
+    def _owned(self) -> list[tuple[Port, Owner]]:
+        """The port of each input with its owner."""
+        return list(zip(self.captured.entering, self.owners, strict=True))
 
     @cached_property
     def _changed(self) -> frozenset[int]:
@@ -233,8 +257,6 @@ class Entry:
 
     def _refuse_shared_memory(self, inputs: Sequence[Any]) -> None:
         """Raise FxroundError if another input shows a change in place: the graph treats inputs as separate."""
-        if not self._changed:
-            return
         memory: dict[int, list[int]] = {}
         for i, tensor in enumerate(inputs):
             if isinstance(tensor, Tensor):
@@ -249,10 +271,37 @@ class Entry:
                     )
 
     def _target(self, port: Port, leaves: Sequence[Any]) -> Tensor:
-        pairs = zip(self.captured.entering, self.owners, strict=True)
-        owner = next(o for p, o in pairs if (p.name, p.index) == (port.name, port.index))
+        owner = next(o for p, o in self._owned if (p.name, p.index) == (port.name, port.index))
         target: Tensor = leaves[port.index] if owner is None else _tensor(*owner)
         return target
+
+
+def _reading(owned: Sequence[tuple[Port, Owner]]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return the function that reads inputs by their owners, given the arguments, in few calls of C.
+
+    It raises KeyError if a parameter or buffer is not where it was.
+    """
+    state = [owner for _, owner in owned if owner is not None]
+    parameters = [pair for pair in state if pair[1] in pair[0]._parameters]
+    buffers = [pair for pair in state if pair[1] not in pair[0]._parameters]
+    (holders, names), (others, labels) = _columns(parameters), _columns(buffers)
+    places = {(id(holder), name): i for i, (holder, name) in enumerate([*parameters, *buffers])}
+    order = [places[id(o[0]), o[1]] if o else len(state) + port.index for port, o in owned]
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else _picking(order)
+
+    def read(leaves: Sequence[Any]) -> Sequence[Any]:
+        held = map(getitem, map(_PARAMETERS, holders), names)
+        return pick([*held, *map(getitem, map(_BUFFERS, others), labels), *leaves])
+
+    return read
+
+
+def _columns(pairs: Sequence[tuple[nn.Module, str]]) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:
+    return tuple(holder for holder, _ in pairs), tuple(name for _, name in pairs)
+
+
+def _picking(order: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    return lambda row: [row[place] for place in order]
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
@@ -288,11 +337,6 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 def _described(port: Port) -> str:
     return f"{port.kind} {port.name or port.index}"
-
-
-def resolved(values: Iterable[Any]) -> list[Any]:
-    """Return the values, with the signs of negative views in memory, because kernels ignore the negative bit."""
-    return [value.resolve_neg() if isinstance(value, Tensor) and value.is_neg() else value for value in values]
 
 
 def owner_of(model: nn.Module, port: Port) -> Owner:

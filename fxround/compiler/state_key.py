@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.parameter import is_lazy
 
-from fxround.capture.guards import comparing
 from fxround.errors import CaptureError
+from fxround.graph.comparing import comparing, versions
 from fxround.graph.dtypes import DEVICES
 from fxround.python_model.functions import Function, Method, Sharing
 
@@ -34,6 +34,7 @@ _GLOBAL: Final = (
     hooks_of_all._global_backward_hooks,
     hooks_of_all._global_backward_pre_hooks,
 )
+_NO_CAST: Final = (None,) * len(DEVICES)
 
 
 class StateKeys:
@@ -50,9 +51,15 @@ class StateKeys:
         latest = self._latest
         if latest is None or not latest.holds():
             latest = self._latest = _Reading(model.get_submodule(self._path) if self._path else model)
-        cast = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in DEVICES)
         hooks = tuple(map(tuple, _GLOBAL)) if any(_GLOBAL) else ()
-        return latest.modules, latest.state, torch.get_default_dtype(), cast, hooks
+        return latest.modules, latest.state, torch.get_default_dtype(), _autocast(), hooks
+
+
+def _autocast() -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of autocast by devices; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NO_CAST
+    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in DEVICES)
 
 
 class _Reading:
@@ -74,14 +81,31 @@ class _Reading:
         self._chosen = [(own, *_contents(own)) for own in watched]
         inner = [content for _, _, contents in self._chosen for content in contents]
         self._empty = [content for content in inner if not content]
+        # An OrderedDict has no number for its order.
+        self._ordered = [content for content in inner if content and type(content) is not dict]
         self._whole = [content for content in inner if content]
         self._sizes = list(map(len, self._whole))
         self._names = list(chain.from_iterable(self._whole))
         self._values = list(chain.from_iterable(map(dict.values, self._whole)))
+        self._versioned = [*watched, *(content for content in self._whole if type(content) is dict)]
+        # Made when nothing has changed since the reading, which says that it is worth its time.
+        self._versions: list[int] = []
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        if any(self._empty) or list(map(len, self._whole)) != self._sizes:
+        if any(self._empty):
+            return False
+        now = versions(self._versioned)
+        if self._ordered or now != self._versions:
+            if not self._is_same():
+                return False
+            # Read before the comparison: a change of another thread in between has another number.
+            self._versions = now
+        return self._unchanged(*self._tensors) or self.state == _described(self._tensors)
+
+    def _is_same(self) -> bool:
+        """Whether the modules have the flags and the contents that were read."""
+        if list(map(len, self._whole)) != self._sizes:
             return False
         try:
             for own, read, contents in self._chosen:
@@ -92,11 +116,8 @@ class _Reading:
         for own, name, flag in self._flags:
             if own.get(name) is not flag:
                 return False
-        return (
-            all(map(is_, chain.from_iterable(self._whole), self._names))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._whole)), self._values))
-            and (self._unchanged(*self._tensors) or self.state == _described(self._tensors))
-        )
+        names, values = chain.from_iterable(self._whole), chain.from_iterable(map(dict.values, self._whole))
+        return all(map(is_, names, self._names)) and all(map(is_, values, self._values))
 
 
 def _refuse_lazy(model: nn.Module) -> None:

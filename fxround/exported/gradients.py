@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import export_graph
 from fxround.capture.dynamo import aside
-from fxround.compiler.executable import Entry, resolved
+from fxround.compiler.executable import Entry
 from fxround.compiler.samples_of_calls import give_back_to, read_per_call, reading, take_from
 from fxround.compiler.training_step import differentiable_later, shaped
 from fxround.errors import FxroundError, shown
+from fxround.runtime.operands import resolved
 
 
 @dataclass(frozen=True)

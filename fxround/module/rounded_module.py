@@ -27,7 +27,7 @@ from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
 from fxround.compiler.delayed_state import SCALES, DelayedState
-from fxround.compiler.executable import Entry, owner_of, resolved
+from fxround.compiler.executable import Entry, owner_of
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
 from fxround.compiler.signature import (
@@ -56,6 +56,7 @@ from fxround.python_model.functions import Function
 from fxround.python_model.method_dispatch import unwatched
 from fxround.python_model.method_operations import Operations
 from fxround.runtime import torch_ops
+from fxround.runtime.operands import resolved
 from fxround.runtime.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
 from fxround.views.table import Table
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,3 +41,8 @@ def writable(out: Tensor, shape: tuple[int, ...], storage: Storage) -> Tensor:
         wanted = f"row-major {dtype_of(storage)} {shape}"
         raise ValueError(f"a kernel writes {wanted}; got {out.dtype} {tuple(out.shape)} of strides {out.stride()}")
     return out
+
+
+def resolved(values: Iterable[Any]) -> list[Any]:
+    """Return the values, with the signs of negative views in memory, because kernels ignore the negative bit."""
+    return [value.resolve_neg() if isinstance(value, Tensor) and value.is_neg() else value for value in values]

@@ -97,7 +97,7 @@ def _straight(compiled: Any) -> Straight:
 
 
 def _programs(straight: Straight) -> list[Program]:
-    return [plan for plan in straight._plans.values() if isinstance(plan, Program)]
+    return [known.plan for known in straight._plans.values() if known and isinstance(known.plan, Program)]
 
 
 def _equal(found: Any, expected: Any) -> bool:

@@ -34,7 +34,7 @@ ENOUGH: Final = 1 << 16
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The addresses of elements 0. ValueError for a tensor whose memory is gone (a freed storage, a symbolic zero)."""
-    found = tuple([x.data_ptr() for x in tensors])
+    found = tuple(map(Tensor.data_ptr, tensors))
     if 0 in found:
         for x, address in zip(tensors, found, strict=True):
             if not address and x.numel():

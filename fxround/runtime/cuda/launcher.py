@@ -81,7 +81,12 @@ def launching(launcher: Launcher) -> Iterator[None]:
 
 def runs_texts(tensors: Sequence[Any]) -> bool:
     """Whether an operator with these operands runs CUDA texts. Arguments that are no tensors do not count."""
-    return _CHOSEN.launcher is not None or any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
+    return forces_texts() or any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
+
+
+def forces_texts() -> bool:
+    """Whether this thread's operators run CUDA texts for tensors of any device."""
+    return _CHOSEN.launcher is not None
 
 
 def has_slow_binary64(device: torch.device) -> bool:

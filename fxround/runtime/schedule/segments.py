@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any, Final
 
 import torch
@@ -51,6 +52,9 @@ class Segment:
         self._size = self._frame + end + _aligned(max(spaces, default=0)) + _LINE
         flat = [number for row in (*self._places, *kernels) for number in row]
         self._plan = array([len(self._words), len(self._places), len(kernels), *self._words, *flat])
+        # What a call gives: seed, sample, the frame, the memory after it, and the addresses of what is outside.
+        self._given = Struct(f"{_OUTSIDE + len(outside)}q").pack
+        self._at = ctypes.addressof(self._plan)
         self._straight = native("straight", build_straight, None, "straight", _STRAIGHT)
         self._may_fail = any(launch.work is not None for launch in launches)
 
@@ -60,8 +64,8 @@ class Segment:
         space = torch.empty(self._size, dtype=torch.uint8)
         at = space.data_ptr()
         draw = _NO_DRAW if rng is None else Draw.of(rng, 0)
-        given = array((draw.seed, draw.sample, at, at + self._frame, *addresses(outside)))
-        plan, bases, count = ctypes.addressof(self._plan), ctypes.addressof(given), len(self.launches)
+        bases = self._given(draw.seed, draw.sample, at, at + self._frame, *addresses(outside))
+        plan, count = self._at, len(self.launches)
         self._straight(0, count, plan, bases, at)
         if not self._may_fail:
             return

@@ -11,18 +11,20 @@ those of the graph, so the bits are the same. A graph with large values is not p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.graph.comparing import comparing
 from fxround.graph.values import outputs_of
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Code, Work
-from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.launcher import forces_texts
 from fxround.runtime.draw import Draw
+from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.aliasing import is_kernel
 from fxround.runtime.schedule.launches import SIZES, Key, Launch, NoPlan, Planner, Value
 from fxround.runtime.schedule.programs import Program, Run, Slot, Step, assumed, binding, expectation, view_of
@@ -44,61 +46,83 @@ class _Computed:
     results: Any
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """The plan for inputs of one layout; False: there is none.
+
+    settings: what it was made under. admits: the function that says whether inputs are like those that it was made for.
+    """
+
+    plan: Program | bool
+    settings: tuple[Any, ...]
+    admits: Callable[..., bool]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return what a plan depends on besides its inputs."""
+    return current_set(), torch.get_num_threads()
+
+
 class Straight:
     """A scheduled graph, called by way of a plan for small inputs of layouts that were seen before."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         self._source: fx.GraphModule | None = graph.meta.get(SOURCE)
-        # None: the layout was seen, and is planned when it comes again; False: there is no plan.
-        self._plans: dict[Any, Program | bool | None] = {}
-        self._latest: tuple[Any, Program | bool | None] = (None, None)
+        # None: the layout was seen, and is planned when it comes again.
+        self._plans: dict[Any, _Planned | None] = {}
+        self._latest: _Planned | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return what the graph returns."""
-        plan = self._plan(inputs)
+        """Return what the graph returns. Negative views among the inputs are resolved."""
+        # Inside a transform of torch.func a tensor stands for several, whose layouts are others.
+        if self._source is None or forces_texts() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.graph.forward(*resolved(inputs))
+        latest = self._latest
+        # To compare with the latest inputs takes less than to describe these; alike, they have no negative view either.
+        plan: Program | _Computed | bool
+        if latest is not None and latest.admits(*inputs) and latest.settings == _settings():
+            plan = latest.plan
+        else:
+            inputs = tuple(resolved(inputs))
+            plan = self._plan(inputs)
         if isinstance(plan, Program):
             found = plan.run(inputs)
             return self.graph.forward(*inputs) if found is None else found
         return plan.results if isinstance(plan, _Computed) else self.graph.forward(*inputs)
 
-    def _plan(self, inputs: Sequence[Any]) -> Program | _Computed | bool | None:
+    def _plan(self, inputs: Sequence[Any]) -> Program | _Computed | bool:
         """Return the plan for inputs, or what the graph returns if they have just been planned for."""
-        # Inside a transform of torch.func a tensor stands for several, whose layouts are others.
-        if self._source is None or runs_texts(()) or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
         try:
             # Everything that the plan depends on; addresses and numbers of Python are given with each call.
             layouts = [
                 (x.shape, x.stride(), x.dtype, x.is_cpu, type(x)) if isinstance(x, Tensor) else x for x in inputs
             ]
-            key = (current_set(), torch.get_num_threads(), *layouts)
-            latest, plan = self._latest
-            # To compare with the latest key takes less than to look one up.
-            if key != latest:
-                plan = self._plans.get(key)
+            settings = _settings()
+            key = (settings, *layouts)
+            known = self._plans.get(key)
         except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
-            return None
-        if plan is None:
+            return False
+        if known is None:
             return self._planned(key, inputs)
-        self._latest = key, plan
-        return plan
+        if known is self._latest:  # inputs differ from those before in what no plan depends on
+            known = self._plans[key] = _Planned(known.plan, settings, comparing(inputs, strides=True))
+        self._latest = known
+        return known.plan
 
-    def _planned(self, key: Any, inputs: Sequence[Any]) -> _Computed | bool | None:
+    def _planned(self, key: Any, inputs: Sequence[Any]) -> _Computed | bool:
         """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""
         assert self._source is not None
+        alike = comparing(inputs, strides=True)
         if key not in self._plans:
             if len(self._plans) > _MANY:
                 self._plans.clear()
-            noted = None if all(map(_is_small, inputs)) else False
-            self._plans[key] = noted
-            self._latest = key, noted
-            return noted
+            self._plans[key] = None if all(map(_is_small, inputs)) else _Planned(False, key[0], alike)
+            return False
         with torch.no_grad():
             planner = _planner_of(self._source, inputs)
             plan = (planner and planner.program()) or False
-        self._plans[key] = plan
-        self._latest = key, plan
+        self._plans[key] = _Planned(plan, key[0], alike)
         return False if planner is None else _Computed(planner.results())
 
 
