@@ -284,15 +284,14 @@ def through_texts(host: Any, compiled: fxround.RoundedModule, x: Tensor) -> tupl
 def digests(compiled: fxround.RoundedModule) -> str:
     """Return a hash of the digests of all kernels in a module's captured graphs, fused and unfused."""
     seen: set[str] = set()
-    for entries in compiled._entries.values():
-        for entry in entries:
-            parts = [entry.lowered, entry.fused]
-            if entry.step is not None:
-                parts += [part for part in vars(entry.step).values() if isinstance(part, fx.GraphModule)]
-            for graph in (graph for part in parts for graph in graphs_of(part)):
-                calls = [call for node in graph.graph.nodes if (call := read(node)) is not None]
-                kernels = [call.kernel(call.loads()) for call in calls]
-                seen |= {kernel.digest for kernel in kernels if kernel is not None}
+    for entry in compiled._captures:
+        parts = [entry.lowered, entry.fused]
+        if entry.step is not None:
+            parts += [part for part in vars(entry.step).values() if isinstance(part, fx.GraphModule)]
+        for graph in (graph for part in parts for graph in graphs_of(part)):
+            calls = [call for node in graph.graph.nodes if (call := read(node)) is not None]
+            kernels = [call.kernel(call.loads()) for call in calls]
+            seen |= {kernel.digest for kernel in kernels if kernel is not None}
     return hashlib.sha256("".join(sorted(seen)).encode()).hexdigest()
 
 

@@ -64,7 +64,7 @@ def _compiled(model: nn.Module, x: Tensor, policy: str | Policy) -> tuple[dict[s
     with torch.no_grad(), fxround.instruction_set(ISA), _building() as built:
         compiled = fxround.compile(model.eval(), policy)
         compiled(x)
-    entry = compiled._latest
+    entry = compiled._called()
     assert entry is not None
     graphs = {"captured": entry.captured.graph, "lowered": entry.lowered, "fused": entry.fused}
     return {stage: _sized(graph_text(graph)) for stage, graph in graphs.items()}, built

@@ -176,8 +176,8 @@ def test_random_bits_are_those_of_the_iteration() -> None:
     x, us = torch.rand(40) + 1, torch.rand(9, 40)
     compiled = fxround.compile(model, "stochastic", seed=2**40 + 5).reseed(2**40 + 5, 3)
     last, rows = compiled(x, us)
-    ((_, (body,)),) = loops_of(compiled._latest.lowered)
-    (states,) = [n for n in compiled._latest.lowered.graph.nodes if "iterations" in str(n.target)]
+    ((_, (body,)),) = loops_of(compiled._called().lowered)
+    (states,) = [n for n in compiled._called().lowered.graph.nodes if "iterations" in str(n.target)]
     table = torch.ops.fxround.iterations(torch.arange(9), compiled.rng, states.args[2])
     assert len({int(seed) for seed, _ in table}) == 9 and all(sample == 3 for _, sample in table)
     numbers = {call.program: call.node for n in body.graph.nodes if (call := read_map(n)) is not None}

@@ -26,7 +26,7 @@ def test_a_training_is_a_function_of_its_seed_and_needs_one_graph(trainer: Train
         found.append((accuracy, fxround.hash(weights)))
         assert torch.equal(weights, fxround.round(weights, MASTERS["8"])), "held in 8 bits"
     assert found[0] == found[2] and found[0] != found[1]
-    assert len(trainer.compiled._entries) == 2  # training, whose last batch is shorter, and testing
+    assert len(trainer.compiled.captures().rows) == 2  # training, whose last batch is shorter, and testing
 
 
 def test_what_is_done_is_not_done_again() -> None:

@@ -65,8 +65,7 @@ def test_a_deleted_module_takes_its_model_and_its_graphs_along(training: bool) -
         y = rounded(torch.rand(2, 2, 6))
         if training:
             y.sum().backward()
-        latest = rounded._latest
-        assert latest is not None
+        latest = rounded._called()
         watched = {"module": rounded, "model": model, "parameter": model[0].weight, "entry": latest}
         graphs = {name: value for name, value in vars(latest).items() if isinstance(value, torch.fx.GraphModule)}
         assert graphs

@@ -115,8 +115,7 @@ def compile(
         model.adopt()
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
-    compiled = RoundedModule(model, Policy.parse(policy), strict, seed, fuse=fuse)
-    compiled.__dict__.update(advance=advance, unroll_loops=unroll_loops)
+    compiled = RoundedModule(model, Policy.parse(policy), strict, seed, 0, fuse, advance, unroll_loops)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
         compiled.prepare(*args, **kwargs)

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from types import MappingProxyType, MethodType
+from collections.abc import Callable, Generator
+from types import MethodType
 from typing import Any, Final
 
 from torch import nn
 
 from fxround.capture.refusals import UNSHARDED
-from fxround.compiler.delayed_state import DelayedState
-from fxround.compiler.samples_of_calls import CalledBy
-from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError
 from fxround.module.stand_ins import plain, stand_in
-from fxround.python_model.functions import Function, Method, Sharing
+from fxround.python_model.functions import Function, Sharing
 from fxround.python_model.method_dispatch import watching
-from fxround.runtime.random_state import of_submodule
 
 # The attributes that captured graphs depend on, and what to do instead of setting them.
 _FIXED: Final = {
@@ -94,51 +90,6 @@ class Reaching(Sharing):
         self.source.train(mode)
         return self
 
-    @property
-    def called_submodules(self) -> Mapping[str, Any]:
-        """The submodules that methods have called, as compiled modules, by their paths.
-
-        Each is captured by itself under the same policy, as the encoder is by ``generate``. Read-only.
-        """
-        return MappingProxyType(self._apart)
-
-    def call_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the rounded result of a submodule that a method calls; one that the model has not is called itself."""
-        path = next((path for path, found in self.source.named_modules() if found is module), "")
-        if not path:
-            return module(*args, **kwargs)
-        part = self._apart.get(path)
-        if part is None:
-            part = self._apart.setdefault(path, self._like(Method(MethodType(_calling(path), self.source))))
-            part.__dict__.update(_path=path, _state_keys=StateKeys(path), policy=self.policy.with_optional_rules())
-            part.__dict__.update(_recorded=self._recorded, _delayed=self._delayed, _calling=CalledBy())
-        part.rng = of_submodule(self.rng, path)
-        part.__dict__.update(advance=self.advance, _rank=self._rank, _world_size=self._world_size)
-        with part._calling.by(self):
-            return part(*args, **kwargs)
-
-    _apart: dict[str, Any]
-    _recorded: list[Any]
-    _delayed: DelayedState
-    _rank: int
-    _world_size: int
-
-    def _like(self, model: nn.Module) -> Any:
-        """Compile another model with the same policy. ``RoundedModule`` defines it."""
-        raise NotImplementedError
-
-    def reseed(self, seed: int, sample: int = 0) -> Any:
-        """Set seed and sample. ``RoundedModule`` defines it."""
-        raise NotImplementedError
-
-    # The (method, operator) pairs for which a warning was given.
-    _told: set[tuple[str, str]]
-
-    @property
-    def _is_strict(self) -> bool:
-        """Whether a method's own arithmetic is an error. ``RoundedModule`` defines it."""
-        raise NotImplementedError
-
 
 def reached(compiled: Any, model: nn.Module, name: str) -> Any:
     """Return the model's attribute; a method runs with rounded calls. Raises AttributeError."""
@@ -153,19 +104,6 @@ def reached(compiled: Any, model: nn.Module, name: str) -> Any:
     if isinstance(value, MethodType) and value.__self__ is itself:
         return functools.wraps(value)(_watched(compiled, name, value))
     return plain(value)
-
-
-def _calling(path: str) -> Callable[..., Any]:
-    """Return a method that calls a submodule of its module."""
-    names = path.split(".")
-
-    def submodule(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self
-        for name in names:
-            module = getattr(module, name)
-        return module(*args, **kwargs)
-
-    return submodule
 
 
 def _watched(compiled: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

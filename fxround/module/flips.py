@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from fxround.compiler.executable import Entry
-from fxround.compiler.signature import arguments
 from fxround.faults.accumulators import count_faults
 from fxround.faults.flips import Flip, Flips, flips_of
 from fxround.graph.dialect import BODIES, COND, SCAN, BlockExpand, Loop, Pointwise, loops_of, read
 from fxround.graph.site import Site, site
 from fxround.kernels.program import Program
-from fxround.module.leaks import Leaking
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Fault, Faults, numbers_of
 from fxround.passes.analyses.leaks import operand_source, unrounded
@@ -30,40 +28,7 @@ from fxround.views.leaks import value_name
 _CODES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Faulting(Leaking):
-    """The part of a compiled module that counts flipped bits."""
-
-    def with_policy(self, policy: Any, strict: bool | None = None) -> Self:
-        """Return the same model under another policy. ``RoundedModule`` defines it."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def flips(self, inputs: Any, *, tangents: Mapping[int, Tensor] | None = None) -> Flips:
-        """Run the model, and return the bits that the policy's faults flip and how many elements of the results change.
-
-        The flips are those of a call with the same seed and sample. Buffers and arguments are not written, and the
-        sample does not change.
-
-        Args:
-            inputs: arguments as ``example_inputs`` of ``compile``.
-            tangents: the gradient of each result as in ``observe_step``, for a training step; None for a forward pass.
-
-        Raises:
-            What capturing raises.
-        """
-        args, kwargs = arguments(inputs, "inputs")
-        leaves = pytree.tree_leaves((args, kwargs))
-        quiet = self.with_policy(_without_faults(self.policy))
-        with torch.set_grad_enabled(tangents is not None):
-            entry, other = self._entry(args, kwargs), quiet._entry(args, kwargs)
-        rows, output = _flips(entry, leaves, self.rng, tangents)
-        *_, (_, expected) = other.steps(leaves, self.rng, tangents)
-        pairs = zip(_tensors(output), _tensors(expected), strict=True)
-        changed = sum(_differ(a, b) for a, b in pairs)
-        return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)))
-
-
-def _without_faults(policy: Policy) -> Policy:
+def without_faults(policy: Policy) -> Policy:
     """Return the policy with faults of probability 0, which flip nothing; its rules still match what they matched."""
 
     def without(rule: Rule) -> Rule:
@@ -71,6 +36,20 @@ def _without_faults(policy: Policy) -> Policy:
         return replace(rule, faults=rule.faults and "any:0", accumulate=kept or None)
 
     return replace(policy, rules=tuple(map(without, policy.rules)))
+
+
+def flips_in(
+    entry: Entry, quiet: Entry, leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None
+) -> Flips:
+    """Return the flips of a call of a graph, given the graph without faults.
+
+    leaves: the flat arguments of the call. tangents: the gradient of each result, for a training step.
+    """
+    rows, output = _flips(entry, leaves, rng, tangents)
+    *_, (_, expected) = quiet.steps(leaves, rng, tangents)
+    pairs = zip(_tensors(output), _tensors(expected), strict=True)
+    changed = sum(_differ(a, b) for a, b in pairs)
+    return flips_of(rows, changed, sum(t.numel() for t in _tensors(output)))
 
 
 def _flips(

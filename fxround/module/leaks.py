@@ -12,13 +12,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from fxround.compiler.executable import Entry
-from fxround.compiler.signature import arguments
 from fxround.eager.round import round as rounded
 from fxround.errors import shown
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import carrier_of
-from fxround.module.views import Shown
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, is_scaled
 from fxround.numerics.formats.scaled_grid import outside_grid
@@ -28,56 +26,7 @@ from fxround.policy import Policy
 from fxround.views.leaks import Count, Leaks, leaks_of
 
 
-class Leaking(Shown):
-    """The part of a compiled module that proves what is in its declared format."""
-
-    def _entry(self, args: Any, kwargs: Any) -> Entry:
-        """Return the graph for these arguments. ``RoundedModule`` defines it."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def leaks(
-        self,
-        inputs: Any = None,
-        *,
-        declared: Any = None,
-        tangents: Mapping[int, Tensor] | None = None,
-    ) -> Leaks:
-        """Return the values that are not proved to be in the format that the policy declares for them.
-
-        The declared format is that of the rule that rounds the value: a rule for its operation, for its role, or for
-        ``operands``. If no rule rounds it (often a weight), it is the format of the operation that reads the value.
-
-        Args:
-            inputs: arguments, in the forms of ``compile``'s ``example_inputs``. The model runs with them, and each row
-                then says how many elements are not in the format, and the first of these. None reads the graph of the
-                latest call and runs nothing.
-            declared: a format that every value must be in, for example "e4m3fn", in place of the policy's declarations.
-            tangents: with ``inputs``, the gradient of each result as in ``observe_step``; None runs the forward pass
-                only.
-
-        Returns:
-            A ``Leaks``: a table with one row per value that is not proved to be in its format.
-
-        Raises:
-            ValueError: if ``inputs`` is None before the first call or with ``tangents``, and if ``declared`` is unknown
-                or a scaled format. Also what capturing raises.
-
-        Example::
-
-            print(compiled.leaks(x))
-        """
-        if inputs is None and tangents is not None:
-            raise ValueError("tangents are given without inputs: the gradients of results need a call to run with")
-        if inputs is None:
-            return _leaks(self._called, self.policy, declared, None, self.rng, None)
-        args, kwargs = arguments(inputs, "inputs")
-        with torch.set_grad_enabled(tangents is not None):
-            entry = self._entry(args, kwargs)
-        return _leaks(entry, self.policy, declared, pytree.tree_leaves((args, kwargs)), self.rng, tangents)
-
-
-def _leaks(
+def leaks_in(
     entry: Entry,
     policy: Policy,
     declared: Any,

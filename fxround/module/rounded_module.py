@@ -10,54 +10,56 @@ sample by one; with ``advance``, every call does. Such calls of several threads 
 from __future__ import annotations
 
 import functools
-import time
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, Final
 
+import networkx as nx
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxround.capture import Captured, Dimension
+from fxround.capture import Captured
 from fxround.capture.dynamo import aside, capturing
-from fxround.capture.recorded_outputs import record_outputs
-from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for, table_of
-from fxround.compiler.delayed_state import SCALES, DelayedState
-from fxround.compiler.executable import Entry, owner_of
+from fxround.capture.refusals import LeftToPython
+from fxround.compiler.capture_table import Capture, table_of
+from fxround.compiler.captures import Captures, Flat
+from fxround.compiler.delayed_state import SCALES
+from fxround.compiler.executable import Entry
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
 from fxround.compiler.signature import (
-    asked,
+    arguments,
     class_of,
     flattened,
-    is_opaque,
-    kind,
-    packed_kinds,
-    require_arguments,
-    require_dtypes,
     require_flag,
 )
-from fxround.compiler.state_key import StateKeys
 from fxround.compiler.training_step import Step, differentiable_later
-from fxround.errors import CaptureError, FxroundError, type_of
-from fxround.exported.caches import Cached
+from fxround.errors import FxroundError, NotCaptured, type_of
+from fxround.exported.caches import Cached, caches_among, with_tensors
 from fxround.exported.program import RNG_BUFFER
+from fxround.faults.flips import Flips
+from fxround.module.attributes import Reaching
 from fxround.module.decorating import bound, global_name, is_plain, names_of, refuse_compiled
-from fxround.module.export import Exporting
+from fxround.module.export import write_program
+from fxround.module.flips import flips_in, without_faults
+from fxround.module.leaks import leaks_in
 from fxround.module.repeated_bits_warning import Repeats
 from fxround.module.replay import Replay
 from fxround.policy import Policy
-from fxround.python_model.call_context import check_context, require_computable, require_untraced
-from fxround.python_model.functions import Function
+from fxround.python_model.call_context import check_context, require_untraced
+from fxround.python_model.functions import Function, Method, calling
 from fxround.python_model.method_dispatch import unwatched
 from fxround.python_model.method_operations import Operations
 from fxround.runtime import torch_ops
 from fxround.runtime.operands import resolved
 from fxround.runtime.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
+from fxround.views import graph_views
+from fxround.views.leaks import Leaks
+from fxround.views.summaries import Coverage, Summary
 from fxround.views.table import Table
 
 PolicyLike = Any
@@ -67,10 +69,9 @@ _CALL: Final = FunctionType(
     nn.Module._call_impl.__code__,
     {name: {} if name.startswith("_global_") else value for name, value in vars(nn.modules.module).items()},
 )
-Flat = tuple[list[Any], pytree.TreeSpec]
 
 
-class RoundedModule(Exporting):
+class RoundedModule(Reaching):
     """A model with explicit roundings, made by ``fxround.compile`` and called like the model itself.
 
     The first call captures the model as a graph, and inserts the roundings of the policy. A later call whose arguments
@@ -95,66 +96,40 @@ class RoundedModule(Exporting):
         return made
 
     def __init__(
-        self, model: nn.Module, policy: Policy, strict: bool | None, seed: int, sample: int = 0, fuse: bool = True
+        self,
+        model: nn.Module,
+        policy: Policy,
+        strict: bool | None,
+        seed: int,
+        sample: int = 0,
+        fuse: bool = True,
+        advance: bool = False,
+        unroll_loops: bool = False,
+        captures: Captures | None = None,
     ) -> None:
-        rng = random_state(seed, sample)
+        # Set before the model is known, from when on attributes of other names are the model's.
+        self.policy, self.strict, self.rng = policy, strict, random_state(seed, sample)
+        self.fuse, self.advance, self.unroll_loops = fuse, advance, unroll_loops
+        self._captures = Captures(model) if captures is None else captures
+        self._rank, self._world_size = 0, 1
+        self._repeats = Repeats()
+        self._replay: Replay | None = None
+        # The graphs of calls in eval mode of which a gradient was requested.
+        self._differentiated: set[int] = set()
+        # The (method, operator) pairs for which a warning was given.
+        self._told: set[tuple[str, str]] = set()
+        # The submodules that methods call, by their paths; and, of such a submodule, the module whose method calls it.
+        self._apart: dict[str, RoundedModule] = {}
+        self._calling = NO_METHOD
         super().__init__(model)
         if is_plain(model):
             self.__dict__.update(names_of(model.function))
-        self.__dict__.update(policy=policy, strict=strict, rng=rng, fuse=fuse, advance=False, unroll_loops=False)
-        self.__dict__.update(_entries={}, _left={}, _replay=None, _latest=None, _rank=0, _world_size=1)
-        self.__dict__.update(_repeats=Repeats(), _delayed=DelayedState(), _state_keys=StateKeys())
-        self.__dict__.update(_differentiated=set(), _told=set(), _recorded=[], _apart={}, _path="", _known=None)
-        self.__dict__["_calling"] = NO_METHOD
-
-    strict: bool | None
-    fuse: bool
-    advance: bool
-    unroll_loops: bool
-    _repeats: Repeats
-    _state_keys: StateKeys
-    _delayed: DelayedState
-    _rank: int
-    _world_size: int
-    _entries: dict[Any, list[Entry]]
-    _left: dict[Any, LeftToPython]
-    _replay: Replay | None
-    _differentiated: set[int]
-    _recorded: list[Capture]
-    _path: str
-    _calling: CalledBy
-    _known: tuple[Any, Entry] | None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind a compiled function that is found through an instance as a method; return a compiled model itself."""
         if instance is None or not is_plain(self.source):
             return self
         return bound(self, instance, self._like)
-
-    def _like(self, model: nn.Module) -> RoundedModule:
-        """Compile another model with the same policy, settings and seed, from sample 0."""
-        made = RoundedModule(model, self.policy, self.strict, int(self.rng[0]), fuse=self.fuse)
-        made.__dict__.update(advance=self.advance, unroll_loops=self.unroll_loops)
-        return made
-
-    @functools.cached_property
-    def _operations(self) -> Operations:
-        """The single operations of the model's methods."""
-        compiled = functools.partial(RoundedModule, strict=self.strict, seed=0, fuse=self.fuse)
-        return Operations(self.policy, lambda function, policy: compiled(Function(function), policy))
-
-    @property
-    def _is_strict(self) -> bool:
-        return self.policy.strict if self.strict is None else self.strict
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        policy = self.policy
-        if self._apart:  # a rule for what methods call by itself may match nothing in the rest of the model
-            parts = [f"{path}." for path in self._apart]
-            names = [name for name, _ in self.source.named_modules() if f"{name}.".startswith(tuple(parts))]
-            policy = policy.with_optional_rules(names)
-        return Pipeline(policy, self._is_strict, self.fuse, self.unroll_loops)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``forward``, between the hooks of this module; those of all modules are the model's."""
@@ -204,7 +179,7 @@ class RoundedModule(Exporting):
         No other call, of any thread, has the same one if it advances the sample.
         """
         whole = self._calling.whole
-        holder, path = (self.__dict__, "") if whole is None else (whole.__dict__, self._path)
+        holder, path = (self.__dict__, "") if whole is None else (whole.__dict__, self._captures.path)
         if not (trains or self.advance):
             return compute(of_submodule(holder["rng"], path), False)
         own, after = take(holder, self._world_size if trains else 1)
@@ -216,22 +191,11 @@ class RoundedModule(Exporting):
 
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
         """Lower a graph that Dynamo passes with its example inputs."""
-        self._latest, _ = self._pipeline.receive(graph, inputs, self._delayed)
-        return self._latest
+        return self._captures.receive(self._pipeline(), graph, inputs)
 
     def record(self, capture: Capture) -> None:
         """Add a row to the table of ``captures``."""
-        self._recorded.append(replace(capture, module=self._path))
-
-    def captures(self) -> Table:
-        """Return a table of the captured graphs: module, mode, arguments, conditions, reason of the capture, seconds.
-
-        The column ``module`` is the path of a submodule that a method calls, empty for the model itself. The column
-        ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may change. A
-        call with other arguments captures another graph, whose ``reason`` says why no earlier one could be used.
-        ``captures`` itself captures nothing.
-        """
-        return table_of(self._recorded)
+        self._captures.record(capture)
 
     def _replayed(self) -> Replay:
         if self._replay is None:
@@ -246,10 +210,10 @@ class RoundedModule(Exporting):
             with torch.enable_grad():
                 joint = self._entry(args, kwargs)
                 return self._drawing(lambda rng, _: joint.run(leaves, rng))
-        key, sources, state = self._key(args, kwargs), self._sources(leaves), self._delayed.copy()
+        key, sources, state = self._captures.key(args, kwargs), self._sources(leaves), self._captures.delayed.copy()
 
         def step() -> tuple[Step, list[int], list[Tensor]]:
-            if self._key(args, kwargs) != key:
+            if self._captures.key(args, kwargs) != key:
                 raise FxroundError(
                     "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
                     "backward pass of such a call: run the backward pass before the change."
@@ -333,21 +297,14 @@ class RoundedModule(Exporting):
         policy, strict: as for ``compile``. Raises PolicyError, UnsupportedOperator and UnsupportedRounding.
         """
         require_flag("strict", strict, optional=True)
-        seed, sample = self.rng.tolist()
-        other = RoundedModule(self.source, Policy.parse(policy), strict, seed, sample, self.fuse)
-        other.__dict__.update(advance=self.advance, unroll_loops=self.unroll_loops)
-        if [rule.operands for rule in other.policy.rules] == [rule.operands for rule in self.policy.rules]:
-            other.__dict__["_delayed"] = self._delayed.copy()
-        same = other.policy.definitions == self.policy.definitions
-        as_marked = other.policy.treats_gradients == self.policy.treats_gradients
-        for key, entries in self._entries.items():
-            if not same or not (as_marked or all(entry.step is None for entry in entries)):
-                continue
-            other._entries[key] = [other._lowered(entry.captured) for entry in entries]
-            taken = {id(entry.captured) for entry in entries}
-            other._recorded += [capture for capture in self._recorded if id(capture.captured) in taken]
-            if self._latest in entries:
-                other._latest = other._entries[key][entries.index(self._latest)]
+        parsed = Policy.parse(policy)
+        same_scales = [rule.operands for rule in parsed.rules] == [rule.operands for rule in self.policy.rules]
+        delayed = self._captures.delayed.copy() if same_scales else None
+        other = self._like(self.source, parsed, strict, Captures(self.source, delayed))
+        other.rng = self.rng.cpu().clone()
+        if parsed.definitions == self.policy.definitions:
+            as_marked = parsed.treats_gradients == self.policy.treats_gradients
+            other._captures.lower_again(self._captures, other._pipeline(), keeps_joint=as_marked)
         return other
 
     def reseed(self, seed: int, sample: int = 0, device: torch.device | str | None = None) -> RoundedModule:
@@ -384,6 +341,34 @@ class RoundedModule(Exporting):
         self.__dict__.update(_rank=rank, _world_size=world_size)
         return self
 
+    @property
+    def delayed_scales(self) -> dict[str, Tensor]:
+        """Copies of the state of delayed scales by the names of values, such as ``first.weight0``.
+
+        A state is a tensor of shape [1 + history]: the multiplier of the next call, and the largest magnitudes of the
+        last steps, newest first. Empty before the first call, and without delayed scales.
+        """
+        return self._captures.delayed.copy().values
+
+    def share_scales(self, group: Any = None) -> None:
+        """Take the largest magnitudes of all processes for delayed scales, as TransformerEngine does.
+
+        Every call that trains and every backward pass then reduces its magnitudes by one ``all_reduce`` for each format
+        and dtype, so that all processes must run the same model and the same steps. A copy of the module, or one that
+        was pickled, shares nothing until it is called for it.
+
+        Args:
+            group: a process group of ``torch.distributed``; None for all processes.
+
+        Raises:
+            FxroundError: if ``torch.distributed`` is not initialized.
+
+        Example::
+
+            compiled.share_scales()
+        """
+        self._captures.delayed.share(group)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state, with the (seed, sample) of the next call as ``"fxround_rng"``, int64 of shape [2].
 
@@ -400,112 +385,284 @@ class RoundedModule(Exporting):
         saved = state_dict.pop(f"{prefix}{RNG_BUFFER}", None)
         if saved is not None:
             self.reseed(*state_of(saved, f"{prefix}{RNG_BUFFER}"))
-        self._delayed.load(state_dict, prefix, replace=saved is not None)
+        self._captures.delayed.load(state_dict, prefix, replace=saved is not None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    @property
-    def _graphs(self) -> int:
-        """The number of captured graphs: by training flags, grad mode, dtypes and sizes."""
-        replayed = len(self._replay.entries) if self._replay else 0
-        return sum(map(len, self._entries.values())) + replayed
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = global_name(self)
         if name is not None:
             return name
         seed, sample = self.rng.tolist()
-        args = self.source, self.policy, self.strict, seed, sample, self.fuse
-        return RoundedModule, args, {name: self.__dict__[name] for name in ("advance", "unroll_loops", "_delayed")}
+        settings = self.strict, seed, sample, self.fuse, self.advance, self.unroll_loops
+        return RoundedModule, (self.source, self.policy, *settings, self._captures)
 
-    def _key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
-        leaves, spec = flat or pytree.tree_flatten((args, kwargs))
-        others = [value for value in chain(args, kwargs.values()) if not isinstance(value, Tensor)]
-        packed = packed_kinds(others) if others else ()
-        return spec, (*(kind(leaf) for leaf in leaves), *packed), self._state_keys.of(self.source)
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The lowered (forward) graph that ran or was captured last. Raises ValueError before that."""
+        entry = self._called()
+        return entry.step.shown.forward if entry.step else entry.lowered
+
+    @property
+    def lowered(self) -> fx.GraphModule:
+        """The whole lowered graph of the latest call, forward and backward; ``observe_step`` runs its nodes."""
+        return self._called().lowered
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The backward graph of the latest call. Raises ValueError if it wanted no gradients."""
+        step = self._called(backward=True).step
+        assert step is not None
+        return step.shown.backward
+
+    @property
+    def captured(self) -> Captured:
+        """The graph before any pass, of the same call as ``graph``; the joint graph if gradients were wanted."""
+        return self._called().captured
+
+    def captures(self) -> Table:
+        """Return a table of the captured graphs: module, mode, arguments, conditions, reason of the capture, seconds.
+
+        The column ``module`` is the path of a submodule that a method calls, empty for the model itself. The column
+        ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may change. A
+        call with other arguments captures another graph, whose ``reason`` says why no earlier one could be used.
+        ``captures`` itself captures nothing.
+        """
+        return table_of(self._captures.recorded)
+
+    def graph_text(self, backward: bool = False) -> str:
+        """Return the forward or the backward graph of the latest call as text, with one line per node.
+
+        Raises ValueError before the first call, and for a backward graph if the latest call wanted no gradients.
+        """
+        return graph_views.graph_text(self.backward_graph if backward else self.graph)
+
+    def summary(self, backward: bool | None = None) -> Summary:
+        """Return a table of the latest call's operations: node, operator, module, source, rounding, accumulate.
+
+        backward: True for the backward pass alone, False for the forward pass alone, None for both. Raises ValueError
+        before the first call, and for a backward pass if the latest call wanted no gradients.
+        """
+        return graph_views.summary(self._called(backward).lowered, backward=backward)
+
+    def coverage(self, backward: bool | None = None) -> Coverage:
+        """Return how many operations of the latest call are rounded, exact, native (with the reason) or data movement.
+
+        backward and errors: as in ``summary``.
+        """
+        return graph_views.coverage(self._called(backward).lowered, backward=backward)
+
+    def draw(self, path: str | Path) -> Path:
+        """Draw the forward graph of the latest call as an SVG file; returns the path.
+
+        Raises ValueError before the first call, and for a path that does not end in .svg.
+        """
+        return graph_views.draw(self.graph, path, title=type(self.source).__name__)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the forward graph of the latest call as a ``networkx.DiGraph``.
+
+        Raises ValueError before the first call.
+        """
+        return graph_views.to_networkx(self.graph)
+
+    @torch.no_grad()
+    def leaks(
+        self,
+        inputs: Any = None,
+        *,
+        declared: Any = None,
+        tangents: Mapping[int, Tensor] | None = None,
+    ) -> Leaks:
+        """Return the values that are not proved to be in the format that the policy declares for them.
+
+        The declared format is that of the rule that rounds the value: a rule for its operation, for its role, or for
+        ``operands``. If no rule rounds it (often a weight), it is the format of the operation that reads the value.
+
+        Args:
+            inputs: arguments, in the forms of ``compile``'s ``example_inputs``. The model runs with them, and each row
+                then says how many elements are not in the format, and the first of these. None reads the graph of the
+                latest call and runs nothing.
+            declared: a format that every value must be in, for example "e4m3fn", in place of the policy's declarations.
+            tangents: with ``inputs``, the gradient of each result as in ``observe_step``; None runs the forward pass
+                only.
+
+        Returns:
+            A ``Leaks``: a table with one row per value that is not proved to be in its format.
+
+        Raises:
+            ValueError: if ``inputs`` is None before the first call or with ``tangents``, and if ``declared`` is unknown
+                or a scaled format. Also what capturing raises.
+
+        Example::
+
+            print(compiled.leaks(x))
+        """
+        if inputs is None and tangents is not None:
+            raise ValueError("tangents are given without inputs: the gradients of results need a call to run with")
+        if inputs is None:
+            return leaks_in(self._called(), self.policy, declared, None, self.rng, None)
+        args, kwargs = arguments(inputs, "inputs")
+        with torch.set_grad_enabled(tangents is not None):
+            entry = self._entry(args, kwargs)
+        return leaks_in(entry, self.policy, declared, pytree.tree_leaves((args, kwargs)), self.rng, tangents)
+
+    @torch.no_grad()
+    def flips(self, inputs: Any, *, tangents: Mapping[int, Tensor] | None = None) -> Flips:
+        """Run the model, and return the bits that the policy's faults flip and how many elements of the results change.
+
+        The flips are those of a call with the same seed and sample. Buffers and arguments are not written, and the
+        sample does not change.
+
+        Args:
+            inputs: arguments as ``example_inputs`` of ``compile``.
+            tangents: the gradient of each result as in ``observe_step``, for a training step; None for a forward pass.
+
+        Raises:
+            What capturing raises.
+        """
+        args, kwargs = arguments(inputs, "inputs")
+        leaves = pytree.tree_leaves((args, kwargs))
+        quiet = self.with_policy(without_faults(self.policy))
+        with torch.set_grad_enabled(tangents is not None):
+            entry, expected = self._entry(args, kwargs), quiet._entry(args, kwargs)
+        return flips_in(entry, expected, leaves, self.rng, tangents)
+
+    def extra_repr(self) -> str:
+        """Return the policy, and the coverage and cost of the latest call if there was one; nothing is captured."""
+        seed, sample = self.rng.tolist()
+        lines = [f"policy={self.policy.name!r}, seed={seed}, sample={sample}"]
+        if self._captures.latest is None:
+            return f"{lines[0]}\n(not captured yet: call it, or prepare(*example_inputs))"
+        coverage = self.coverage()
+        operations = sum(o.operations for o in coverage.operations)
+        graphs = f"{self._graphs} captured graph{'s' * (self._graphs != 1)}"
+        return "\n".join([*lines, f"coverage: {coverage.line}", f"cost: {operations:,} operations, {graphs}"])
+
+    def __repr__(self) -> str:
+        """Return the lines of ``extra_repr``, then the model."""
+        shown = "\n".join([*self.extra_repr().splitlines(), f"(source): {self.source!r}"])
+        return f"{type(self).__name__}(\n{textwrap.indent(shown, '  ')}\n)"
+
+    def _repr_html_(self) -> str:
+        title = f"{type(self.source).__name__}, policy {self.policy.name}"
+        return (
+            graph_views.html(self.graph, title=title)
+            if self._captures.latest
+            else f"<pre>{title}: not captured yet</pre>"
+        )
+
+    @property
+    def _graphs(self) -> int:
+        """The number of captured graphs: by training flags, grad mode, dtypes and sizes."""
+        return len(self._captures) + (len(self._replay.entries) if self._replay else 0)
+
+    def export(
+        self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True, gradients: bool = False
+    ) -> Path:
+        """Write the rounded graph and the model's state to a .pt2 file; returns the path.
+
+        The program in the file gives the same bits as this module. ``fxround.load`` reads it, and so does
+        ``torch.export.load`` after ``import fxround``. Seed and sample are a buffer of the program.
+
+        Args:
+            path: the file, which is replaced when the new one is complete.
+            example_inputs: as for ``compile``. The program takes any size of the first dimension of an argument, and
+                any size of the dimensions of integer arguments. A cache of keys and values (transformers'
+                ``DynamicCache`` or ``StaticCache``) that a call has filled is an argument like a tensor.
+            keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
+            gradients: whether the loaded program can be differentiated with respect to what requires gradients now.
+
+        Raises:
+            OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
+            TypeError: for a cache that is empty, or of layers of another kind.
+            FxroundError: with ``gradients``, if nothing requires a gradient, for delayed scales, or for a result that
+                shares memory with an input or another result; and for a view of an input that the model changes.
+        """
+        args, kwargs = arguments(example_inputs)
+        caches = caches_among(args, kwargs)
+        if caches:
+            cached = Cached(self.source, caches)
+            captures = Captures(cached, self._captures.delayed, lengths=cached.lengths)
+            made = self._like(cached, captures=captures)
+            made.rng, made._apart = self.rng, self._apart
+            example = with_tensors(caches, args, kwargs)
+            return made.export(path, example, keep_inputs=keep_inputs, gradients=gradients)
+        with torch.no_grad():
+            entry = self._entry(args, kwargs)
+        with torch.set_grad_enabled(gradients):
+            joint = self._entry(args, kwargs) if gradients else None
+        return write_program(path, self, entry, joint, (args, kwargs), keep_inputs)
+
+    @property
+    def called_submodules(self) -> Mapping[str, Any]:
+        """The submodules that methods have called, as compiled modules, by their paths.
+
+        Each is captured by itself under the same policy, as the encoder is by ``generate``. Read-only.
+        """
+        return MappingProxyType(self._apart)
+
+    def call_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the rounded result of a submodule that a method calls; one that the model has not is called itself."""
+        path = next((path for path, found in self.source.named_modules() if found is module), "")
+        if not path:
+            return module(*args, **kwargs)
+        part = self._apart.get(path)
+        if part is None:
+            method = Method(MethodType(calling(path), self.source))
+            captures = Captures(method, self._captures.delayed, path, self._captures.recorded)
+            part = self._like(method, self.policy.with_optional_rules(), self.strict, captures)
+            part._calling = CalledBy()
+            part = self._apart.setdefault(path, part)
+        part.rng = of_submodule(self.rng, path)
+        part.advance, part._rank, part._world_size = self.advance, self._rank, self._world_size
+        with part._calling.by(self):
+            return part(*args, **kwargs)
+
+    @functools.cached_property
+    def _operations(self) -> Operations:
+        """The single operations of the model's methods."""
+        compiled = functools.partial(RoundedModule, strict=self.strict, seed=0, fuse=self.fuse)
+        return Operations(self.policy, lambda function, policy: compiled(Function(function), policy))
+
+    def _like(
+        self,
+        model: nn.Module,
+        policy: Policy | None = None,
+        strict: bool | None = None,
+        captures: Captures | None = None,
+    ) -> RoundedModule:
+        """Compile a model with the same settings and seed, from sample 0; None: with the same policy and strictness."""
+        strict = self.strict if policy is None else strict
+        settings = self.fuse, self.advance, self.unroll_loops, captures
+        return RoundedModule(model, policy or self.policy, strict, int(self.rng[0]), 0, *settings)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.policy.strict if self.strict is None else self.strict
+
+    def _pipeline(self) -> Pipeline:
+        """Return what captures and lowers. Raises CaptureError for a model with compiled modules in it."""
+        refuse_compiled(self.source)
+        policy = self.policy
+        if self._apart:  # a rule for what methods call by itself may match nothing in the rest of the model
+            parts = [f"{path}." for path in self._apart]
+            names = [name for name, _ in self.source.named_modules() if f"{name}.".startswith(tuple(parts))]
+            policy = policy.with_optional_rules(names)
+        return Pipeline(policy, self._is_strict, self.fuse, self.unroll_loops)
 
     def _entry(self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None) -> Entry:
-        """Return the graph for these arguments, with gradients if they are enabled.
+        """Return the graph for these arguments; arguments and errors as of ``Captures.entry``."""
+        return self._captures.entry(self._pipeline, args, kwargs, replays, flat)
 
-        replays: whether the caller can replay what a graph cannot hold; if so, LeftToPython is raised for it. flat: the
-        arguments' leaves and their spec, if the caller has them.
-        """
-        require_computable()
-        record_outputs(self.source, kwargs)
-        flat = flat or pytree.tree_flatten((args, kwargs))
-        leaves = flat[0]
-        if any(isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested) for x in leaves):
-            refuse_unsupported_tensors(self.source, args, kwargs)
-        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
-        if opaque:
-            raise LeftToPython(self.source, opaque, reads=True)
-        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (*self._key(args, kwargs, flat), torch.is_grad_enabled())
-        known = self._known
-        # Most calls are like the one before; to compare them takes less than a lookup.
-        if known is not None and known[0] == (key, shapes) and known[1].captured.guards.hold(args, kwargs):
-            self._latest = known[1]
-            return known[1]
-        entry = self._admitting(key, shapes, args, kwargs, replays)
-        if entry is None:
-            with capturing():
-                # Another thread may have captured it meanwhile.
-                entry = self._admitting(key, shapes, args, kwargs, replays)
-                if entry is None:
-                    began, reason = time.perf_counter(), reason_for(Call.of(args, kwargs, key), self._entries)
-                    entry = self._compile(args, kwargs, key)
-                    self._entries.setdefault(key, []).append(entry)
-                    mode = mode_of(self.source.training, entry.step is not None)
-                    self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
-        self._latest = entry
-        # What a graph reads from elsewhere is looked at in every call.
-        self.__dict__["_known"] = None if entry.captured.reads else ((key, shapes), entry)
+    def _called(self, backward: bool | None = None) -> Entry:
+        """Return the graph of the latest call. backward: whether it must have a backward pass."""
+        entry = self._captures.called
+        if backward and entry.step is None:
+            raise NotCaptured(
+                "the latest call recorded no gradients, so there is no backward graph: call the module with gradients "
+                "enabled, and parameters or arguments that require them"
+            )
         return entry
-
-    def _admitting(self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool) -> Entry | None:
-        """Return a captured graph that may be used for these arguments."""
-        left = self._left.get(key)
-        if left is not None and replays:
-            raise left.with_traceback(None)
-        for entry in self._entries.get(key, ()):
-            if not entry.captured.sizes.admit(shapes) or not entry.captured.guards.hold(args, kwargs):
-                continue
-            changed = [read for read in entry.captured.reads if not read.is_current()]
-            if not changed:
-                return entry
-            if replays:
-                found = [(read.source, read.kind, "") for read in changed]
-                self._left[key] = LeftToPython(self.source, found, reads=True)
-                self.__dict__["_known"] = None
-                raise self._left[key]
-        return None
-
-    def _compile(self, args: Any, kwargs: Any, key: Any) -> Entry:
-        refuse_compiled(self.source)
-        require_arguments(self.source, args, kwargs)
-        require_dtypes(self.source, args, kwargs)
-        try:
-            captured = self._pipeline.capture(self.source, args, kwargs, self._varying(args, kwargs, key))
-        except LeftToPython as error:
-            self._left[key] = error
-            self.__dict__["_known"] = None
-            raise
-        except CaptureError as error:
-            refusal = error
-        else:
-            return self._lowered(captured)
-        asked(self.source, args, kwargs, traced=True)
-        raise refusal
-
-    def _varying(self, args: Any, kwargs: Any, key: Any) -> set[Dimension]:
-        """Return the dimensions of the arguments that differed in earlier calls with this key."""
-        shapes = Call.of(args, kwargs, key).shapes
-        earlier = self._entries.get(key, ())
-        always = self.source.lengths(args, kwargs) if isinstance(self.source, Cached) else set()
-        return always | {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
-
-    def _lowered(self, captured: Captured) -> Entry:
-        owners = tuple(owner_of(self.source, port) for port in captured.entering)
-        return self._pipeline.program(captured, owners, self._delayed)
 
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))

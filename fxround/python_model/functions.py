@@ -112,3 +112,16 @@ class Method(Function, Sharing):
         """Set the training flag by the module's own ``train``."""
         self.source.train(mode)
         return self
+
+
+def calling(path: str) -> Callable[..., Any]:
+    """Return a method that calls a submodule of its module."""
+    names = path.split(".")
+
+    def submodule(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        for name in names:
+            module = getattr(module, name)
+        return module(*args, **kwargs)
+
+    return submodule

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from fxround.compiler.captures import Captures
+from fxround.compiler.executable import Entry
 from fxround.compiler.signature import require_module
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
@@ -52,20 +54,28 @@ def perturb(
     if getattr(original, "_fxround_perturbed", False):
         raise ValueError(f"{original.__name__} is perturbed already: leave that block first")
     compiled = compile(model, Policy.parse(policy), strict=strict, seed=seed).reseed(seed, sample)
-    entry = compiled._entry
-
-    def entry_of_itself(*args: Any, **kwargs: Any) -> Any:
-        with _as(original, model):
-            return entry(*args, **kwargs)
-
-    # What captures or compares the model in the block (prepare, observe, export) takes the model itself.
-    compiled.__dict__["_entry"] = entry_of_itself
+    compiled._captures = _Captures(model, original)
     model.__class__ = _perturbed(original, compiled, sample)
     try:
         yield compiled
     finally:
         model.__class__ = original
-        del compiled.__dict__["_entry"]
+
+
+class _Captures(Captures):
+    """The captures of a perturbed model: what captures or compares the model in the block takes the model itself."""
+
+    def __init__(self, model: nn.Module, original: type[nn.Module]) -> None:
+        super().__init__(model)
+        self._original = original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Captures, (self.source, self.delayed)
+
+    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+        """Return the graph of a call of the model itself."""
+        with _as(self._original, self.source):
+            return super().entry(*args, **kwargs)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_identity_gives_the_gradients_of_the_captured_graph(build: Any, shape: t
     model, x = seeded(build, *shape)
     compiled = fxround.compile(model, "identity")
     y, found = gradients(compiled, x)
-    entry = compiled._latest
+    entry = compiled._called()
     assert isinstance(entry, Entry)
     tangent = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape) / 8 - 1
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_nothing_of_a_step_is_left_unrounded_and_a_short_batch_needs_no_graph_of
     compiled = fxround.compile(model, "reproducible")
     for batch in (x, x[:2], x[:1].expand(7, -1, -1, -1)):
         compiled(batch).sum().backward()
-    assert compiled.coverage().unrounded == () and len(compiled._entries) == 1
+    assert compiled.coverage().unrounded == () and len(compiled.captures().rows) == 1
     assert "fxround.convolution_weight_gradient" in compiled.graph_text(backward=True)
 
 
@@ -417,7 +417,7 @@ def test_a_size_that_only_a_result_has_is_computed_from_the_arguments(frames: in
             # A tolerance: PyTorch adds the same products in an order of its own, which it does not state.
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
         model.zero_grad()
-    assert len(compiled._entries) == 1
+    assert len(compiled.captures().rows) == 1
 
 
 def test_identity_gives_the_sparse_gradients_of_an_embedding() -> None:

@@ -171,7 +171,7 @@ def test_an_unused_shared_result_adds_nothing_to_a_gradient() -> None:
     model = Sharing(lambda m, x: (F.linear(x, m.weight), x.view(-1), m.weight))
     x = torch.rand(2, 4, requires_grad=True)
     compiled = fxround.compile(model, "up_down")
-    captured = [compiled.prepare(x)._latest.captured]
+    captured = [compiled.prepare(x)._called().captured]
     assert [port.index for port in captured[0].inputs if port.kind == "tangent"] == [0]
 
 

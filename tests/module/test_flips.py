@@ -48,8 +48,7 @@ def values_of(compiled: fxround.RoundedModule) -> dict[str, Any]:
     """The values of a training step by their nodes, weights and arguments included."""
     with torch.enable_grad():
         values = dict(compiled.observe_step({0: TANGENT}, X))
-    entry = compiled._latest
-    assert entry is not None
+    entry = compiled._called()
     return values | entry.named([X], {0: TANGENT})
 
 
@@ -174,8 +173,8 @@ def test_codes_of_elements_and_of_scales_flip_and_nothing_else(where: str, row: 
         assert abs(one.flipped - one.expected) < 6 * math.sqrt(max(one.expected, 1))
         assert one.value.startswith("scales of ") == one.fault.startswith("scale.")
     assert not compiled.leaks(x)
-    values = dict(compiled.observe(x)) | compiled._called.named([x], None)
-    without = dict(plain.observe(x)) | plain._called.named([x], None)
+    values = dict(compiled.observe(x)) | compiled._called().named([x], None)
+    without = dict(plain.observe(x)) | plain._called().named([x], None)
     graph, was = compiled.lowered.graph, plain.lowered.graph
     flips = [node for node in graph.nodes if isinstance(c := read(node), Pointwise) and "flip_" in c.program]
     assert len(flips) == len(found.flips)
@@ -285,8 +284,8 @@ def test_elements_of_scaled_operands_flip_between_the_quotient_and_the_scale(tex
     values = dict(compiled.observe_step({0: g}, x))
     plain = dict(whole.observe_step({0: g}, x))
     names = [name for name in plain if name.endswith("_operand") or "_operand_" in name]
-    assert compiled._latest is not None and len(names) == 4
-    for node in compiled._latest.lowered.graph.nodes:
+    assert len(names) == 4
+    for node in compiled._called().lowered.graph.nodes:
         call = read(node)
         flipped = isinstance(call, Pointwise) and read(call.xs[0]) if call is not None and hasattr(call, "xs") else None
         if not isinstance(flipped, Pointwise) or "flip_" not in flipped.program or "flip_" in call.program:

@@ -81,7 +81,7 @@ def test_modules_of_other_dtypes_are_captured_again(model: nn.Module, x: Tensor)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         rounded.to(dtype)
         assert rounded(x.to(dtype)).dtype == dtype
-    assert len(rounded._entries) == 4
+    assert len(rounded.captures().rows) == 4
 
 
 def test_arguments_that_the_model_changes_are_changed() -> None:
@@ -126,7 +126,7 @@ def test_the_same_call_twice_gives_the_same_bits(compiled: fxround.RoundedModule
     assert not torch.equal(compiled.reseed(7, sample=1)(x), first)
     assert not torch.equal(compiled.reseed(8)(x), first)
     assert torch.equal(compiled.reseed(7)(x), first)
-    assert compiled.graph_text() == text and len(compiled._entries) == 1
+    assert compiled.graph_text() == text and len(compiled.captures().rows) == 1
 
 
 def test_a_row_does_not_depend_on_the_batch_under_deterministic_modes(model: nn.Module, x: Tensor) -> None:

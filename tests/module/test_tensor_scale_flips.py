@@ -45,7 +45,7 @@ def test_an_element_is_multiplied_by_the_product_of_both_scales(where: str) -> N
     changed = set()
     for sample in range(6):
         compiled.reseed(2, sample)
-        values = dict(compiled.observe(x)) | compiled._called.named([x], None)
+        values = dict(compiled.observe(x)) | compiled._called().named([x], None)
         checked = 0
         for node in compiled.lowered.graph.nodes:
             call = read(node)

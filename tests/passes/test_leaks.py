@@ -167,11 +167,11 @@ def stepped(module: fxround.RoundedModule, args: tuple[Any, ...]) -> dict[str, A
     with torch.no_grad():
         result = module.evaluate(*args)
     tangents = {0: torch.randn_like(result)}
-    entry = module._latest
+    entry = module._called()
     with torch.enable_grad():
         values = dict(module.observe_step(tangents, *args))
-    entry = module._latest
-    assert entry is not None and entry.step is not None
+    entry = module._called()
+    assert entry.step is not None
     names = [n.name for n in entry.lowered.graph.nodes if n.op == "placeholder"]
     return values | dict(zip(names, entry.entering(list(args), tangents), strict=False))
 

@@ -34,8 +34,7 @@ def operands_of(
     compiled = fxround.compile(model, text, example_inputs=x)
     values = dict(compiled.observe_step({0: tangent}, x))
     found: dict[str, Any] = {}
-    assert compiled._latest is not None
-    for node in compiled._latest.lowered.graph.nodes:
+    for node in compiled._called().lowered.graph.nodes:
         read = [n for n in node.all_input_nodes if "_operand" in n.name or "_operand" in str(n.args[:1])]
         read = read if "conv" in str(node.target) or "mm" in str(node.target) else []
         if len(read) == 2:

@@ -101,7 +101,7 @@ def test_recurrent_layers_run_in_machine_code(layer: nn.Module) -> None:
     compiled, x = fxround.compile(layer, "stochastic"), torch.rand(9, 3, 5)
     with _watched() as ran:
         found = compiled.evaluate(x)
-    names = [name for name, _ in compiled._latest.running.named_children()]
+    names = [name for name, _ in compiled._called().running.named_children()]
     assert len(ran) == sum(name.startswith("loop") for name in names) and all(ran)
     with mock.patch.object(loops, "scanned", return_value=None):
         expected = compiled.evaluate(x)

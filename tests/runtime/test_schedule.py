@@ -70,8 +70,7 @@ def test_results_are_the_graphs_own_and_stay_so(seed: int) -> None:
     with torch.no_grad():
         first = compiled(*pair(1))
         copies = [value.clone() for value in first]
-        entry = compiled._latest
-        assert entry is not None
+        entry = compiled._called()
         plain = entry.lowered(*pair(1), compiled.rng)
         for seed in (2, 3):
             compiled(*pair(seed))
@@ -100,8 +99,7 @@ def test_two_operands_of_a_concatenation_are_released_once(fuse: bool) -> None:
     compiled = fxround.compile(Skip(), "reproducible", fuse=fuse)
     with torch.no_grad():
         results = [compiled(x) for _ in range(3)]
-        entry = compiled._latest
-        assert entry is not None
+        entry = compiled._called()
         want = entry.lowered(*entry._inputs([x]), compiled.rng)[0]
     assert all(torch.equal(result, want) for result in results)
     calls = [node for node in entry.running.graph.nodes if node.target is buffers.release]

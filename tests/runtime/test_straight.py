@@ -92,7 +92,7 @@ def _made(name: str) -> tuple[Any, Tensor]:
 
 
 def _straight(compiled: Any) -> Straight:
-    found: Straight = compiled._latest._straight
+    found: Straight = compiled._called()._straight
     return found
 
 
@@ -133,12 +133,12 @@ def test_a_planned_call_has_the_bits_of_the_operations(name: str, policy: str) -
     with buffers.guarded():
         found = compiled(other)
     (shown,) = [value for name, value in compiled.observe(other) if name == "output"]
-    assert _equal(found, compiled._latest._result(compiled._latest.running(*_inputs(compiled, other))))
+    assert _equal(found, compiled._called()._result(compiled._called().running(*_inputs(compiled, other))))
     assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(shown), strict=True))
 
 
 def _inputs(compiled: Any, x: Tensor) -> list[Any]:
-    return [*compiled._latest._inputs([x]), compiled.rng]
+    return [*compiled._called()._inputs([x]), compiled.rng]
 
 
 @torch.no_grad()
@@ -219,13 +219,13 @@ def test_a_graph_that_rounds_nothing_is_planned_for_plain_tensors() -> None:
     compiled = fxround.compile(model, "identity")
     for value in (x, x, x, -x, x.abs(), -x.abs(), torch._neg_view(x), x):
         found = compiled(value)
-        assert _equal(found, compiled._latest._result(compiled._latest.running(*_inputs(compiled, value))))
+        assert _equal(found, compiled._called()._result(compiled._called().running(*_inputs(compiled, value))))
         assert found[0] is not value
     (program,) = _programs(_straight(compiled))
     assert not any(isinstance(step, Run) for step in program.steps)
     other = torch.randn(4, 6).as_subclass(_Other)
     for _ in range(3):
-        assert _equal(_straight(compiled)(other, compiled.rng), compiled._latest.running(other, compiled.rng))
+        assert _equal(_straight(compiled)(other, compiled.rng), compiled._called().running(other, compiled.rng))
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ def test_products_whose_quick_results_do_not_count_are_done_again(accumulate: st
         for scale in (1e-38, 1e38, float("inf"), float("nan"), 1e-45, 1.0):
             # Subnormal numbers and infinities, first in one row, then in all.
             for other in (torch.cat([x[:1] * scale, x[1:]]), x * scale):
-                assert _equal(compiled(other), compiled._latest.running(*_inputs(compiled, other))[0]), scale
+                assert _equal(compiled(other), compiled._called().running(*_inputs(compiled, other))[0]), scale
     assert again.call_count > 5
 
 
@@ -302,7 +302,7 @@ def test_parameters_may_be_replaced() -> None:
     model[0].weight.data = torch.rand(8, 4)[::2]
     model[0].bias = nn.Parameter(torch.rand(4))
     for _ in range(3):
-        assert torch.equal(compiled(x), compiled._latest.running(*_inputs(compiled, x))[0])
+        assert torch.equal(compiled(x), compiled._called().running(*_inputs(compiled, x))[0])
     model[0].weight.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its storage was freed"):
         compiled(x)
@@ -342,7 +342,7 @@ def test_training_steps_are_planned(name: str) -> None:
                 with torch.no_grad():
                     for p in model.parameters():
                         p -= 0.01 * p.grad
-        step = compiled._latest.step
+        step = compiled._called().step
         assert planned == bool(_programs(step.forwards) and _programs(step.backwards))
         return found
 

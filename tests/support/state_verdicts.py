@@ -288,9 +288,9 @@ def verdicts_of(make: Callable[[], Case]) -> Verdicts | None:
     compiled: Any = fxround.compile(model, "reproducible", strict=False)
     try:
         compiled(X)
-        key, entry = _key(compiled), compiled._latest
+        key, entry = _key(compiled), compiled._called()
         compiled(X)
-        if compiled._latest is not entry:
+        if compiled._called() is not entry:
             raise AssertionError(f"an equal call was captured again: {compiled.captures()}")
         traces = _Traces(model)
         traced = (traces.again(), traces.again())
@@ -308,7 +308,7 @@ def verdicts_of(make: Callable[[], Case]) -> Verdicts | None:
         torch.set_num_threads(threads)
         torch.set_autocast_enabled("cpu", False)
         hooks_of_all._global_forward_hooks.clear()
-    used = compiled._latest is entry
+    used = compiled._called() is entry
     if not state_changes.same(after, fresh):
         raise AssertionError(f"wrong: {after} for {fresh}")
     right = before is not None and state_changes.same(before, fresh)
@@ -316,7 +316,7 @@ def verdicts_of(make: Callable[[], Case]) -> Verdicts | None:
 
 
 def _key(compiled: Any) -> Any:
-    return compiled._key((X,), {}), torch.is_grad_enabled()
+    return compiled._captures.key((X,), {}), torch.is_grad_enabled()
 
 
 def _of_graph(entry: Any, rng: Tensor) -> Tensor | None:

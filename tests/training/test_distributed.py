@@ -94,7 +94,7 @@ def as_a_rank(store: str, out: str, rank: int) -> None:
 
             weights = train(name, step_of, compiled)
             state = {k.removeprefix("module."): v for k, v in ddp.state_dict().items()}
-            found[f"{name} {how}"] = (weights, state["fxround_rng"], len(compiled._entries))
+            found[f"{name} {how}"] = (weights, state["fxround_rng"], len(compiled.captures().rows))
     found["scales"] = [scales_of(rank, shared) for shared in (False, True)]
     torch.save(found, f"{out}.{rank}")
     dist.destroy_process_group()

@@ -332,7 +332,7 @@ def test_a_compiled_module_prints_policy_coverage_and_cost_and_captures_nothing(
         "  )\n"
         ")"
     )
-    assert not compiled._entries
+    assert not compiled.captures().rows
     with torch.no_grad():
         compiled(torch.ones(4, 3))
     operations = sum(o.operations for o in compiled.summary().operations)

@@ -1,0 +1,195 @@
+"""The captured graphs of a model, by the calls that they are right for (``Captures``).
+
+A call has a key: the structure and the kinds of its arguments, what the model depends on beside them (``state_key``),
+and whether gradients are wanted. A graph with this key is right for the call if it admits the sizes of the arguments,
+if its guards hold, and if what it read from outside is as it was. Any other call is captured and lowered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.capture import Captured, Dimension
+from fxround.capture.dynamo import capturing
+from fxround.capture.recorded_outputs import record_outputs
+from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for
+from fxround.compiler.delayed_state import DelayedState
+from fxround.compiler.executable import Entry, owner_of
+from fxround.compiler.pipeline import Pipeline
+from fxround.compiler.signature import asked, is_opaque, kind, packed_kinds, require_arguments, require_dtypes
+from fxround.compiler.state_key import StateKeys
+from fxround.errors import CaptureError, NotCaptured
+from fxround.python_model.call_context import require_computable
+
+# The leaves of a call's arguments with their spec.
+Flat = tuple[list[Any], pytree.TreeSpec]
+
+
+class Captures:
+    """The graphs of one model. A pickled or copied one has none.
+
+    Args:
+        source: the model.
+        delayed: the state of delayed scales, which all graphs share.
+        path: of the submodule that the model calls, and on which alone the key depends; "" for the model itself.
+        recorded: the list to which each capture is added.
+        lengths: returns the dimensions of arguments, as (leaf, dimension), that differ from call to call.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        delayed: DelayedState | None = None,
+        path: str = "",
+        recorded: list[Capture] | None = None,
+        lengths: Callable[[Any, Any], set[Dimension]] | None = None,
+    ) -> None:
+        self.source, self.delayed, self.path = source, delayed or DelayedState(), path
+        self._lengths = lengths
+        self.recorded = [] if recorded is None else recorded
+        self.latest: Entry | None = None
+        self._by_key: dict[Any, list[Entry]] = {}
+        self._left: dict[Any, LeftToPython] = {}
+        self._known: tuple[Any, Entry] | None = None
+        self._state_keys = StateKeys(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.source, self.delayed)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain.from_iterable(self._by_key.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    @property
+    def called(self) -> Entry:
+        """The graph of the latest call. Raises NotCaptured before the first one."""
+        if self.latest is None:
+            raise NotCaptured("nothing is captured yet: call the module once, or pass example_inputs= to compile")
+        return self.latest
+
+    def key(self, args: Any, kwargs: Any, flat: Flat | None = None) -> Any:
+        """Return the key of a call, but for whether gradients are wanted."""
+        leaves, spec = flat or pytree.tree_flatten((args, kwargs))
+        others = [value for value in chain(args, kwargs.values()) if not isinstance(value, Tensor)]
+        packed = packed_kinds(others) if others else ()
+        return spec, (*(kind(leaf) for leaf in leaves), *packed), self._state_keys.of(self.source)
+
+    def entry(
+        self, pipeline: Callable[[], Pipeline], args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None
+    ) -> Entry:
+        """Return the graph for these arguments, with gradients if they are enabled.
+
+        pipeline: what captures and lowers where no graph is right. replays: whether the caller can replay what a graph
+        cannot hold; if so, LeftToPython is raised for it. flat: the arguments' leaves and their spec, if the caller has
+        them.
+        """
+        require_computable()
+        record_outputs(self.source, kwargs)
+        flat = flat or pytree.tree_flatten((args, kwargs))
+        leaves = flat[0]
+        if any(isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested) for x in leaves):
+            refuse_unsupported_tensors(self.source, args, kwargs)
+        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
+        if opaque:
+            raise LeftToPython(self.source, opaque, reads=True)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (*self.key(args, kwargs, flat), torch.is_grad_enabled())
+        known = self._known
+        # Most calls are like the one before; to compare them takes less than a lookup.
+        if known is not None and known[0] == (key, shapes) and known[1].captured.guards.hold(args, kwargs):
+            self.latest = known[1]
+            return known[1]
+        entry = self._admitting(key, shapes, args, kwargs, replays)
+        if entry is None:
+            with capturing():
+                # Another thread may have captured it meanwhile.
+                entry = self._admitting(key, shapes, args, kwargs, replays)
+                if entry is None:
+                    began, reason = time.perf_counter(), reason_for(Call.of(args, kwargs, key), self._by_key)
+                    entry = self._made(pipeline(), args, kwargs, key)
+                    self._by_key.setdefault(key, []).append(entry)
+                    mode = mode_of(self.source.training, entry.step is not None)
+                    self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
+        self.latest = entry
+        # What a graph reads from elsewhere is looked at in every call.
+        self._known = None if entry.captured.reads else ((key, shapes), entry)
+        return entry
+
+    def receive(self, pipeline: Pipeline, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+        """Lower a graph that Dynamo passes with its example inputs; no later call finds it by its key."""
+        self.latest, _ = pipeline.receive(graph, inputs, self.delayed)
+        return self.latest
+
+    def record(self, capture: Capture) -> None:
+        """Add a row to the table of captures."""
+        self.recorded.append(replace(capture, module=self.path))
+
+    def lower_again(self, other: Captures, pipeline: Pipeline, keeps_joint: bool) -> None:
+        """Take the captured graphs of the same model from another policy, lowered by this pipeline.
+
+        keeps_joint: whether graphs with gradients are taken.
+        """
+        for key, entries in other._by_key.items():
+            if not keeps_joint and any(entry.step is not None for entry in entries):
+                continue
+            lowered = self._by_key[key] = [self._lowered(pipeline, entry.captured) for entry in entries]
+            taken = {id(entry.captured) for entry in entries}
+            self.recorded += [capture for capture in other.recorded if id(capture.captured) in taken]
+            if other.latest in entries:
+                self.latest = lowered[entries.index(other.latest)]
+
+    def _admitting(self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool) -> Entry | None:
+        """Return a captured graph that may be used for these arguments."""
+        left = self._left.get(key)
+        if left is not None and replays:
+            raise left.with_traceback(None)
+        for entry in self._by_key.get(key, ()):
+            if not entry.captured.sizes.admit(shapes) or not entry.captured.guards.hold(args, kwargs):
+                continue
+            stale = [(read.source, read.kind, "") for read in entry.captured.reads if not read.is_current()]
+            if not stale:
+                return entry
+            if replays:
+                raise self._leave(key, LeftToPython(self.source, stale, reads=True))
+        return None
+
+    def _leave(self, key: Any, error: LeftToPython) -> LeftToPython:
+        """Leave the calls of a key to Python from now on."""
+        self._left[key], self._known = error, None
+        return error
+
+    def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any) -> Entry:
+        require_arguments(self.source, args, kwargs)
+        require_dtypes(self.source, args, kwargs)
+        try:
+            captured = pipeline.capture(self.source, args, kwargs, self._varying(args, kwargs, key))
+        except LeftToPython as error:
+            self._leave(key, error)
+            raise
+        except CaptureError as error:
+            refusal = error
+        else:
+            return self._lowered(pipeline, captured)
+        asked(self.source, args, kwargs, traced=True)
+        raise refusal
+
+    def _varying(self, args: Any, kwargs: Any, key: Any) -> set[Dimension]:
+        """Return the dimensions of arguments that always differ, or did in earlier calls with this key."""
+        shapes, earlier = Call.of(args, kwargs, key).shapes, self._by_key.get(key, ())
+        always = self._lengths(args, kwargs) if self._lengths else set()
+        return always | {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
+
+    def _lowered(self, pipeline: Pipeline, captured: Captured) -> Entry:
+        owners = tuple(owner_of(self.source, port) for port in captured.entering)
+        return pipeline.program(captured, owners, self.delayed)
