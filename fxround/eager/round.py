@@ -295,74 +295,55 @@ def _differentiable(
     x: Tensor, rounding: Rounding | ScaledRounding, seed: int, sample: int, how: Gradient, stream: int, dims: Any
 ) -> Tensor:
     """Round a tensor with the requested gradient, which draws from the stream numbered one after the rounding's own."""
-    said = rounding, seed, sample, how, stream, dims
-    if how.zero_clamped:
-        return _RoundClamped.apply(x, *said)[0]  # type: ignore[no-untyped-call,no-any-return]
-    return _Round.apply(x, *said)  # type: ignore[no-untyped-call,no-any-return]
+    return _Round.apply(x, rounding, seed, sample, how, stream, dims)[0]  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Round(torch.autograd.Function):
-    """A rounding, which ``torch.func`` transforms too."""
+    """A rounding and where it clamped, if the gradient is zero there; ``torch.func`` transforms it too."""
 
     @staticmethod
-    def forward(x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any) -> Tensor:
-        return _round_tensor(x.detach(), rounding, seed, sample, stream=stream, dims=dims)
+    def forward(
+        x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        x = x.detach()
+        clamped = _clamped(x, rounding, seed, sample, stream, dims) if how.zero_clamped else None
+        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims), clamped
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
         _, _, seed, sample, ctx.how, stream, dims = inputs
         ctx.draw = seed, sample, Gradient(), stream + 1, dims
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+            ctx.save_for_forward(output[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        g = gradients[0]
+        g = _unclamped(ctx, gradients[0])
         if ctx.how.rounding is not None:
             g = _differentiable(g, ctx.how.rounding, *ctx.draw)
         return g, None, None, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         if ctx.how.rounding is not None:
             raise ValueError(f"gradient = {str(ctx.how)!r}: a tangent of forward mode is not rounded")
-        found: Tensor = tangents[0].clone()
-        return found
+        return _unclamped(ctx, tangents[0].clone()), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *said: Any) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, *said: Any
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         # One call for each element, all of which draw the same random bits.
-        return torch.stack([_Round.apply(part, *said) for part in x.unbind(in_dims[0])]), 0  # type: ignore[no-untyped-call]
+        calls = [_Round.apply(part, *said) for part in x.unbind(in_dims[0])]  # type: ignore[no-untyped-call]
+        results = [None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True)]
+        return tuple(results), tuple(None if part is None else 0 for part in results)
 
 
-class _RoundClamped(torch.autograd.Function):
-    """A rounding and where it clamped, with the gradient zero there."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any
-    ) -> tuple[Tensor, Tensor]:
-        x = x.detach()
-        clamped = _clamped(x, rounding, seed, sample, stream, dims)
-        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims), clamped
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _Round.setup_context(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Round.backward(ctx, gradients[0].masked_fill(ctx.saved_tensors[0], 0.0))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
-        return _Round.jvp(ctx, *tangents).masked_fill(ctx.saved_tensors[0], 0.0), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *said: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        calls = [_RoundClamped.apply(part, *said) for part in x.unbind(in_dims[0])]  # type: ignore[no-untyped-call]
-        return tuple(torch.stack(parts) for parts in zip(*calls, strict=True)), (0, 0)  # type: ignore[return-value]
+def _unclamped(ctx: Any, derivative: Tensor) -> Tensor:
+    """Return a gradient or a tangent, with zeros where the rounding clamped."""
+    return derivative.masked_fill(ctx.saved_tensors[0], 0.0) if ctx.how.zero_clamped else derivative
 
 
 @torch.library.custom_op("fxround::round_tensor", mutates_args=())
