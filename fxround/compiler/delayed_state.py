@@ -82,18 +82,18 @@ class DelayedState:
         scaling = scale.rounding.format.scaling
         assert scaling is not None
         size = 1 + scaling.history
-        found = self.values.get(scale.name)
-        if found is None:
-            found = torch.zeros(size, dtype=scale.dtype, device=scale.device)
-            found[:1].fill_(1.0)
-            self.values[scale.name] = found
-        found = found.to(scale.device)
-        if found.shape != (size,) or found.dtype != scale.dtype:
+        state = self.values.get(scale.name)
+        if state is None:
+            state = torch.zeros(size, dtype=scale.dtype, device=scale.device)
+            state[:1].fill_(1.0)
+            self.values[scale.name] = state
+        state = state.to(scale.device)
+        if state.shape != (size,) or state.dtype != scale.dtype:
             raise FxroundError(
-                f"the delayed scale {scale.name!r} has a state of {found.dtype} and {len(found) - 1} steps, and the "
+                f"the delayed scale {scale.name!r} has a state of {state.dtype} and {len(state) - 1} steps, and the "
                 f"policy needs {scale.dtype} and {scaling.history}: load the state of a model with the same policy"
             )
-        return found
+        return state
 
     def load(self, state: dict[str, Any], prefix: str, replace: bool) -> None:
         """Take this state's keys out of a ``state_dict``; replace: whether a state without them is an empty one.
@@ -101,12 +101,12 @@ class DelayedState:
         Raises RuntimeError for a value that is no such state.
         """
         start = f"{prefix}{SCALES}"
-        found = {key[len(start) :]: state.pop(key) for key in list(state) if key.startswith(start)}
-        for name, value in found.items():
+        saved = {key[len(start) :]: state.pop(key) for key in list(state) if key.startswith(start)}
+        for name, value in saved.items():
             if not isinstance(value, Tensor) or value.dim() != 1 or len(value) < 2 or not value.is_floating_point():
                 raise RuntimeError(
                     f"{start}{name} is {type(value).__name__} {tuple(getattr(value, 'shape', ()))}; expected a "
                     "multiplier and the largest magnitudes of steps, a tensor of at least 2 floats"
                 )
-        if found or replace:
-            self.values = {name: value.clone() for name, value in found.items()}
+        if saved or replace:
+            self.values = {name: value.clone() for name, value in saved.items()}

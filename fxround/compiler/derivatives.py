@@ -44,21 +44,21 @@ class Derivatives:
     def needed(self) -> frozenset[int]:
         """The positions of the inputs that the gradients are computed from."""
         graph = self.captured.graph.graph
-        found = {value for value in gradients_of(self.captured.graph) if value is not None}
+        reaching = {value for value in gradients_of(self.captured.graph) if value is not None}
         for node in reversed(graph.nodes):
-            if node in found:
-                found.update(node.all_input_nodes)
-        return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in found)
+            if node in reaching:
+                reaching.update(node.all_input_nodes)
+        return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in reaching)
 
     @cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
         """For each gradient the positions of the inputs on which it depends by numbers that have a derivative."""
         graph = self.captured.graph.graph
-        found = {node: frozenset([i]) for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        reached = {node: frozenset([i]) for i, node in enumerate(graph.find_nodes(op="placeholder"))}
         for node in graph.nodes:
             if node.op == "call_function" and float_values(node) and CONSTANT not in node.meta:
-                found[node] = frozenset().union(*(found.get(used, frozenset()) for used in node.all_input_nodes))
-        return tuple(found.get(value, frozenset()) for value in gradients_of(self.captured.graph))
+                reached[node] = frozenset().union(*(reached.get(used, frozenset()) for used in node.all_input_nodes))
+        return tuple(reached.get(value, frozenset()) for value in gradients_of(self.captured.graph))
 
     def name(self, position: int) -> str:
         """Return an input in words, for messages."""
@@ -80,11 +80,11 @@ class Derivatives:
             FxroundError: for what has no second derivative.
         """
         shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in values]
-        found = self._known(gradients, wanted, shapes)
-        if found is None:
+        derivative = self._known(gradients, wanted, shapes)
+        if derivative is None:
             with capturing():
-                found = self._known(gradients, wanted, shapes) or self._made(gradients, wanted, shapes)
-        return found[1]
+                derivative = self._known(gradients, wanted, shapes) or self._made(gradients, wanted, shapes)
+        return derivative[1]
 
     def _known(self, gradients: Any, wanted: Any, shapes: Sequence[Any]) -> tuple[Captured, Step | None] | None:
         made = self._steps.get((gradients, wanted), ())

@@ -194,8 +194,8 @@ class Entry:
                 tensor, rounds = base(alias), position in self.rounded
                 if rounds and not (tensor.requires_grad and torch.is_grad_enabled()):
                     return made[position]
-                found = alias.of(tensor, lambda size: self.captured.sizes.measured((size,), shapes)[0])
-                made[position] = rounded_once(found, made[position]) if rounds else found
+                view = alias.of(tensor, lambda size: self.captured.sizes.measured((size,), shapes)[0])
+                made[position] = rounded_once(view, made[position]) if rounds else view
             return made[position]
 
         waiting = dict(aliases)
@@ -305,8 +305,8 @@ def _picking(order: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    found = module._parameters.get(name)  # a module's own __getattr__ takes several times as long
-    tensor: Tensor = getattr(module, name) if found is None else found
+    parameter = module._parameters.get(name)  # a module's own __getattr__ takes several times as long
+    tensor: Tensor = getattr(module, name) if parameter is None else parameter
     return tensor
 
 
@@ -315,9 +315,9 @@ def _sources(result: Any) -> frozenset[tuple[str, int]]:
     waiting = [result] if isinstance(result, fx.Node) else []
     seen = set(waiting)
     while waiting:
-        found = [node for node in waiting.pop().all_input_nodes if node not in seen]
-        seen.update(found)
-        waiting.extend(found)
+        used = [node for node in waiting.pop().all_input_nodes if node not in seen]
+        seen.update(used)
+        waiting.extend(used)
     ports = [node.meta[PORT] for node in seen if PORT in node.meta]
     return frozenset((port.name, port.index) for port in ports)
 

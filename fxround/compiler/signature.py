@@ -200,8 +200,8 @@ def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
     """Return a subclass of ``base`` whose ``forward`` has the signature of the model's, for ``inspect.signature``."""
     function = model.function if isinstance(model, Function) else model.forward
     key: Any = getattr(function, "__func__", function)
-    found = _CLASSES.get(key)
-    if found is None:
+    cls = _CLASSES.get(key)
+    if cls is None:
         try:
             signature = signature_of(key)
         except (TypeError, ValueError):  # a builtin function without a signature
@@ -217,12 +217,12 @@ def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
         forward.__doc__ = base.forward.__doc__
         forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         names = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
-        found = type(base.__name__, (base,), names)
+        cls = type(base.__name__, (base,), names)
         try:
-            _CLASSES[key] = found
+            _CLASSES[key] = cls
         except TypeError:  # an object without weak references is not cached
-            return found
-    return found
+            return cls
+    return cls
 
 
 _CLASSES: Final[weakref.WeakKeyDictionary[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()

@@ -69,14 +69,14 @@ class _Reading:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = tuple(model.modules())
+        modules = tuple(model.modules())
         _refuse_lazy(model)
         # The modules themselves, not their ids: the key keeps them alive, so that no new module takes an old id.
-        self.modules = tuple(map(_read, found))
+        self.modules = tuple(map(_read, modules))
         self._tensors = tuple({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
         self.state = _described(self._tensors)
         self._unchanged = comparing(self._tensors)
-        watched = [vars(owner) for m in found for owner in _owners(m)]
+        watched = [vars(owner) for m in modules for owner in _owners(m)]
         self._flags = [(own, *_flag(own)) for own in watched]
         self._chosen = [(own, *_contents(own)) for own in watched]
         inner = [content for _, _, contents in self._chosen for content in contents]

@@ -92,7 +92,7 @@ def _training(model: nn.Module | None) -> Callable[[], bool]:
     if model is None:
         return lambda: True
     kept = weakref.ref(model)
-    return lambda: (found := kept()) is not None and found.training
+    return lambda: (alive := kept()) is not None and alive.training
 
 
 def _refusing(error: Exception) -> Callable[..., NoReturn]:

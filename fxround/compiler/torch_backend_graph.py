@@ -119,11 +119,11 @@ def _port_of(placeholder: fx.Node, index: int) -> Port:
     """Return the port of an input from Dynamo's source: L['self']._modules['fc']._parameters['weight'] is fc.weight."""
     source = str(getattr(placeholder, "_dynamo_source").name)  # noqa: B009 (no attribute of the class)
     kinds = {"_parameters": "parameter", "_buffers": "buffer"}
-    found = re.search(r"\.(_parameters|_buffers)\['([^']+)'\]$", source)
-    if found is None:
+    attribute = re.search(r"\.(_parameters|_buffers)\['([^']+)'\]$", source)
+    if attribute is None:
         return Port("argument", index=index)
     path = re.findall(r"\._modules\['([^']+)'\]", source)
-    return Port(kinds[found[1]], ".".join([*path, found[2]]), index)  # type: ignore[arg-type]
+    return Port(kinds[attribute[1]], ".".join([*path, attribute[2]]), index)  # type: ignore[arg-type]
 
 
 def _named(captured: Captured, ports: Sequence[Port]) -> Captured:

@@ -118,8 +118,8 @@ def differentiable_later(
     given = tuple(result if later else None for result, later in zip(results, chosen, strict=True))
     if not any(chosen):
         return tuple(results)
-    found: Any = _Later.apply(given, step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
-    return tuple(found[i] if later else results[i] for i, later in enumerate(chosen))
+    shown: Any = _Later.apply(given, step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+    return tuple(shown[i] if later else results[i] for i, later in enumerate(chosen))
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:
@@ -155,10 +155,10 @@ class _Step(torch.autograd.Function):
 
         def gradients(tangents: Sequence[Any]) -> Sequence[Any]:
             with unwatched():
-                found = _gradients(ctx.step, saved, tangents, ctx.like, ctx.rng, ctx.record)
+                results = _gradients(ctx.step, saved, tangents, ctx.like, ctx.rng, ctx.record)
             if torch.is_grad_enabled():
-                found = _again(found, ctx.step, inputs.unchanged(ctx.step), tangents, ctx.like, ctx.rng)
-            return [found.get(i) for i in range(number)]
+                results = _again(results, ctx.step, inputs.unchanged(ctx.step), tangents, ctx.like, ctx.rng)
+            return [results.get(i) for i in range(number)]
 
         return None, None, None, *by_rows(gradients, given)
 
@@ -186,10 +186,10 @@ class _Later(torch.autograd.Function):
             with unwatched():
                 step, positions, entering, outputs = computed()
                 like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
-                found = _gradients(step, outputs[step.results :], tangents, like, ctx.rng)
+                results = _gradients(step, outputs[step.results :], tangents, like, ctx.rng)
             if torch.is_grad_enabled():
-                found = _again(found, step, entering, tangents, like, ctx.rng)
-            by_input = {positions[i]: gradient for i, gradient in found.items()}
+                results = _again(results, step, entering, tangents, like, ctx.rng)
+            by_input = {positions[i]: gradient for i, gradient in results.items()}
             return [by_input.get(i) for i in range(len(inputs))]
 
         return None, None, None, *by_rows(gradients, given)
@@ -226,10 +226,10 @@ class _Again(torch.autograd.Function):
                     outputs = step.forwards(*inputs, ctx.rng)
                 like = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents]
                 chosen = [tangents[i] for i in shown]
-                found = _gradients(step, outputs[step.results :], chosen, like, ctx.rng)
+                results = _gradients(step, outputs[step.results :], chosen, like, ctx.rng)
             if torch.is_grad_enabled():
-                found = _again(found, step, inputs, chosen, like, ctx.rng)
-            return [found.get(i, zeros.get(i)) for i in range(len(inputs))]
+                results = _again(results, step, inputs, chosen, like, ctx.rng)
+            return [results.get(i, zeros.get(i)) for i in range(len(inputs))]
 
         return None, None, None, *by_rows(gradients, given)
 
@@ -237,14 +237,14 @@ class _Again(torch.autograd.Function):
 def _asked(ctx: Any) -> frozenset[int]:
     """Return the positions of the inputs of ``_Again`` whose gradients this backward pass may need."""
     edges = iter(ctx.next_functions[1:])  # the first is that of (seed, sample)
-    found = set()
+    asked = set()
     for i, (value, needed) in enumerate(zip(ctx.others, ctx.needs_input_grad[3:], strict=True)):
         if value is not Tensor:
             continue
         node, _ = next(edges)
         if needed and node is not None and will_run(node):
-            found.add(i)
-    return frozenset(found)
+            asked.add(i)
+    return frozenset(asked)
 
 
 class _Inputs:
@@ -292,7 +292,7 @@ def _gradients(
 
     One that depends on no tangent, and may be a constant of the graph, is returned as a copy.
     """
-    found = [given[i] for i in step.tangents]
+    known = [given[i] for i in step.tangents]
     require_ieee_arithmetic()
     with torch.no_grad():
         tangents = [t.resolve_neg() for t in _tangents(step, given, like)]
@@ -300,7 +300,7 @@ def _gradients(
         gradients = values[: len(step.gradients)]
         if record is not None and step.late:
             record(step.late, values[len(step.gradients) :])
-    used = {i for i, tangent in enumerate(found) if tangent is not None}
+    used = {i for i, tangent in enumerate(known) if tangent is not None}
     rows = zip(step.gradients, step.reached, gradients, strict=True)
     kept = {i: g if reached else g.clone() for i, reached, g in rows if g is not None and used & (reached or used)}
     return _owned(kept, [*saved, *tangents])
@@ -358,8 +358,8 @@ def _again(
         for position, sources in zip(step.gradients, derivatives.sources, strict=True)
     ]
     needed = [value if i in derivatives.needed else shaped(value) for i, value in enumerate(values)]
-    found = _Again.apply(tuple(varying), derivatives, rng, *needed)  # type: ignore[no-untyped-call]
-    pairs = zip(step.gradients, found, strict=True)
+    again = _Again.apply(tuple(varying), derivatives, rng, *needed)  # type: ignore[no-untyped-call]
+    pairs = zip(step.gradients, again, strict=True)
     return gradients | {position: gradient for position, gradient in pairs if gradient is not None}
 
 

@@ -161,8 +161,8 @@ def _parsed(rounding: Any, gradient: Any, dim: Any) -> tuple[Rounding | ScaledRo
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
         raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
-    found = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
-    if how.zero_clamped and not found:
+    can_clamp = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
+    if how.zero_clamped and not can_clamp:
         raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
     if dim is not None and not any(isinstance(r, ScaledRounding) for r in (parsed, how.rounding)):
         raise ValueError(
@@ -242,9 +242,9 @@ def _computed(
     """Return x rounded, in ``out`` if it is passed, which is row-major."""
     if isinstance(rounding, Rounding):
         return run_map(rounding_program(rounding), (x,), x.dtype, draw, out)
-    found = in_blocks(x, rounding, dims, out)
-    if found is not None:
-        return found
+    blocks = in_blocks(x, rounding, dims, out)
+    if blocks is not None:
+        return blocks
     d, size = pieces(x, rounding, dims)
     if size >= (x.shape[d] if x.dim() else 1):
         program, operands = operands_of_elements(x, rounding, dims)

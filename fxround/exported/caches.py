@@ -39,8 +39,8 @@ class CacheArgument:
 def caches_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CacheArgument, ...]:
     """Return the caches that are arguments. Raises TypeError for one that no program can take."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    found = [(place, cache) for place, cache in places if is_cache(cache)]
-    return tuple(CacheArgument(p, layers_of(cache), type(cache).__name__ == "DynamicCache") for p, cache in found)
+    caches = [(place, cache) for place, cache in places if is_cache(cache)]
+    return tuple(CacheArgument(p, layers_of(cache), type(cache).__name__ == "DynamicCache") for p, cache in caches)
 
 
 def with_tensors(caches: Sequence[CacheArgument], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -76,17 +76,17 @@ class Cached(Method):
 
     def lengths(self, args: Any, kwargs: Any) -> set[tuple[int, int]]:
         """Return (leaf, dimension) of the positions of growing layers, which differ from call to call."""
-        found: list[Tensor] = []
+        growing: list[Tensor] = []
 
         def noted(argument: CacheArgument, tensors: Any) -> Any:
-            found.extend(
+            growing.extend(
                 t for (*layer,), row in zip(tensors, argument.layers, strict=True) if not row.room for t in layer
             )
             return tensors
 
         _changed(self.caches, args, kwargs, noted)
         leaves = pytree.tree_leaves((args, kwargs))
-        return {(i, 2) for i, leaf in enumerate(leaves) if any(leaf is tensor for tensor in found)}
+        return {(i, 2) for i, leaf in enumerate(leaves) if any(leaf is tensor for tensor in growing)}
 
 
 def given(caches: Sequence[CacheArgument], args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
@@ -96,16 +96,16 @@ def given(caches: Sequence[CacheArgument], args: Any, kwargs: Any) -> tuple[Any,
     one, and ValueError for a cache of other layers.
     """
     texts = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), torch.zeros(1))
-    found = []
+    filled: list[Any] = []
 
     def taken(argument: CacheArgument, cache: Any) -> Any:
         if not is_cache(cache):
             raise TypeError(f"argument {argument.place!r} is {type_of(cache)}; the program was exported with a cache")
         require_layers(cache, argument.layers, texts.shape[0], texts.device)
-        found.append(cache)
+        filled.append(cache)
         return tensors_of(cache)
 
-    return *_changed(caches, args, kwargs, taken), found
+    return *_changed(caches, args, kwargs, taken), filled
 
 
 def returned(result: Any, caches: Sequence[Any]) -> Any:

@@ -125,8 +125,8 @@ def _listed(items: Iterable[Any]) -> str:
 
 def _inputs(program: nn.Module) -> Iterable[fx.Node]:
     graph: Any = program.graph
-    found: Iterable[fx.Node] = graph.find_nodes(op="placeholder")
-    return found
+    placeholders: Iterable[fx.Node] = graph.find_nodes(op="placeholder")
+    return placeholders
 
 
 def _taken(node: fx.Node) -> tuple[torch.dtype, int] | None:
@@ -201,10 +201,10 @@ class LoadedModule(nn.Module):
         """
         require_ieee_arithmetic()
         check_context(recorded=False)
-        found = tuple(kind.sequences for kind in packed_kinds((args, kwargs)))
-        if found != self._sequences:
+        sequences = tuple(kind.sequences for kind in packed_kinds((args, kwargs)))
+        if sequences != self._sequences:
             raise ValueError(
-                f"the packed arguments have {_listed(found)} sequences, and the program was exported for "
+                f"the packed arguments have {_listed(sequences)} sequences, and the program was exported for "
                 f"{_listed(self._sequences)}: export one for each number, or one that packs a padded tensor"
             )
         if self._caches:
@@ -213,8 +213,8 @@ class LoadedModule(nn.Module):
         return self._computed(*as_tuples((args, kwargs)))
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
-        leaves, found = flattened(args, kwargs)
-        if found != self._spec:
+        leaves, given = flattened(args, kwargs)
+        if given != self._spec:
             try:
                 leaves = self._spec.flatten_up_to((args, kwargs))
             except ValueError:
@@ -227,8 +227,8 @@ class LoadedModule(nn.Module):
         spec: list[Any] = []
 
         def compute() -> list[Any]:
-            results, found = pytree.tree_flatten(self._results(args, kwargs))
-            spec.append(found)
+            results, spec_of_results = pytree.tree_flatten(self._results(args, kwargs))
+            spec.append(spec_of_results)
             return results
 
         rng = self.program.get_buffer(RNG_BUFFER)

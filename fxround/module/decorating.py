@@ -31,8 +31,8 @@ class _Methods(dict[Any, Any]):
 
 def names_of(function: Any) -> dict[str, Any]:
     """Return the attributes that ``functools.wraps`` would give to a compiled function."""
-    found = {name: getattr(function, name) for name in _NAMES if hasattr(function, name)}
-    return found | {"__wrapped__": function} if found else {}
+    named = {name: getattr(function, name) for name in _NAMES if hasattr(function, name)}
+    return named | {"__wrapped__": function} if named else {}
 
 
 def is_plain(source: nn.Module) -> bool:
@@ -53,11 +53,11 @@ def bound(compiled: Any, instance: Any, make: Callable[[Method], Any]) -> Any:
 def global_name(compiled: Any) -> str | None:
     """Return the name under which a decorated function is found in its module, by which it is pickled."""
     function = compiled.source.function if is_plain(compiled.source) else None
-    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    held: Any = sys.modules.get(getattr(function, "__module__", None) or "")
     name: str = getattr(function, "__qualname__", "")
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return name if found is compiled else None
+        held = getattr(held, part, None)
+    return name if held is compiled else None
 
 
 def refuse_compiled(model: nn.Module) -> None:

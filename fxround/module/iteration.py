@@ -222,10 +222,10 @@ def _require_state(step: Callable[..., Any], state: Any, inputs: Any) -> Watched
         given.append(pytree.tree_map(lambda x: x[0].detach().clone(), inputs))
     watched = Watched(step, pytree.tree_leaves(given))
     with torch.no_grad(), torch.random.fork_rng(), watched:
-        found = step(*given)
-    results, other = pytree.tree_flatten(found)
+        following = step(*given)
+    results, other = pytree.tree_flatten(following)
     if other != spec:
-        old, new = _structure(state), _structure(found)
+        old, new = _structure(state), _structure(following)
         raise ValueError(f"a step returns {new}, and was given the state {old}: return the next state alone")
     for (path, before), after in zip(leaves, results, strict=True):
         name = f"state{pytree.keystr(path)}"

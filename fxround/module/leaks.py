@@ -44,21 +44,21 @@ def leaks_in(
             "'e4m3fn'. Rules declare scaled operands (operands=), and leaks() without declared= proves them"
         )
     fmt = None if declared is None else Format.parse(declared)
-    found = edges(entry.lowered, policy, fmt)
-    counts = None if leaves is None else _counts(entry, found, leaves, rng, tangents)
-    return leaks_of(found, immediates(entry.lowered, fmt), counts)
+    leaking = edges(entry.lowered, policy, fmt)
+    counts = None if leaves is None else _counts(entry, leaking, leaves, rng, tangents)
+    return leaks_of(leaking, immediates(entry.lowered, fmt), counts)
 
 
 def _counts(
-    entry: Entry, found: Sequence[Edge], leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None
+    entry: Entry, leaking: Sequence[Edge], leaves: Sequence[Any], rng: Tensor, tangents: Mapping[int, Tensor] | None
 ) -> dict[Edge, Count]:
     """Return how many elements of the values of one call are outside of what is declared, for all but accumulators."""
     wanted: dict[str, list[Edge]] = {}
-    for edge in found:
+    for edge in leaking:
         if not edge.accumulator:
             wanted.setdefault(edge.producer.name, []).append(edge)
     counts: dict[Edge, Count] = {}
-    used = {node.name for edge in found for node in _scales_of(edge)}
+    used = {node.name for edge in leaking for node in _scales_of(edge)}
     scales: dict[str, Tensor] = {}
 
     def count(name: str, value: Any) -> None:

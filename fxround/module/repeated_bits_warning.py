@@ -41,10 +41,10 @@ class Repeats:
                 stacklevel=callers(),
             )
         self._drawn = rng
-        found = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+        results = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
         # Integers, and an argument that is returned, have no rounding errors.
         self._returned = [
             weakref.ref(x)
-            for x in found
+            for x in results
             if isinstance(x, Tensor) and x.is_floating_point() and not any(x is leaf for leaf in leaves)
         ]

@@ -141,9 +141,9 @@ class Replay:
 
 def _backend(replay: weakref.ref[Replay]) -> Callable[..., Any]:
     def living() -> Replay:
-        found = replay()
-        assert found is not None
-        return found
+        living = replay()
+        assert living is not None
+        return living
 
     def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:

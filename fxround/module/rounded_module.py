@@ -603,7 +603,7 @@ class RoundedModule(Reaching):
 
     def call_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the rounded result of a submodule that a method calls; one that the model has not is called itself."""
-        path = next((path for path, found in self.source.named_modules() if found is module), "")
+        path = next((path for path, other in self.source.named_modules() if other is module), "")
         if not path:
             return module(*args, **kwargs)
         part = self._apart.get(path)

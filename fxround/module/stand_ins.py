@@ -76,8 +76,8 @@ class _StandIn:
         return _call(self, lambda _, *args, **kwargs: call(*args, **kwargs), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)  # type: ignore[misc]
-        return stand_in(self._fxround_compiled, found) if isinstance(found, nn.Module) else found
+        value = super().__getattr__(name)  # type: ignore[misc]
+        return stand_in(self._fxround_compiled, value) if isinstance(value, nn.Module) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, _itself(value))
@@ -104,8 +104,8 @@ class _Modules(MutableMapping[str, Any]):
         self._compiled, self._held = owner._fxround_compiled, owner.__dict__["_modules"]
 
     def __getitem__(self, name: str) -> Any:
-        found = self._held[name]
-        return found if found is None else stand_in(self._compiled, found)
+        held = self._held[name]
+        return held if held is None else stand_in(self._compiled, held)
 
     def __setitem__(self, name: str, module: Any) -> None:
         self._held[name] = _itself(module)

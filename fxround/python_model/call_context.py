@@ -19,16 +19,16 @@ from fxround.float_state import require_ieee_arithmetic
 
 def require_untraced() -> None:
     """Raise FxroundError where PyTorch traces the call of a compiled module for a graph of its own."""
-    found = tracer()
-    if found == "torch.compile":
+    tracing = tracer()
+    if tracing == "torch.compile":
         raise FxroundError(
             "torch.compile traces a compiled module, whose kernels are compiled already: call it outside of "
             'torch.compile, or write torch.compile(model, backend="fxround", options={"policy": ...}) with the model '
             "itself"
         )
-    if found:
+    if tracing:
         raise FxroundError(
-            f"{found} traces a compiled module, whose captures it cannot hold: compiled.export(path, example_inputs) "
+            f"{tracing} traces a compiled module, whose captures it cannot hold: compiled.export(path, example_inputs) "
             "writes the rounded program, which torch.export.load reads too, and compiled.graph is the rounded graph"
         )
 
