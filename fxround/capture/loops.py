@@ -25,7 +25,7 @@ from fxround.errors import CaptureError
 from fxround.graph.dialect.loops import COND, MAP, SCAN, WHILE
 from fxround.graph.site import located
 
-Step = Callable[..., Any]
+Body = Callable[..., Any]
 _UNROLLED: Final[ContextVar[bool]] = ContextVar("unrolled", default=False)
 
 
@@ -67,7 +67,7 @@ def refuse_reads(graph: fx.GraphModule, outside: Collection[str]) -> None:
                 )
 
 
-def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
+def scan(step: Body, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the last carries and the stacked results of ``step(*carries, *x, *others)`` for each x of ``xs``.
 
     step: returns the next carries and its results as one flat list. Every tensor is an argument of ``step``. Raises
@@ -87,7 +87,7 @@ def scan(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     return tuple(SCAN(guarded, list(carries), list(xs), tuple(others)))
 
 
-def one_by_one(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
+def one_by_one(step: Body, carries: Sequence[Any], xs: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return what ``scan`` returns, with the operations of each iteration one by one."""
     run, state, rows = _interpreted(step), list(carries), []
     for x in zip(*(torch.unbind(x) for x in xs), strict=True):
@@ -99,12 +99,12 @@ def one_by_one(step: Step, carries: Sequence[Any], xs: Sequence[Any], others: Se
     return *state, *(torch.stack(column) for column in zip(*rows, strict=True))
 
 
-def mapped(step: Step, xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+def mapped(step: Body, xs: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
     """Return the stacked results of ``step(*x, *others)`` for each x of ``xs``."""
     return scan(step, (), xs, others)
 
 
-def chosen(predicate: Any, step: Step, other: Step, operands: Sequence[Any] = ()) -> tuple[Any, ...]:
+def chosen(predicate: Any, step: Body, other: Body, operands: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the results of ``step(*operands)`` if the predicate is true, else those of ``other``."""
     operands = _apart(operands)
     steps = _separate(step, 0), _separate(other, 0)
@@ -114,7 +114,7 @@ def chosen(predicate: Any, step: Step, other: Step, operands: Sequence[Any] = ()
     return tuple(COND(predicate, *steps, tuple(operands)))
 
 
-def repeated(test: Step, step: Step, carries: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
+def repeated(test: Body, step: Body, carries: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the carries after ``step(*carries, *others)`` as long as ``test`` of them is true."""
     if _differentiated((*carries, *others)):
         raise CaptureError(
@@ -135,7 +135,7 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _separate(step: Step, carries: int) -> Step:
+def _separate(step: Body, carries: int) -> Body:
     """Return the step with results that share no memory with its arguments or with each other."""
     run = _interpreted(step)
 
@@ -196,11 +196,11 @@ def _memory(x: Tensor) -> Any:
     return _tensor_storage(plain)
 
 
-def _interpreted(step: Step) -> Step:
+def _interpreted(step: Body) -> Body:
     """Return a graph as a function that keeps the origin of its nodes while it is traced."""
     from torch._higher_order_ops.utils import _maybe_run_with_interpreter
 
-    run: Step = _maybe_run_with_interpreter(step)
+    run: Body = _maybe_run_with_interpreter(step)
     return run
 
 
@@ -226,7 +226,7 @@ class _Parts:
     results: int
 
 
-def _differentiate(step: Step, operands: Sequence[Any], carries: int) -> _Parts:
+def _differentiate(step: Body, operands: Sequence[Any], carries: int) -> _Parts:
     """Return the parts of a body. The first ``carries`` operands change, so that they are saved and not read."""
     from torch._higher_order_ops.utils import materialize_as_graph
 
@@ -360,7 +360,7 @@ def _part(
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, carries: int, mapped_: int, *operands: Any) -> Any:
+    def forward(ctx: Any, step: Body, carries: int, mapped_: int, *operands: Any) -> Any:
         from torch._higher_order_ops.utils import first_slice_copy
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
@@ -423,7 +423,7 @@ class _Scan(torch.autograd.Function):
 
 class _Cond(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, predicate: Any, step: Step, other: Step, *operands: Any) -> Any:
+    def forward(ctx: Any, predicate: Any, step: Body, other: Body, *operands: Any) -> Any:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         with disable_proxy_modes_tracing():
@@ -432,7 +432,7 @@ class _Cond(torch.autograd.Function):
         results = parts[0].results
         saved = [len(part.saved) for part in parts]
 
-        def branch(k: int) -> Step:
+        def branch(k: int) -> Body:
             run = _interpreted(parts[k].forward)
 
             def forward(*args: Any) -> list[Any]:
@@ -460,7 +460,7 @@ class _Cond(torch.autograd.Function):
         given = sorted({i for part in parts for i in part.given})
         flat = (*operands, *tensors, *(tangents[i] for i in given))
 
-        def branch(k: int) -> Step:
+        def branch(k: int) -> Body:
             run = _interpreted(parts[k].backward)
 
             def backward(*args: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from fxround.capture.loops import one_by_one, scan
 from fxround.capture.packed import Places, begun, row, spread, taken
 from fxround.capture.torch_private import recurrent_formulas, replaced_layers
 
-Step = Callable[..., list[Tensor]]
+Body = Callable[..., list[Tensor]]
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def _rows(
     has_biases: bool,
     reverse: bool,
     state: list[Tensor],
-    step: Step,
+    step: Body,
     given: list[Tensor | None],
     packed: Places | None,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -142,7 +142,7 @@ def _loop(
     run: Callable[..., Any],
     inputs: Tensor,
     state: list[Tensor],
-    step: Step,
+    step: Body,
     given: list[Tensor | None],
     inside: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:

@@ -53,7 +53,7 @@ _Number = tuple[int, bool, int]
 
 
 @dataclass(frozen=True)
-class Run:
+class Repetition:
     """Consecutive blocks of Dynamo's graph that differ in their parameters alone.
 
     parameters: for each block, the name of its parameter in place of one of the third block.
@@ -99,7 +99,7 @@ def _parameters(graph: fx.GraphModule, args: Any, kwargs: Any) -> dict[_Node, st
 # ---- equal blocks of Dynamo's graph ----
 
 
-def find_runs(graph: fx.GraphModule, parameters: Mapping[_Node, str]) -> tuple[Run, ...]:
+def find_runs(graph: fx.GraphModule, parameters: Mapping[_Node, str]) -> tuple[Repetition, ...]:
     """Return runs of equal blocks that do not overlap, in the order of the graph.
 
     parameters: the names of those placeholders that are parameters.
@@ -116,7 +116,7 @@ class _Search:
     texts: Sequence[str]
     parameters: Mapping[_Node, str]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Repetition]:
         """Yield the run that leaves out the most nodes, between those before it and those after it."""
         start, period, times = max(self._candidates(), key=_left_out, default=(0, 0, 0))
         if not period:
@@ -127,7 +127,7 @@ class _Search:
         names = [_renamed(blocks[_FIRST - 1], block, self.parameters) for block in blocks]
         known = tuple(found for found in names if found is not None)
         if len(known) == times and not _is_read_later(blocks) and not self._add_gradients(blocks):
-            yield Run(blocks, known)
+            yield Repetition(blocks, known)
         yield from self._part(end, len(self.nodes)).runs()
 
     def _add_gradients(self, blocks: Sequence[Sequence[_Node]]) -> bool:
@@ -252,7 +252,7 @@ def _tensor(value: torch.Tensor) -> tuple[Any, ...]:
 # ---- fewer blocks in Dynamo's graph ----
 
 
-def _shortened(whole: fx.Graph, runs: Sequence[Run]) -> fx.Graph:
+def _shortened(whole: fx.Graph, runs: Sequence[Repetition]) -> fx.Graph:
     """Return the graph without the blocks that are not traced; the last block reads the third."""
     short = fx.Graph()
     copies: dict[_Node, _Node] = {}
@@ -270,7 +270,7 @@ def _shortened(whole: fx.Graph, runs: Sequence[Run]) -> fx.Graph:
 # ---- all blocks in ATen's graph ----
 
 
-def _restored(graph: fx.GraphModule, runs: Sequence[Run]) -> bool:
+def _restored(graph: fx.GraphModule, runs: Sequence[Repetition]) -> bool:
     """Put the blocks that were left out into ATen's graph; False if a run's third block is not as its second is."""
     inputs = {node.meta["desc"].target: node for node in graph.graph.nodes if _is_parameter(node)}
     if any("Mutation" in type(desc).__name__ for desc in graph.graph.output_node().meta["desc"]):
@@ -327,7 +327,7 @@ class _Block:
         return {name: None if node is None else index.get(node, -1) for name, node in found.items()}
 
 
-def _completed(graph: fx.Graph, run: Run, inputs: Mapping[str, _Node]) -> bool:
+def _completed(graph: fx.Graph, run: Repetition, inputs: Mapping[str, _Node]) -> bool:
     """Insert a copy of a run's third block for each that was left out; False if the third is not as the second is."""
     if not all(name in inputs for names in run.parameters for name in names.values()):
         return False
@@ -356,7 +356,7 @@ def _completed(graph: fx.Graph, run: Run, inputs: Mapping[str, _Node]) -> bool:
     return True
 
 
-def _traced(graph: fx.Graph, run: Run, parameters: Sequence[Mapping[str, _Node]]) -> list[_Block] | None:
+def _traced(graph: fx.Graph, run: Repetition, parameters: Sequence[Mapping[str, _Node]]) -> list[_Block] | None:
     """Return the first, second, third and last block of a run; None if they are not one after the other."""
     traced = (*range(_FIRST), len(run.blocks) - _LAST)
     index = {node.name: (i, j) for i in traced for j, node in enumerate(run.blocks[i])}
@@ -391,7 +391,7 @@ def _numbered(nodes: Iterable[tuple[int, _Node]]) -> dict[_Number, _Node]:
     return numbered
 
 
-def _sources(second: _Block, third: _Block, run: Run) -> list[int | None] | None:
+def _sources(second: _Block, third: _Block, run: Repetition) -> list[int | None] | None:
     """Return the index of Dynamo's node from which each node of the third block has its origin, None for no origin.
 
     Returns None if a node has another origin. A gradient has the origin of a forward node of the same number, a sum of

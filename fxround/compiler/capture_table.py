@@ -89,7 +89,7 @@ def guard_of(failed: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class KeyedCall:
     """A call of a compiled module: names and shapes of the leaves, the key, and the arguments."""
 
     names: tuple[str, ...]
@@ -99,7 +99,7 @@ class Call:
     kwargs: Any
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, key: Any) -> Call:
+    def of(cls, args: Any, kwargs: Any, key: Any) -> KeyedCall:
         """Return the call with these arguments."""
         leaves = pytree.tree_leaves((args, kwargs))
         try:
@@ -110,7 +110,7 @@ class Call:
         return cls(names, shapes, key, args, kwargs)
 
 
-def reason_for(call: Call, earlier: Mapping[Any, Sequence[Any]]) -> str:
+def reason_for(call: KeyedCall, earlier: Mapping[Any, Sequence[Any]]) -> str:
     """Return why a call needs a graph of its own.
 
     earlier: the entries of the captures before, by their keys. Raises CaptureError if as many of them as a model may
@@ -127,7 +127,7 @@ def reason_for(call: Call, earlier: Mapping[Any, Sequence[Any]]) -> str:
     return next(_differences(call, near), "the model has changed")
 
 
-def _of_same_key(call: Call, entries: Sequence[Any]) -> Iterator[str]:
+def _of_same_key(call: KeyedCall, entries: Sequence[Any]) -> Iterator[str]:
     """Yield the reasons why the newest of the entries cannot be used."""
     captured = entries[-1].captured
     for name, dimensions, shape in zip(call.names, captured.sizes.dimensions, call.shapes, strict=True):
@@ -142,7 +142,7 @@ def _of_same_key(call: Call, entries: Sequence[Any]) -> Iterator[str]:
     yield from (f"{read.source} has changed" for read in captured.reads if not read.is_current())
 
 
-def _differences(call: Call, near: Any) -> Iterator[str]:
+def _differences(call: KeyedCall, near: Any) -> Iterator[str]:
     (spec, kinds, state, gradients), (spec_before, kinds_before, state_before, gradients_before) = call.key, near
     if spec != spec_before:
         yield f"other arguments: {', '.join(call.names)}"

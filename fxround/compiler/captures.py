@@ -21,7 +21,7 @@ from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import capturing
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.capture_table import Call, Capture, mode_of, reason_for
+from fxround.compiler.capture_table import Capture, KeyedCall, mode_of, reason_for
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of
 from fxround.compiler.pipeline import Pipeline
@@ -116,7 +116,7 @@ class Captures:
                 # Another thread may have captured it meanwhile.
                 entry = self._admitting(key, shapes, args, kwargs, replays)
                 if entry is None:
-                    began, reason = time.perf_counter(), reason_for(Call.of(args, kwargs, key), self._by_key)
+                    began, reason = time.perf_counter(), reason_for(KeyedCall.of(args, kwargs, key), self._by_key)
                     entry = self._made(pipeline(), args, kwargs, key)
                     self._by_key.setdefault(key, []).append(entry)
                     mode = mode_of(self.source.training, entry.step is not None)
@@ -186,7 +186,7 @@ class Captures:
 
     def _varying(self, args: Any, kwargs: Any, key: Any) -> set[Dimension]:
         """Return the dimensions of arguments that always differ, or did in earlier calls with this key."""
-        shapes, earlier = Call.of(args, kwargs, key).shapes, self._by_key.get(key, ())
+        shapes, earlier = KeyedCall.of(args, kwargs, key).shapes, self._by_key.get(key, ())
         always = self._lengths(args, kwargs) if self._lengths else set()
         return always | {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
 

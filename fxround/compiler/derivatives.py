@@ -26,7 +26,7 @@ from fxround.passes import Plan, classified
 
 if TYPE_CHECKING:
     from fxround.compiler.pipeline import Pipeline
-    from fxround.compiler.training_step import Step
+    from fxround.compiler.training_step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Derivatives:
 
     captured: Captured
     pipeline: Pipeline
-    _steps: dict[Any, list[tuple[Captured, Step | None]]] = field(default_factory=dict, repr=False)
+    _steps: dict[Any, list[tuple[Captured, TrainingStep | None]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -65,7 +65,7 @@ class Derivatives:
         port = self.captured.inputs[position]
         return f"{port.kind} {port.name or port.index}"
 
-    def step(self, gradients: tuple[int, ...], wanted: frozenset[int], values: Sequence[Any]) -> Step | None:
+    def step(self, gradients: tuple[int, ...], wanted: frozenset[int], values: Sequence[Any]) -> TrainingStep | None:
         """Return a training step from all inputs to these gradients, and to their derivatives.
 
         Args:
@@ -86,7 +86,7 @@ class Derivatives:
                 derivative = self._known(gradients, wanted, shapes) or self._made(gradients, wanted, shapes)
         return derivative[1]
 
-    def _known(self, gradients: Any, wanted: Any, shapes: Sequence[Any]) -> tuple[Captured, Step | None] | None:
+    def _known(self, gradients: Any, wanted: Any, shapes: Sequence[Any]) -> tuple[Captured, TrainingStep | None] | None:
         made = self._steps.get((gradients, wanted), ())
         return next((pair for pair in made if pair[0].sizes.admit(shapes)), None)
 

@@ -21,7 +21,7 @@ from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.rounded_aliases import rounded_once
-from fxround.compiler.training_step import Step, differentiable
+from fxround.compiler.training_step import TrainingStep, differentiable
 from fxround.errors import FxroundError, type_of
 from fxround.graph.site import PORT, Port
 from fxround.numerics.lazy import cached_property
@@ -55,7 +55,7 @@ class Entry:
     fused: fx.GraphModule
     running: fx.GraphModule
     owners: tuple[Owner, ...]
-    step: Step | None = None
+    step: TrainingStep | None = None
     delayed: tuple[DelayedScale, ...] = ()
     state: DelayedState = field(default_factory=DelayedState)
     rounded: frozenset[int] = frozenset()

@@ -26,7 +26,7 @@ from fxround.compiler.executable import Entry, Owner
 from fxround.compiler.rounded_aliases import rounded_aliases
 from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
-from fxround.compiler.training_step import Step
+from fxround.compiler.training_step import TrainingStep
 from fxround.errors import PolicyError
 from fxround.graph.site import Port
 from fxround.operators.formulas import decompositions
@@ -117,7 +117,7 @@ class Pipeline:
         return Entry(captured, lowered, graphs.fused, graphs.running, owners, None, *own)
 
     @uncollected()
-    def step(self, captured: Captured) -> Step | None:
+    def step(self, captured: Captured) -> TrainingStep | None:
         """Return the training step of a captured joint graph; None for a graph without gradients."""
         return self._step(captured, lower(captured.graph, Plan(self.policy, self.strict)))
 
@@ -132,7 +132,7 @@ class Pipeline:
         fused = optimize(lowered) if self.fuse else lowered
         return Graphs(lowered, fused, schedule(fused, self.fuse))
 
-    def _step(self, captured: Captured, lowered: fx.GraphModule) -> Step | None:
+    def _step(self, captured: Captured, lowered: fx.GraphModule) -> TrainingStep | None:
         """Return the training step of a lowered joint graph; None for a graph without gradients."""
         tangents = [port for port in captured.inputs if port.kind == "tangent"]
         if not tangents:
@@ -140,7 +140,7 @@ class Pipeline:
         parts = partition(lowered)
         entering, results = captured.entering, captured.results
         delayed = {scale.name: scale for scale in delayed_scales(lowered)}
-        return Step(
+        return TrainingStep(
             parts,
             self.scheduled(parts.forward).running,
             self.scheduled(parts.backward).running,

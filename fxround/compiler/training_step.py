@@ -30,7 +30,7 @@ from fxround.runtime.schedule.straight import Straight
 
 
 class Differentiated(Protocol):
-    """What a backward pass needs of a training step; ``Step`` has the meanings."""
+    """What a backward pass needs of a training step; ``TrainingStep`` has the meanings."""
 
     @property
     def results(self) -> int: ...
@@ -51,7 +51,7 @@ class Differentiated(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training step, as two graphs.
 
     shown       the parts of the lowered graph, one node per operation
@@ -94,7 +94,9 @@ class Step:
 Record = Callable[[Sequence[DelayedScale], Sequence[Tensor]], None]
 
 
-def differentiable(step: Step, inputs: Sequence[Any], rng: Tensor, record: Record | None = None) -> tuple[Any, ...]:
+def differentiable(
+    step: TrainingStep, inputs: Sequence[Any], rng: Tensor, record: Record | None = None
+) -> tuple[Any, ...]:
     """Return the results of the forward graph, which autograd can differentiate if they have a tangent.
 
     record: takes the largest magnitudes that the backward graph returns.
@@ -136,7 +138,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: TrainingStep, rng: Tensor, record: Record | None, *inputs: Any) -> tuple[Any, ...]:
         outputs = step.forwards(*inputs, rng)
         results, saved = outputs[: step.results], _kept(step, inputs, outputs[step.results :])
         ctx.step, ctx.rng, ctx.record, ctx.inputs = step, rng, record, _Inputs(step, inputs)
@@ -256,14 +258,14 @@ class _Inputs:
 
     __slots__ = ("_values", "_versions")
 
-    def __init__(self, step: Step, values: Sequence[Any]) -> None:
+    def __init__(self, step: TrainingStep, values: Sequence[Any]) -> None:
         if step.mutated and step.derivatives is not None:
             written = step.mutated & step.derivatives.needed
             values = [value.clone() if i in written else value for i, value in enumerate(values)]
         self._values = values
         self._versions = [_version(value) for value in values]
 
-    def unchanged(self, step: Step) -> Sequence[Any]:
+    def unchanged(self, step: TrainingStep) -> Sequence[Any]:
         """Return the values; raise FxroundError if one that the gradients are computed from was changed in place."""
         derivatives = step.derivatives
         needed = derivatives.needed if derivatives is not None else frozenset()
@@ -312,7 +314,7 @@ def _tangents(step: Differentiated, given: Sequence[Any], like: Sequence[Any]) -
     return [torch.zeros(s, dtype=dtype, device=device) if t is None else t for t, (s, dtype, device) in pairs]
 
 
-def _kept(step: Step, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
+def _kept(step: TrainingStep, inputs: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
     """Return the values to save: copies of inputs that the call is about to overwrite, and detached views."""
     overwritten = {id(inputs[i]) for i in step.mutated}
     kept = [value.clone() if id(value) in overwritten else value for value in saved]

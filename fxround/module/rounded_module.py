@@ -37,7 +37,7 @@ from fxround.compiler.signature import (
     flattened,
     require_flag,
 )
-from fxround.compiler.training_step import Step, differentiable_later
+from fxround.compiler.training_step import TrainingStep, differentiable_later
 from fxround.errors import FxroundError, NotCaptured, type_of
 from fxround.exported.caches import Cached, caches_among, with_tensors
 from fxround.exported.program import RNG_BUFFER
@@ -212,7 +212,7 @@ class RoundedModule(Reaching):
                 return self._drawing(lambda rng, _: joint.run(leaves, rng))
         key, sources, state = self._captures.key(args, kwargs), self._sources(leaves), self._captures.delayed.copy()
 
-        def step() -> tuple[Step, list[int], list[Tensor]]:
+        def step() -> tuple[TrainingStep, list[int], list[Tensor]]:
             if self._captures.key(args, kwargs) != key:
                 raise FxroundError(
                     "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "

@@ -40,7 +40,7 @@ _THREAD: Final = _Thread()
 _NOTHING: Final = contextlib.nullcontext()
 
 
-class Watched(Protocol):
+class WatchedModule(Protocol):
     """The interface that a watch needs of its compiled module."""
 
     source: nn.Module
@@ -53,7 +53,7 @@ class Watched(Protocol):
 
 
 @contextlib.contextmanager
-def watching(compiled: Watched, name: str) -> Iterator[None]:
+def watching(compiled: WatchedModule, name: str) -> Iterator[None]:
     """Round the operators that the block, the model's method ``name``, computes outside compiled modules.
 
     A floating-point operation that cannot be rounded raises UnsupportedOperator if the module is strict, else it warns
@@ -90,7 +90,7 @@ def _without(watch: Any) -> Iterator[None]:
 class _Watch(TorchDispatchMode):
     """A dispatch mode that sees every operator that a method runs itself."""
 
-    def __init__(self, compiled: Watched, name: str) -> None:
+    def __init__(self, compiled: WatchedModule, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._title, self._name = f"{type(compiled.source).__name__}.{name}", name
         self._compiled, self._strict, self._told = compiled, compiled._is_strict, compiled._told
