@@ -71,6 +71,15 @@ def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def with_keywords(signature: inspect.Signature, names: Iterable[str]) -> inspect.Signature:
+    """Return a signature with parameters of these names in place of ``**kwargs``, besides those that it has."""
+    named, kinds = list(signature.parameters.values()), inspect.Parameter
+    if not named or named[-1].kind is not kinds.VAR_KEYWORD:
+        return signature
+    more = [kinds(name, kinds.KEYWORD_ONLY) for name in names if name not in signature.parameters]
+    return signature.replace(parameters=[*named[:-1], *more])
+
+
 def require_module(model: Any) -> None:
     """Raise TypeError for what is no module: a study copies and converts its model, which a function's cannot be."""
     if not isinstance(model, nn.Module):

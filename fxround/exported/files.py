@@ -15,7 +15,6 @@ import io
 import json
 import os
 import struct
-import sys
 import types
 import typing
 import zipfile
@@ -32,6 +31,7 @@ from fxround.errors import FxroundError, brief, shown
 from fxround.exported.caches import CacheArgument
 from fxround.exported.gradients import Gradients
 from fxround.exported.graphs import make_writable
+from fxround.exported.types import imports_of, named_tuples_of
 from fxround.files import write_file
 from fxround.version import VERSION
 
@@ -63,6 +63,7 @@ class Record:
 
     version     of fxround
     imports     the modules that have to be imported before PyTorch reads the file
+    named       the user's named tuples among the types of arguments and results, as module:name
     sequences   the number of sequences of each packed argument
     training    the mode of the model
     caches      the caches among the arguments
@@ -71,6 +72,7 @@ class Record:
 
     version: str
     imports: tuple[str, ...]
+    named: tuple[str, ...]
     sequences: tuple[int, ...]
     training: bool
     caches: tuple[CacheArgument, ...]
@@ -120,9 +122,10 @@ def save(
     gradients: the program of its gradients, and what that takes. caches: the caches among its arguments. Raises OSError
     if the file cannot be written.
     """
-    imports, sequences = sorted(_imports(program.call_spec)), [kind.sequences for kind in packed_kinds(example)]
+    types, sequences = program.call_spec, [kind.sequences for kind in packed_kinds(example)]
+    imports, named = tuple(imports_of(types)), tuple(named_tuples_of(types))
     described = gradients[1] if gradients else None
-    record = asdict(Record(VERSION, tuple(imports), tuple(sequences), training, tuple(caches), described))
+    record = asdict(Record(VERSION, imports, named, tuple(sequences), training, tuple(caches), described))
     memory = _written(program, keep_inputs)
     with zipfile.ZipFile(memory, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
@@ -143,20 +146,6 @@ def _written(program: Any, keep_inputs: bool) -> io.BytesIO:
     memory = io.BytesIO()
     torch.export.save(program, memory)
     return memory
-
-
-def _imports(spec: Any) -> set[str]:
-    """Return the modules whose types arguments and results have, such as a model's output class of transformers.
-
-    PyTorch reads a file with such a type only after its module has registered it.
-    """
-    specs = [spec.in_spec, spec.out_spec]
-    found = set()
-    while specs:
-        one = specs.pop()
-        specs += one.children()
-        found.add(getattr(one.type, "__module__", "builtins"))
-    return {name for name in found if name not in sys.stdlib_module_names and name.partition(".")[0] != "torch"}
 
 
 def read(file: IO[bytes], path: str | Path, any_version: bool) -> tuple[Record, bytes | None]:

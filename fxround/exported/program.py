@@ -19,18 +19,18 @@ from typing import Any, Final
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.caches import CACHES
 from fxround.capture.dynamo import aside
 from fxround.capture.packed import as_tuples
 from fxround.compiler.executable import Entry
 from fxround.compiler.samples_of_calls import CHANGING
-from fxround.compiler.signature import flattened, packed_kinds, signature_of
+from fxround.compiler.signature import flattened, packed_kinds, signature_of, with_keywords
 from fxround.errors import FxroundError, shown, type_of
 from fxround.exported.caches import CacheArgument, Cached, given, returned
 from fxround.exported.files import nested, program_of, read
 from fxround.exported.gradients import Gradients, LoadedGradients
+from fxround.exported.types import module_of, register
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dtypes import DEVICES
 from fxround.python_model.call_context import check_context, refuse_tangents
@@ -39,15 +39,14 @@ from fxround.runtime.random_state import state_of, write
 RNG_BUFFER: Final = "fxround_rng"
 _DENSE: Final = torch.strided
 
-# A program may return packed sequences; PyTorch writes no type of a result that has no name in files.
-if PackedSequence not in pytree.SUPPORTED_SERIALIZED_TYPES:
-    pytree._register_namedtuple(PackedSequence, serialized_type_name="torch.nn.utils.rnn.PackedSequence")
-
 
 class Exportable(nn.Module):
-    """The lowered graph of a model with the model's own state, and (seed, sample) as one more buffer."""
+    """The lowered graph of a model with the model's own state, and (seed, sample) as one more buffer.
 
-    def __init__(self, source: nn.Module, rng: Tensor, entry: Entry) -> None:
+    keywords: those of the example, which become parameters of ``forward`` in place of the model's ``**kwargs``.
+    """
+
+    def __init__(self, source: nn.Module, rng: Tensor, entry: Entry, keywords: Collection[str] = ()) -> None:
         super().__init__()
         self.__dict__.update(_parameters=source._parameters, _modules=source._modules)
         self._buffers = {**source._buffers, RNG_BUFFER: rng.clone()}
@@ -60,7 +59,7 @@ class Exportable(nn.Module):
             return entry.run(pytree.tree_leaves((args, kwargs)), self.get_buffer(RNG_BUFFER))
 
         model = source.source if isinstance(source, Cached) else source
-        forward.__signature__ = signature_of(model.forward)  # type: ignore[attr-defined]
+        forward.__signature__ = with_keywords(signature_of(model.forward), keywords)  # type: ignore[attr-defined]
         self.__dict__["forward"] = forward
 
 
@@ -92,8 +91,10 @@ def load(path: str | Path, *, any_version: bool = False, imports: Collection[str
     """
     with open(path, "rb") as file:
         record, gradients = read(file, path, any_version)
-        for name in record.imports:
+        for name in dict.fromkeys((*record.imports, *map(module_of, record.named))):
             _require_imported(name, path, imports)
+        for name in record.named:
+            register(name)
         if record.caches:
             importlib.import_module(CACHES)
         program, spec = program_of(file, path)

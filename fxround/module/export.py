@@ -28,7 +28,7 @@ def write_program(
     require_written((joint or entry).captured, joint is not None)
     args, kwargs = trace_example(*example)
     with torch.no_grad():
-        program = export_program(Exportable(source, rng, entry), args, kwargs, entry.captured.sizes)
+        program = export_program(Exportable(source, rng, entry, kwargs), args, kwargs, entry.captured.sizes)
     gradients = gradients_of(joint, entry, (args, kwargs), rng, training) if joint else None
     caches = source.caches if isinstance(source, Cached) else ()
     return save(program, path, (args, kwargs), keep_inputs, training, gradients, caches)

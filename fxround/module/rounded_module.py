@@ -576,7 +576,8 @@ class RoundedModule(Reaching):
             OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
             TypeError: for a cache that is empty, or of layers of another kind.
             FxroundError: with ``gradients``, if nothing requires a gradient, for delayed scales, or for a result that
-                shares memory with an input or another result; and for a view of an input that the model changes.
+                shares memory with an input or another result; for a view of an input that the model changes; and
+                for a named tuple that no module has under its name.
         """
         args, kwargs = arguments(example_inputs)
         caches = caches_among(args, kwargs)

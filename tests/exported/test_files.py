@@ -70,11 +70,12 @@ def test_a_hand_made_file_with_the_right_record_is_loaded(content: bytes, x: Ten
 
 
 RECORDS: Final[dict[str, tuple[Callable[[dict[str, Any]], Any], str]]] = {
-    "no fields": (lambda _: {"version": VERSION}, "expected version, imports, sequences"),
+    "no fields": (lambda _: {"version": VERSION}, "expected version, imports, named, sequences"),
     "another field": (lambda r: r | {"more": 1}, "the record has the fields"),
     "version": (lambda r: r | {"version": 5}, "was exported by fxround 5"),
     "imports": (lambda r: r | {"imports": "os"}, r"the record.imports is 'os'"),
     "import": (lambda r: r | {"imports": [["os"]]}, r"the record.imports\[0\] is \['os'\]; expected str"),
+    "named": (lambda r: r | {"named": ["a:B", None]}, r"named\[1\] is None; expected str"),
     "sequences": (lambda r: r | {"sequences": [1.5]}, r"sequences\[0\] is 1.5; expected int"),
     "training": (lambda r: r | {"training": 0}, "training is 0; expected bool"),
     "caches": (lambda r: r | {"caches": {"a": 1}}, "caches is"),
