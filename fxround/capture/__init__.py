@@ -444,6 +444,8 @@ def _copied(leaf: Any, doubled: bool, position: int, symbolic: Collection[Dimens
     copy = leaf.detach().clone()
     copy = torch.cat([copy, copy]) if doubled and copy.dim() else copy
     copy.requires_grad_(leaf.requires_grad)
+    # Attributes of its own, which the model may read.
+    vars(copy).update({name: value for name, value in vars(leaf).items() if not name.startswith("_dynamo")})
     for dimension in range(copy.dim()):
         if (position, dimension) in symbolic and copy.shape[dimension] > 1:
             torch._dynamo.maybe_mark_dynamic(copy, dimension)

@@ -203,7 +203,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._export.utils import _compiling_state_context
 
-    traced = _without_graph(model)
+    traced = _traceable(model)
     # As in PyTorch's dynamo_graph_capture_for_export, except that what it warns of is an error here.
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling_state_context())
@@ -241,6 +241,23 @@ def unmark(model: nn.Module) -> None:
 
 def _outputs(graph: fx.GraphModule) -> Any:
     return graph.graph.output_node().args[0]
+
+
+def _traceable(model: nn.Module) -> nn.Module:
+    """Return the model, or one with its attributes that PyTorch can trace.
+
+    PyTorch takes the first parameter of ``forward`` for the model: a function that was set on the instance has none.
+    """
+    own, traceable = vars(model).get("forward"), _without_graph(model)
+    if own is None or getattr(own, "__self__", None) is model:
+        return traceable
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    plain: nn.Module = nn.Module.__new__(type(type(model).__name__, (type(traceable),), {"forward": forward}))
+    vars(plain).update({name: value for name, value in vars(traceable).items() if name != "forward"})
+    return plain
 
 
 def _without_graph(model: nn.Module) -> nn.Module:

@@ -68,6 +68,7 @@ class Guards:
     layouts     the strides of the arguments, if the trace read some
     grad_mode   whether the trace read the grad mode
     kept        what is compared by identity
+    members     the names of the attributes of arguments that the trace read
     """
 
     check: Callable[[dict[str, Any]], bool] | None = None
@@ -81,6 +82,7 @@ class Guards:
     layouts: tuple[Any, ...] | None = field(default=None, repr=False)
     grad_mode: bool = False
     kept: tuple[Any, ...] = field(default=(), repr=False)
+    members: frozenset[str] = frozenset()
 
     def hold(self, args: Any, kwargs: Any) -> bool:
         """Whether everything that the trace depended on is as it was."""
@@ -172,6 +174,7 @@ class Noted:
         root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
         classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
         codes = frozenset(self.output.traced_code)
+        parts = [part for source in read if _root(source) in varying - cells.keys() for part in _chain(source)]
         told = sorted({source.name for source in read if source.name}, key=len, reverse=True)
         return Guards(
             check=root.check,
@@ -185,6 +188,7 @@ class Noted:
             layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
             grad_mode=self.readings.grad_mode,
             kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__),
+            members=frozenset(part.member for part in parts if type(part).__name__ == "AttrSource"),
         )
 
     def _copied(self) -> tuple[_Found, ...]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
 
 from fxround.capture import export_program, trace_example
 from fxround.capture.aliases import require_written
 from fxround.compiler.executable import Entry
+from fxround.errors import FxroundError
 from fxround.exported.caches import Cached
 from fxround.exported.files import save
 from fxround.exported.gradients import gradients_of
@@ -26,9 +30,21 @@ def write_program(
     """
     source, rng, training = compiled.source, compiled.rng, compiled.training
     require_written((joint or entry).captured, joint is not None)
+    _refuse_attributes(entry, pytree.tree_leaves(example))
     args, kwargs = trace_example(*example)
     with torch.no_grad():
         program = export_program(Exportable(source, rng, entry, kwargs), args, kwargs, entry.captured.sizes)
     gradients = gradients_of(joint, entry, (args, kwargs), rng, training) if joint else None
     caches = source.caches if isinstance(source, Cached) else ()
     return save(program, path, (args, kwargs), keep_inputs, training, gradients, caches)
+
+
+def _refuse_attributes(entry: Entry, leaves: Sequence[Any]) -> None:
+    """Raise FxroundError for an attribute of a tensor that the graph depends on: a program does not look at any."""
+    for leaf in leaves:
+        read = entry.captured.guards.members & vars(leaf).keys() if isinstance(leaf, Tensor) else ()
+        if read:
+            raise FxroundError(
+                f"the model reads {', '.join(sorted(read))} of a tensor among its arguments, an attribute that the "
+                "program in a file would not look at: let the model take it as an argument of its own"
+            )
