@@ -1,4 +1,4 @@
-"""What every run shares: the same numbers for the same test, no state left behind, ``--quick``, ``--shuffle``.
+"""What every run shares: the same numbers for the same test, no state left behind, and four options.
 
 **Draws.** Before a test, a fixture that tests share, and the import of a file, the generators of torch, NumPy and
 random are seeded from its name, so that a test draws the same numbers alone, after others, and in every run of a
@@ -6,6 +6,11 @@ commit. Hypothesis draws from the test's own source. ``--seed N`` gives every te
 PyTorch has two threads, whatever the machine has. A test that leaves a setting of the process changed fails.
 
 **Order.** ``--shuffle N`` runs the files, and the tests of each file, in an order drawn from N.
+
+**``--long``**: every case. Without it, a test marked ``part(n)`` runs each n-th of its cases, one marked
+``part("a", "b")`` those of these names, and one marked ``long`` none; where ``--seed`` is given, a part of the same
+size is drawn from it. A command that names a test (``file::test``) runs all its cases. The summary says how many
+were left.
 
 **``--quick``**: an answer in two minutes. The core test of every file runs first, in its first case, then further
 tests in their first cases, file by file in turn, until the time is over. The core tests always run; the rest of the
@@ -51,9 +56,12 @@ CORES: Final = {
 _THREADS: Final = 2
 _SEED: Final = pytest.StashKey[int]()
 _SETTINGS: Final = pytest.StashKey[dict[str, Any]]()
+# How many cases are left to --long.
+_LEFT: Final = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="every case: also those that marks part and long leave out")
     parser.addoption("--quick", action="store_true", help="two minutes: the core of every file, then what time allows")
     parser.addoption("--seed", type=int, default=0, help="every test draws other numbers; 0: those of every run")
     parser.addoption("--shuffle", type=int, help="run files, and the tests of each, in an order drawn from this number")
@@ -61,6 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = config.getoption("--seed")
+    config.stash[_LEFT] = 0
+    config.addinivalue_line("markers", "part(n, or names of cases): what a run without --long takes of the cases")
+    config.addinivalue_line("markers", "long: only a run with --long takes the test")
     # Neither load nor an earlier run decides: no deadline, no database. too_slow is a time as well.
     hypothesis.settings.register_profile(
         "fixed",
@@ -136,7 +147,44 @@ def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     return [item for group in groups for item in group]
 
 
+def _part(cases: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """What a run without ``--long`` takes of the cases of one test."""
+    if cases[0].get_closest_marker("long"):
+        return []
+    mark = cases[0].get_closest_marker("part")
+    if mark is None:
+        return cases
+    if isinstance(mark.args[0], int):
+        part = cases[:: mark.args[0]]
+    else:
+        names = {item.name.partition("[")[2].removesuffix("]"): item for item in cases}
+        if unknown := {*mark.args} - {*names}:
+            raise pytest.UsageError(f"{cases[0].nodeid}: part() names {sorted(unknown)}; the cases are {[*names]}")
+        part = [names[name] for name in mark.args]
+    return random.Random(f"{seed} {cases[0].nodeid}").sample(cases, len(part)) if seed else part
+
+
+def _leave(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is left to ``--long``."""
+    names = [argument.split("::") for argument in config.args if "::" in argument]
+    named = {(Path(file).resolve(), test[-1].split("[")[0]) for file, *test in names}
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault((item.path, item.name.split("[")[0]), []).append(item)
+    taken = {
+        item
+        for test, cases in tests.items()
+        for item in (cases if test in named else _part(cases, config.stash[_SEED]))
+    }
+    left = [item for item in items if item not in taken]
+    config.stash[_LEFT] = len(left)
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item in taken]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        _leave(config, items)
     if config.getoption("--shuffle") is not None:
         items[:] = _shuffled(items, config.getoption("--shuffle"))
     if not config.getoption("--quick"):
@@ -183,9 +231,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _draw_from(item.config, item.nodeid)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # A process of xdist: it collects, and another one prints.
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left to --long"] = session.config.stash[_LEFT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # Every process has collected the same.
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left to --long", 0) or node.config.stash[_LEFT]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     yield
+    if cases := terminalreporter.config.stash[_LEFT]:
+        terminalreporter.write_line(f"{cases} cases were left to --long")
     if terminalreporter.config.getoption("--quick"):
         done, left = (len(terminalreporter.stats.get(name, ())) for name in ("passed", "skipped"))
         terminalreporter.write_line(

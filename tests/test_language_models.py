@@ -100,6 +100,7 @@ def generated(compiled: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tens
     return found.sequences, torch.stack(found.logits, 1)
 
 
+@pytest.mark.part("gpt2", "mixtral")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "bloom"])
 def test_a_cache_changes_no_bit_and_lengths_and_batches_need_no_capture(kind: str) -> None:
     model = build(kind)
@@ -183,6 +184,7 @@ def test_samples_and_beams_are_rounded_between_the_calls() -> None:
     assert torch.equal(scores, fxround.round(scores, "bfloat16"))
 
 
+@pytest.mark.part("whisper-reproducible")
 @pytest.mark.parametrize("kind, policy", [("t5", "reproducible"), ("whisper", "reproducible")])
 def test_an_encoder_is_rounded_by_itself_and_a_text_is_the_same_alone(kind: str, policy: str) -> None:
     model = build(kind)

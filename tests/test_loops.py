@@ -115,6 +115,7 @@ _CASES = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", ["reproducible", "fp8"])
 @pytest.mark.parametrize("case", _CASES)
 def test_loops_have_the_bits_of_their_unrolled_code(case: str, policy: str) -> None:
@@ -195,6 +196,7 @@ def test_random_bits_are_those_of_the_iteration() -> None:
     assert state.tobytes() == last.numpy().tobytes()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("case", _CASES)
 def test_random_bits_depend_on_the_seed_alone(case: str) -> None:
     loop, _, given = _CASES[case]

@@ -83,6 +83,7 @@ def test_no_kernel_uses_memory_that_is_not_its_own(case: Case) -> None:
 
 # A convolution and a transformer of PyTorch's, loops, and a model that asks whether it is exported: the rest of
 # compile and export knows no other model, and tests/module tries it on modules of a few operations.
+@pytest.mark.part("unet")
 @pytest.mark.parametrize("case", ["unet", "recurrent", "encoder", "vit"], indirect=True)
 def test_torch_compile_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.name == "vit":  # transformers makes it an attention mask of ones where it is told that it is exported
@@ -106,6 +107,7 @@ def test_an_exported_file_gives_the_same_bits(case: Case, tmp_path: Path) -> Non
     assert torch.equal(case.run(fxround.load(path)), case.run(case.stochastic))
 
 
+@pytest.mark.part("unet", "digits_cnn")
 @pytest.mark.parametrize("name", ["digits_cnn", "unet", "recurrent", "vit"])
 def test_nothing_of_a_training_step_is_left_to_a_stock_kernel(name: str) -> None:
     """Strict: an operation of the forward or the backward without a kernel would raise."""

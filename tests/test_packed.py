@@ -49,6 +49,7 @@ def _step(compiled: nn.Module, x: Tensor, rest: tuple[Any, ...], state: Any, wei
     return [out.detach(), *(p.detach() for p in pytree.tree_leaves(last)), *(p.grad for p in pytree.tree_leaves(own))]
 
 
+@pytest.mark.part("GRU")
 @pytest.mark.parametrize(
     "layer, policy",
     [
@@ -160,6 +161,7 @@ def test_unrolled_layers_have_the_bits_of_loops() -> None:
         assert fxround.compile(model, "fp8_delayed")(x, torch.tensor([3, 1]))[0].isfinite().all()
 
 
+@pytest.mark.part("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_applies_between_layers_in_training(packed: bool) -> None:
     """Two layers that return positive inputs: each result is 0, or twice its input."""

@@ -100,6 +100,7 @@ def test_a_hard_text_is_refused(text: str) -> None:
         refused_or_printed(parse, text, (PolicyError,))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("part", ["x", "1e-6 ", "significand:1e-6 ", ":", "9", "[", "a,", "/", "\n"], ids=str.strip)
 @pytest.mark.parametrize("start", ["", "significand:", "bfloat16/", "bfloat16 faults=", "scaled(e4m3fn;", 'name = "'])
 def test_a_million_characters_are_refused_in_a_few(start: str, part: str) -> None:

@@ -36,6 +36,7 @@ def _step(compiled: nn.Module, x: Tensor) -> list[Tensor]:
     return [t.detach().clone() for t in (*results, x.grad, *(p.grad for p in compiled.parameters()))]  # type: ignore[union-attr]
 
 
+@pytest.mark.part("LSTM of two layers, both directions, projected", "RNN of tanh")
 @pytest.mark.parametrize("name", _LAYERS)
 def test_layers_have_the_bits_of_the_unrolled_formulas(name: str) -> None:
     torch.manual_seed(0)
@@ -68,6 +69,7 @@ def test_random_bits_follow_the_seed() -> None:
     assert not compiled.coverage().unrounded
 
 
+@pytest.mark.part("bfloat16", "mxfp8")
 @pytest.mark.parametrize("text", ["bfloat16", "e4m3fn", "mxfp8", "reproducible"])
 def test_leaks_are_proved_and_found_inside_of_loops(text: str) -> None:
     policy = fxround.Policy.parse(text)

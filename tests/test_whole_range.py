@@ -151,6 +151,7 @@ def plane(draw: Operands, dims: int) -> Plane:
     return Plane(image, channels, results, each(1, 3), windows, extra)
 
 
+@pytest.mark.part("2")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_convolutions_and_their_gradients(dims: int) -> None:
     for turn in range((2 if dims == 2 else 1) * ROUNDS):

@@ -40,6 +40,7 @@ def positions() -> Tensor:
     return torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, 2.0]]).requires_grad_()
 
 
+@pytest.mark.part("stochastic-True", "reproducible-False", "identity-True")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("policy", EXACT)
 def test_forces_are_the_formulas_and_train(policy: str, training: bool) -> None:
@@ -54,6 +55,7 @@ def test_forces_are_the_formulas_and_train(policy: str, training: bool) -> None:
     assert compiled.coverage().unrounded == () or policy == "identity"
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_studies_read_derivatives_without_gradients(training: bool, within: bool) -> None:

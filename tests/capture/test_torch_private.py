@@ -39,6 +39,7 @@ def described(name: str) -> list[str]:
     return lines
 
 
+@pytest.mark.part("digits_cnn")
 @pytest.mark.parametrize("name", ["digits_cnn", "encoder"])
 def test_quickened_tracing_gives_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = described(name)

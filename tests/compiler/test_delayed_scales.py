@@ -39,6 +39,7 @@ def rounded(x: Tensor, multiplier: Fraction, text: str) -> Tensor:
     return torch.tensor(found, dtype=x.dtype).reshape(x.shape)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("margin", [0, 2])
 def test_operands_and_scales_of_every_step_are_the_specification_s(dtype: torch.dtype, margin: int) -> None:

@@ -58,6 +58,7 @@ def backend(model: Encoder, path: Path) -> Any:
     return torch.compile(model, backend="fxround", options={"policy": "stochastic"})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("made", [module, advancing, advancing_without_gradients, method, loaded, backend])
 def test_calls_of_several_threads_have_the_samples_of_as_many_calls_in_turn(
     made: Callable[[Encoder, Path], Any], tmp_path: Path

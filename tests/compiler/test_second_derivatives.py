@@ -102,6 +102,7 @@ def through(name: str, model: nn.Module) -> Any:
     return compiled.eval() if name == "eval" else compiled
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("problem", [penalty, adapted, residual, fourth, transforms])
 @pytest.mark.parametrize("way", ["reproducible", "eval"])
 def test_second_derivatives_are_those_of_the_model(problem: Callable[..., Any], way: str) -> None:

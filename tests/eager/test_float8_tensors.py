@@ -78,6 +78,7 @@ def test_a_stochastic_conversion_is_unbiased() -> None:
     assert abs(upper - count * share) < 5 * math.sqrt(count * share * (1 - share))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", ["identity", "reproducible", "bfloat16", "stochastic", "e4m3fn", "mxfp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_model_with_weights_of_8_bits_computes_as_with_the_same_weights_widened(

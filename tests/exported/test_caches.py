@@ -82,6 +82,7 @@ def exported(model: Any, policy: Any, kind: str, path: Path) -> Any:
     return compiled
 
 
+@pytest.mark.part("Reader-reproducible-static")
 @pytest.mark.parametrize("build, policy, kind", [(llama, FIRST_LAYER, "dynamic"), (Reader, "reproducible", "static")])
 def test_one_file_reads_prompts_and_tokens_of_any_batch(build: Any, policy: Any, kind: str, tmp_path: Path) -> None:
     model = build()

@@ -88,6 +88,7 @@ def specified(function: Any, shape: tuple[int, ...]) -> Any:
     return np.array([function(i) for i in range(math.prod(shape))], np.float32).reshape(shape)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", ACCUMULATORS)
 def test_products_flip_as_the_specification_says(text: str) -> None:
     how, a, b = Accumulation.parse(text), values((1, 7, 11), 1, special=True), values((1, 11, 37), 2)
@@ -100,6 +101,7 @@ def test_products_flip_as_the_specification_says(text: str) -> None:
             same(run_product(kernel, a, b, 0, DRAW), want)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", OF_SUMS)
 def test_sums_and_prefixes_flip_as_the_specification_says(text: str) -> None:
     how, x = Accumulation.parse(text), values((5, 14), 3, special=True)
@@ -200,6 +202,7 @@ def hits(how: Accumulation, rounding: Rounding, word_: int) -> list[int]:
     return [int(word(word_, i) < q * n) for i, ((q, _), n) in enumerate(zip(numbers, counts, strict=True))]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", [ACCUMULATORS[0], ACCUMULATORS[-1], "bfloat16/stochastic faults=any:0.3,sign:1.0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_flips_of_accumulators_are_counted_as_the_specification_draws_them(text: str, dtype: torch.dtype) -> None:

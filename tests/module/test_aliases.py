@@ -102,6 +102,7 @@ def called(
 MODES = {"training": (True, True), "eval": (False, False), "eval with gradients": (False, True)}
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*INPUTS, *CHANGED])
 def test_results_share_memory_as_the_models_do(name: str, mode: str) -> None:

@@ -157,6 +157,7 @@ FORMATS_WITH_FAULTS = [
 ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("where, row", [(w, r) for i, r in enumerate(FORMATS_WITH_FAULTS) for w in WHERE[i % 3 :: 3]])
 def test_codes_of_elements_and_of_scales_flip_and_nothing_else(where: str, row: tuple[str, str, str]) -> None:
     """A value is R(q s) of the flipped element and scale; where neither flipped, it is what it is without faults."""

@@ -124,6 +124,7 @@ def test_a_step_counts_gradients_too() -> None:
     assert not compiled.with_policy(compiled.policy.with_rules(*found.rules)).leaks(x, tangents={0: tangent})
 
 
+@pytest.mark.part("e4m3fn")
 @pytest.mark.parametrize("text", ["e4m3fn", "ieee(4,5)/up_down"])
 def test_no_value_is_outside_of_a_proved_format(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every proved edge is counted on the values of a training step."""

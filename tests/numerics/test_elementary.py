@@ -151,6 +151,7 @@ def observed(name: str) -> list[Observed]:
     return found
 
 
+@pytest.mark.part(2)
 @FUNCTIONS
 def test_errors_are_within_the_stated_bound(name: str) -> None:
     """On arguments chosen to find the largest error: `python -m benchmarks.functions bounds` draws more of them."""
@@ -191,6 +192,7 @@ def test_a_tie_below_the_normal_numbers_goes_to_the_even_one() -> None:
         assert float(compiled("pow").evaluate(a, b)[0]) == quanta * 2.0**-1074
 
 
+@pytest.mark.part(2)
 @FUNCTIONS
 def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
     """R(sticky value) = R(exact value) to nearest, up and down, which determine every other mode."""
@@ -267,6 +269,7 @@ _SIZES = (
 FAR = [sign * size for sign in (-1, 1) for size in (*_SIZES, INF)]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", [n for n, row in ELEMENTARY.items() if row.quick])
 def test_short_evaluations_change_no_result_of_any_mode(name: str) -> None:
     """The random words carry out of the bits that are dropped, or nearly so: where a short value decides least."""

@@ -104,6 +104,7 @@ def kernel(encoding: Encoding, operator: str, carrier: str, values: list[float],
     return [float(v) for v in found]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("encoding", [*map(Encoding, (*WITH_ZERO, *INTEGERS)), *OTHERS], ids=said)
 def test_the_kernel_flips_what_the_specification_flips(encoding: Encoding) -> None:
     """Every bit of every field, of every value of a small format, with words at the ends of each bit's range."""

@@ -55,6 +55,7 @@ def assert_same(x: Array, got: Array, want: Array, random: Array, rounding: Roun
         pytest.fail(f"{rounding}: {wrong.size} of {x.size} differ; {first}, expected {float(want[i]).hex()}")
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("fmt", [f for f in LISTED if held(f, "f32")], ids=str)
 @pytest.mark.parametrize("source", SIXTEEN_BITS)
 def test_all_sixteen_bit_patterns_are_what_a_search_finds(source: str, fmt: Format) -> None:
@@ -67,6 +68,7 @@ def test_all_sixteen_bit_patterns_are_what_a_search_finds(source: str, fmt: Form
             assert_same(x, got, oracle.round(x, mode, overflow, random).astype(np.float32), random, rounding)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["nearest_even", "stochastic", "up_down"])
 @pytest.mark.parametrize("source, target", [("binary16", "e4m3fn"), ("bfloat16", "e5m2")])
 def test_all_sixteen_bit_patterns_are_as_specified(source: str, target: str, mode: str) -> None:
@@ -76,6 +78,7 @@ def test_all_sixteen_bit_patterns_are_as_specified(source: str, target: str, mod
     assert_same(x, got, specified(x, rounding, random), random, rounding)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
 def test_boundaries(fmt: Format, carrier: str) -> None:

@@ -140,6 +140,7 @@ def is_held(text: str, dtype: torch.dtype) -> bool:
     return dtype == torch.float64 or form.element.precision <= 24
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", FORMS)
 def test_every_element_is_the_specification_s(text: str) -> None:
     for dtype in DTYPES:
@@ -171,6 +172,7 @@ def test_random_operands(seed: int, text: str, mode: str, length: int) -> None:
     require_same(operand((2, length), torch.float32, seed), f"{text}/{mode}", seed=seed)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", [t for t in FORMS if "2x" not in t])
 def test_pieces_of_a_large_tensor_change_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, dim in (((9, 41), -1), ((1, 90, 7), 1), ((200,), 0), ((9, 41), 0)):
@@ -184,6 +186,7 @@ def test_pieces_of_a_large_tensor_change_nothing(text: str, monkeypatch: pytest.
             assert same(fxround.round(x, text, dim=dim, out=out), wanted)
 
 
+@pytest.mark.part("stochastic")
 @pytest.mark.parametrize("mode", ["stochastic", "up_down", "stochastic_equal"])
 def test_pieces_draw_the_bits_of_the_whole_tensor(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece begins where a block of random words does, in rows of 1, 7, 48 and 64 elements and in transposes."""
@@ -364,6 +367,7 @@ def test_fixed_point_is_two_s_complement(bits: int, fraction: int) -> None:
     assert fixed_point(bits, fraction).maximum == values[-1]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", WRAPPED)
 def test_fixed_point_wraps_as_two_s_complement(text: str) -> None:
     for mode in ("nearest_even", "toward_negative", "stochastic"):

@@ -109,6 +109,7 @@ CUTS = {
 }
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize(
     "target, carrier", [("e5m2", "f32"), ("e5m2", "f64"), ("bfloat16", "f32"), ("binary32", "f64")]
 )

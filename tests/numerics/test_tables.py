@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name, carrier", CASES)
 def test_the_algorithm_is_the_specification(name: str, carrier: str) -> None:
     every = points(FORMS[name], carrier)
@@ -133,6 +134,7 @@ def test_up_down_steps_to_a_neighbour_in_the_list(name: str) -> None:
         assert ends.tolist() == [values[-1], values[0]]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode", DETERMINISTIC)
 def test_every_binary16_number(mode: str) -> None:
     """The kernel of this machine, the IR and a search agree; x beyond an end becomes the end."""

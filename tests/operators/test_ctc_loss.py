@@ -53,6 +53,7 @@ def over_alignments(x: Tensor, text: list[int]) -> tuple[float, list[list[float]
         return float(loss), slopes
 
 
+@pytest.mark.part("torch.float32-stochastic")
 @pytest.mark.parametrize(
     "dtype, policy",
     [(torch.float32, "reproducible"), (torch.float64, "reproducible"), (torch.float32, "stochastic")],
@@ -144,6 +145,7 @@ PADDED, JOINED = (
 INPUTS, LENGTHS = (6, 4, 0, 4), (2, 3, 0, 3)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "reduction, zero_infinity, targets, tensors",
     [

@@ -69,6 +69,7 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return image.to(dtype).requires_grad_(), grid.to(dtype).requires_grad_(), g.to(dtype)
 
 
+@pytest.mark.part("torch.float32-True", "torch.float64-False")
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_bicubic_samples_and_gradients_are_those_of_rational_numbers(dtype: torch.dtype, align: bool) -> None:
@@ -87,6 +88,7 @@ def test_bicubic_samples_and_gradients_are_those_of_rational_numbers(dtype: torc
     assert torch.equal(again, y[:1])
 
 
+@pytest.mark.part("bilinear")
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 def test_gradients_of_every_mode_are_stock_s_but_for_roundings(mode: str) -> None:
     image, grid, g = operands(torch.float64)

@@ -94,6 +94,7 @@ def worst(got: torch.Tensor, x: torch.Tensor, exact: Callable[[M], M], case: Cas
     return found
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_within_the_stated_ulps(name: str, dtype: torch.dtype) -> None:

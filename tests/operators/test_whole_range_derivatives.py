@@ -195,6 +195,7 @@ INDEXED = {
 }
 
 
+@pytest.mark.part("losses-dtype1", "activations-dtype0", "indexed-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cases", [ACTIVATIONS, NORMS | LOSSES, INDEXED], ids=["activations", "losses", "indexed"])
 def test_derivatives_round_every_operation(cases: dict[str, Case], dtype: torch.dtype) -> None:
@@ -241,6 +242,7 @@ REPDL_GRADIENTS = {
 }
 
 
+@pytest.mark.part("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_definitions_of_repdl_round_every_operation(dtype: torch.dtype) -> None:
     compare(REPDL, dtype, 2 * ROUNDS, definitions="repdl")

@@ -259,12 +259,14 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.part("forward-dtype1", "backward-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cases", [WINDOWS, BACKWARD], ids=["forward", "backward"])
 def test_windows_round_every_operation(cases: dict[str, Case], dtype: torch.dtype) -> None:
     compare(cases, dtype, 2 * ROUNDS)
 
 
+@pytest.mark.part("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_derivatives_of_interpolations_and_folds_round_every_operation(dtype: torch.dtype) -> None:
     compare(GRADIENTS, dtype, 2 * ROUNDS, gradients=True)

@@ -48,6 +48,7 @@ def targets(compiled: RoundedModule) -> list[str]:
     return [str(node.target) for node in compiled._called().fused.graph.nodes]
 
 
+@pytest.mark.part("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_choice_keeps_its_bits(dtype: torch.dtype) -> None:
     x, y = X.to(dtype), Y.to(dtype).t().contiguous().t()

@@ -26,6 +26,7 @@ def sampled(mode: str, padding: str, align_corners: bool) -> tuple[torch.nn.Modu
 
 # Not bilinear reflection with aligned corners: it divides a perturbed coordinate by the image's width and takes the
 # integer part, where PyTorch's formula jumps from one end of the image to the other.
+@pytest.mark.part("bilinear-zeros-True", "bilinear-border-False")
 @pytest.mark.parametrize(
     "mode, padding, align_corners",
     [("bilinear", "zeros", True), ("bilinear", "border", False), ("bicubic", "reflection", True)],

@@ -195,6 +195,7 @@ class Turned(nn.Module):
         return torch.view_as_real(torch.view_as_complex(x * 2) * 2j)
 
 
+@pytest.mark.part("model0-shape0", "model1-shape1")
 @pytest.mark.parametrize("model, shape", [(Turned(), (2, 2)), (nn.RNN(4, 3), (2, 4, 4)), (nn.LSTM(4, 3), (2, 4, 4))])
 def test_what_the_policy_leaves_alone_has_gradients_in_eval_mode(model: nn.Module, shape: tuple[int, ...]) -> None:
     found = []

@@ -58,6 +58,7 @@ X = torch.randn(5, 77, generator=torch.Generator().manual_seed(0))
 ROW = torch.randn(77, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", ["stochastic", "up_down", "bfloat16", "e5m2"])
 @pytest.mark.parametrize("seed", range(2))
 def test_any_graph_keeps_its_bits(seed: int, policy: str) -> None:

@@ -58,6 +58,7 @@ def both(compiled: RoundedModule, x: Tensor) -> tuple[list[Tensor], list[Tensor]
     return got, want, entry
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bits_stay_and_no_result_is_another_one(seed: int) -> None:
     chosen = random.Random(seed)

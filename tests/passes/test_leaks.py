@@ -94,6 +94,7 @@ def narrow(*more: Rule) -> Policy:
 
 
 # A training step has the forward pass; that of inference differs where a model has a batch norm.
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", POLICIES)
 @pytest.mark.parametrize("name, training", [("cnn", False), *((name, True) for name in MODELS)])
 def test_presets_leak_nothing(name: str, training: bool, text: str) -> None:
@@ -134,6 +135,7 @@ def widened(program: str) -> str:
     return f"{head}{at}binary32/nearest_even/inf"
 
 
+@pytest.mark.part("lstm-bfloat16")
 @pytest.mark.parametrize("name, text", [("cnn", NARROW), ("lstm", "bfloat16")])
 def test_every_rounding_that_is_taken_away_is_a_leak(name: str, text: str) -> None:
     """Weights, arguments, results, accumulators that are stored as they are, in both directions."""
@@ -176,6 +178,7 @@ def stepped(module: fxround.RoundedModule, args: tuple[Any, ...]) -> dict[str, A
     return values | dict(zip(names, entry.entering(list(args), tangents), strict=False))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "text",
     [

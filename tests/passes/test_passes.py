@@ -252,6 +252,7 @@ def test_a_selection_is_rounded_only_where_its_operands_may_lie_outside() -> Non
 AT = torch.tensor([0, 0, 1])
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "choose",
     [
@@ -315,6 +316,7 @@ def test_what_numerics_cannot_round_is_reported_with_the_line() -> None:
         lowered(lambda x: x + 0.1, torch.ones(3, dtype=torch.float64), policy="binary64/toward_zero")
 
 
+@pytest.mark.part("bilinear", "nearest", "nearest-exact")
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 def test_an_index_in_the_making_is_not_rounded(mode: str) -> None:
     """Indices of 1024 pixels are not representable in these formats; rounded ones would be outside of the image."""

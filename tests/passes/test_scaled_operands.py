@@ -46,6 +46,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", FORMS)
 def test_a_linear_layer_and_its_gradients(text: str) -> None:
     torch.manual_seed(0)

@@ -88,6 +88,7 @@ class Products(nn.Module):
         return x * self.w * self.v
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", FORMS)
 @pytest.mark.parametrize("how", ["straight_through", "zero_clamped", "zero_clamped mxfp4", "int4:channel"])
 def test_results_and_gradients_are_those_of_an_autograd_function(text: str, how: str) -> None:

@@ -87,6 +87,7 @@ def by_partial(model: nn.Module) -> Callable[..., Tensor]:
 WAYS = (in_closure, by_helper, by_object, by_default, by_method, by_partial)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("way, policy", [*zip(WAYS, cycle(["reproducible", "stochastic"]), strict=False)])
 def test_a_function_trains_the_model_that_it_reads(way: Callable[..., Any], policy: str) -> None:
     """Three steps: losses, parameters, and statistics of the batch norm are those of a module that holds the model."""

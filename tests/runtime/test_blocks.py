@@ -36,6 +36,7 @@ def step_by_step(x: Tensor, form: str, dim: int, monkeypatch: pytest.MonkeyPatch
         return fxround.round(x, form, dim=dim)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("form, dtype", CASES)
 def test_layouts_change_nothing(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns of whole and of shorter blocks, more than one item and strip, tensors in another order."""

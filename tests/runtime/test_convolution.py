@@ -91,6 +91,7 @@ def transposed(x: Tensor, w: Tensor, case: Case, size: list[int], accumulate: st
     return result
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("accumulate", STEPS)
 @settings(max_examples=12)
 @given(case=cases())

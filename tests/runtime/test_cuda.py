@@ -449,6 +449,7 @@ def test_contractions(host: HostLauncher, name: str, groups: int) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("side", [1, 4])
 @pytest.mark.parametrize(
     "accumulate, rounding", [("stochastic", "bfloat16/stochastic"), ("up_down", "binary32/up_down")]

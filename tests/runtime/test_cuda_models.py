@@ -91,6 +91,7 @@ def same(host: HostLauncher, run: Callable[[], list[Tensor]], monkeypatch: pytes
             assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.part("language-stochastic", "vision-nvfp4_training", "language-fp8", "vision-exact sums")
 @pytest.mark.parametrize("name, policy", STEPS)
 def test_a_training_step_has_the_bits_of_the_cpu(
     host: HostLauncher, name: str, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +124,7 @@ def test_a_unet_has_the_bits_of_the_cpu(host: HostLauncher, monkeypatch: pytest.
     same(host, run, monkeypatch)
 
 
+@pytest.mark.part("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
     host: HostLauncher, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +141,7 @@ def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
     same(host, run, monkeypatch)
 
 
+@pytest.mark.part("stochastic")
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of two dtypes, with parameters of many chunks, of no elements, and one that is not aligned."""

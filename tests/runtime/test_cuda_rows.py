@@ -92,6 +92,7 @@ class Spy:
         return self.host.async_copies
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel_with_the_bits_of_the_cpu(
     host: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+@pytest.mark.part("images")
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_stays_on_its_device(sink: Sink, name: str) -> None:
     build, example = CASES[name]

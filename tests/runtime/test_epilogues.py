@@ -194,6 +194,7 @@ def test_a_result_lies_where_the_contraction_s_was() -> None:
     buffers.forget()
 
 
+@pytest.mark.part("stochastic")
 @pytest.mark.parametrize("policy", ["stochastic", "reproducible", "up_down"])
 def test_convolutions_with_batch_norms_and_a_residual_are_joined(policy: str) -> None:
     class Block(nn.Module):

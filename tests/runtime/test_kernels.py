@@ -48,6 +48,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode, isa", in_turn([*MODES, "stochastic:3"]))
 def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -> None:
     for fmt in ("binary32", "bfloat16", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush"):
@@ -58,6 +59,7 @@ def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -
         same(got, reference.map_(map_kernel(program, ("f32",), "f32"), [stored(x)], KEY))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_equals_the_reference(name: str) -> None:
     arity = OPERATORS[name].arity
@@ -71,6 +73,7 @@ def test_every_operator_equals_the_reference(name: str) -> None:
         )
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_map_takes_any_layout(dtype: torch.dtype, isa: str) -> None:
     mode = "nearest_even" if dtype == torch.float64 else "stochastic"
@@ -177,6 +180,7 @@ def test_a_long_body_is_cut_into_stages_that_change_no_bit(name: str, isa: str) 
         same(a, b)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate, isa", in_turn(ACCUMULATORS))
 def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
     for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):
@@ -188,6 +192,7 @@ def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
         same(got, reference.contract(kernel, stored(a), stored(b), KEY))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
     storage = STORAGES[dtype]
@@ -208,6 +213,7 @@ ORDERED = [
 ]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate, order", ORDERED)
 def test_reduce_equals_the_reference_along_and_across(accumulate: str, order: str) -> None:
     kernel = sum_kernel(Order.parse(order), Accumulation.parse(accumulate).step, BINARY32, "f32", "f32")
@@ -227,6 +233,7 @@ def test_reduce_is_the_same_in_every_width(isa: str) -> None:
         same(run_reduce(kernel, x.t()[None], DRAW)[0], want)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down", "binary64"])
 def test_scan_equals_the_reference(accumulate: str, isa: str) -> None:
     kernel = cumsum_kernel(Rounding.parse(accumulate), BINARY32, "f32", "f32")

@@ -82,6 +82,7 @@ LYING = """dense lines|dense lines, far apart|two runs a line|three runs a line,
 ).split("|")
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", LYING)
 @pytest.mark.parametrize("order", ["sequential", "lanes:16", "exact"])
 def test_sums_of_lines_that_lie_anyhow(name: str, order: str) -> None:
@@ -90,6 +91,7 @@ def test_sums_of_lines_that_lie_anyhow(name: str, order: str) -> None:
         same(total(x, dims, order, accumulate), by_reference(x, dims, order, accumulate))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_every_loop_is_the_same_in_every_width_and_number_of_threads(isa: str, many_pieces: None) -> None:
     before = torch.get_num_threads()
@@ -106,6 +108,7 @@ def test_every_loop_is_the_same_in_every_width_and_number_of_threads(isa: str, m
         torch.set_num_threads(before)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_scans_products_and_scatters_are_the_same_in_every_width_and_number_of_threads(
     isa: str, many_pieces: None
@@ -205,6 +208,7 @@ RANGES = {
 }
 
 
+@pytest.mark.part("dtype0", "dtype2")
 @pytest.mark.parametrize("dtype", RANGES)
 def test_exact_sums_of_any_spread_equal_rational_sums(dtype: torch.dtype) -> None:
     own = FORMAT_OF[dtype]

@@ -74,6 +74,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "bfloat16/stochastic/saturate"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_machine_code_and_python_agree(name: str, policy: str) -> None:
@@ -92,6 +93,7 @@ def test_machine_code_and_python_agree(name: str, policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, shown, strict=True))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "layer",
     [nn.LSTM(5, 6, 2), nn.GRU(5, 6), nn.RNN(5, 6), nn.GRU(5, 6, batch_first=True, bidirectional=True)],
@@ -123,6 +125,7 @@ class _Normed(nn.Module):
         return scan(step, us[0] + 1, us)
 
 
+@pytest.mark.part("LSTM")
 @pytest.mark.parametrize(
     "layer, policy",
     [(nn.LSTM(5, 6), "stochastic"), (nn.GRU(5, 6), "reproducible"), (_Normed(), "bfloat16")],

@@ -54,6 +54,7 @@ EXACT = [(mode, torch.float32) for mode in MODES]
 EXACT += [(mode, t) for t in STORAGES for mode in ("nearest_even", "stochastic", "up_down") if t != torch.float32]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode, dtype", EXACT)
 def test_exact_sums_equal_rational_arithmetic(mode: str, dtype: torch.dtype) -> None:
     own = "tf32" if dtype == torch.float64 else FORMAT_OF[dtype]
@@ -115,6 +116,7 @@ def test_exact_sums_of_binary64_refuse_what_they_cannot_round() -> None:
         exact_kernel("binary64/stochastic", torch.float64)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate", STEPS)
 def test_products_equal_the_reference(accumulate: str) -> None:
     kernel = prod_kernel(Rounding.parse(accumulate), BINARY32, "f32", "f32")
@@ -140,6 +142,7 @@ def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
         same(run_scan(scan, x, DRAW).transpose(1, 2).reshape(-1, 37), reference.scan(scan, stored(rows), KEY))
 
 
+@pytest.mark.part("bfloat16/up_down")
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down"])
 def test_many_rows_side_by_side_equal_the_reference(accumulate: str) -> None:
     """Square blocks transposed in registers, the rest of k one by one, and a last group that overlaps its neighbour."""
@@ -201,6 +204,7 @@ PLACES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down", "e5m2"])
 def test_index_put_equals_the_reference(name: str, accumulate: str) -> None:

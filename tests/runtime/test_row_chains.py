@@ -51,6 +51,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", ["stochastic", "reproducible"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_one_kernel_after_the_other(name: str, policy: str) -> None:

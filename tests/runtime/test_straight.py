@@ -109,6 +109,7 @@ def _equal(found: Any, expected: Any) -> bool:
     )
 
 
+@pytest.mark.part(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name, policy",

@@ -249,6 +249,7 @@ class Digits(nn.Module):
         return y if target is None else F.cross_entropy(y, target)
 
 
+@pytest.mark.part("reproducible")
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_digits_are_learnt(policy: str) -> None:
     from sklearn.datasets import load_digits
@@ -272,6 +273,7 @@ def test_digits_are_learnt(policy: str) -> None:
     assert accuracy > 0.8
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind, options", OPTIONS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
 def test_a_step_in_place_has_the_bits_of_the_long_way(kind: Any, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(3)
