@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,6 +30,7 @@ from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError, NotCaptured
 from fxround.python_model.call_context import require_computable
 
+_AGAIN: Final = "a gradient was differentiated"
 # The leaves of a call's arguments with their spec.
 Flat = tuple[list[Any], pytree.TreeSpec]
 
@@ -134,6 +135,15 @@ class Captures:
     def record(self, capture: Capture) -> None:
         """Add a row to the table of captures."""
         self.recorded.append(replace(capture, module=self.path))
+
+    def rows(self) -> Iterator[Capture]:
+        """Yield the captures in their order, each with those of the derivatives of its gradients."""
+        steps = {id(entry.captured): entry.step for entry in self if entry.step is not None}
+        for capture in self.recorded:
+            yield capture
+            step = steps.get(id(capture.captured))
+            for seconds in step.derivatives.all_made() if step is not None and step.derivatives else ():
+                yield replace(capture, mode="derivative of gradients", reason=_AGAIN, seconds=seconds)
 
     def lower_again(self, other: Captures, pipeline: Pipeline, keeps_joint: bool) -> None:
         """Take the captured graphs of the same model from another policy, lowered by this pipeline.

@@ -9,7 +9,9 @@ inputs whose derivatives are asked for. Each step can be differentiated in the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,15 @@ class Derivatives:
     captured: Captured
     pipeline: Pipeline
     _steps: dict[Any, list[tuple[Captured, TrainingStep | None]]] = field(default_factory=dict, repr=False)
+    # The time that each of them took to make.
+    _seconds: list[float] = field(default_factory=list, repr=False)
+
+    def all_made(self) -> Iterator[float]:
+        """Yield, for each graph that was made for these gradients or for derivatives of them, the seconds it took."""
+        yield from self._seconds
+        for _, step in itertools.chain.from_iterable(self._steps.values()):
+            if step is not None and step.derivatives is not None:
+                yield from step.derivatives.all_made()
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -92,7 +103,7 @@ class Derivatives:
 
     def _made(self, gradients: tuple[int, ...], wanted: frozenset[int], shapes: Sequence[Any]) -> Any:
         self._require()
-        captured = None
+        began, captured = time.perf_counter(), None
         for sizes in (None, shapes):
             try:
                 captured = self.pipeline.differentiate(self._graph, gradients, wanted, sizes)
@@ -106,6 +117,7 @@ class Derivatives:
         pipeline = replace(self.pipeline, policy=self.pipeline.policy.with_optional_rules())
         pair = captured, pipeline.step(captured)
         self._steps.setdefault((gradients, wanted), []).append(pair)
+        self._seconds.append(time.perf_counter() - began)
         return pair
 
     def _require(self) -> None:

@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any, Final
 
 from torch import nn
+from torch._guards import TracingContext
 
 from fxround.capture.refusals import UNSHARDED
 from fxround.errors import CaptureError
@@ -74,10 +75,11 @@ class Reaching(Sharing):
     def _class(self) -> Any:
         """Return the model's class, so that ``isinstance`` finds it as that of the compiled module, beside its own.
 
-        Libraries choose by it how to save a model, for example.
+        Libraries choose by it how to save a model, for example. Dynamo would trace the ``forward`` of that class.
         """
         source = self.__dict__.get("source")
-        return type(self) if source is None or isinstance(source, Function) else type(source)
+        itself = source is None or isinstance(source, Function) or TracingContext.try_get() is not None
+        return type(self) if itself else type(source)
 
     def _refuse_class(self, kind: type) -> None:
         """Raise CaptureError: ``fully_shard`` gives the modules that it shards another class."""

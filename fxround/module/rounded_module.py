@@ -425,9 +425,10 @@ class RoundedModule(Reaching):
         The column ``module`` is the path of a submodule that a method calls, empty for the model itself. The column
         ``arguments`` has the dtypes and sizes that the graph can be used for; a letter is a size that may change. A
         call with other arguments captures another graph, whose ``reason`` says why no earlier one could be used.
-        ``captures`` itself captures nothing.
+        A gradient that is differentiated again has a graph of its own, the derivative of gradients, after the capture
+        that it belongs to. ``captures`` itself captures nothing.
         """
-        return table_of(self._captures.recorded)
+        return table_of(list(self._captures.rows()))
 
     def graph_text(self, backward: bool = False) -> str:
         """Return the forward or the backward graph of the latest call as text, with one line per node.

@@ -372,3 +372,15 @@ def test_inputs_are_freed_by_a_backward_pass_that_retains_nothing() -> None:
     y.sum().backward()
     gc.collect()
     assert kept() is None and y.grad_fn is not None
+
+
+def test_derivatives_of_gradients_are_listed_as_captures() -> None:
+    compiled = fxround.compile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), "reproducible")
+    x = torch.randn(3, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    assert len(compiled.captures()) == 1
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    second.sum().backward()
+    rows = [row[2:6] for row in compiled.captures().rows]
+    assert len(rows) == 4 and rows[0][0] == "training with gradients" and rows[0][3] == "first call"
+    assert set(rows[1:]) == {("derivative of gradients", rows[0][1], "", "a gradient was differentiated")}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from fxround.errors import UnsupportedOperator
+from fxround.errors import FxroundError, UnsupportedOperator
 from fxround.python_model.method_dispatch import rounds
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -486,3 +486,22 @@ def test_a_model_with_a_buffer_of_fxrounds_name_is_exported_and_so_is_a_method(t
         compiled.export(tmp_path / "model.pt2", X)
         with torch.no_grad():
             assert same(fxround.load(tmp_path / "model.pt2")(X), compiled(X))
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x).tanh()
+        return result
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4)), Layered])
+def test_torch_compile_never_traces_the_model_inside_of_a_compiled_module(build: Any) -> None:
+    """Dynamo takes a module's ``__class__`` for the class whose ``forward`` it traces, and that is the model's."""
+    compiled, x = fxround.compile(build(), "bfloat16"), torch.randn(3, 4)
+    calls: list[Any] = [compiled, lambda x: compiled(x) + 1, lambda x: compiled.forward(x)]
+    for call in calls:
+        with pytest.raises(FxroundError, match=r"torch\.compile traces a compiled module"):
+            torch.compile(call, backend="eager")(x)
