@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -151,6 +152,11 @@ def tracer() -> str:
     if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None:
         return "torch.export or make_fx"
     return "torch.compile" if callable(get_eval_frame_callback()) else ""
+
+
+def is_of_a_trace() -> bool:
+    """Whether Dynamo or AOTAutograd, in the middle of a trace in this thread, asks."""
+    return TracingContext.try_get() is not None
 
 
 # A model may need a graph for each value of an attribute that it reads as a number.

@@ -16,8 +16,8 @@ from types import MethodType
 from typing import Any, Final
 
 from torch import nn
-from torch._guards import TracingContext
 
+from fxround.capture.dynamo import is_of_a_trace
 from fxround.capture.refusals import UNSHARDED
 from fxround.errors import CaptureError
 from fxround.module.stand_ins import plain, stand_in
@@ -78,7 +78,7 @@ class Reaching(Sharing):
         Libraries choose by it how to save a model, for example. Dynamo would trace the ``forward`` of that class.
         """
         source = self.__dict__.get("source")
-        itself = source is None or isinstance(source, Function) or TracingContext.try_get() is not None
+        itself = source is None or isinstance(source, Function) or is_of_a_trace()
         return type(self) if itself else type(source)
 
     def _refuse_class(self, kind: type) -> None:
