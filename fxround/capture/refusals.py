@@ -121,7 +121,13 @@ class LeftToPython(CaptureError):
         )
 
 
+_QUANTIZES: Final = (
+    "compile the model before torch.ao.quantization prepares it: a policy has the formats of weights and activations, "
+    "as 'int8' or Rule(operands='int8:channel')"
+)
 _ADVICE: Final = (
+    ("_observer_forward_hook", _QUANTIZES),
+    ("FakeQuantize", _QUANTIZES),
     (
         "pack_padded_sequence",
         "let the model change no Python object, and take and return tensors, tuples, lists and dicts: then it may pack",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao import quantization
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -103,3 +104,17 @@ def test_a_branch_in_a_library_is_named_with_the_line_that_calls_it(
     assert lines[1].endswith("inner/steps.py:5: while x.sum() > 1:")
     assert lines[2].startswith("  from ") and lines[2].endswith("return solvers.solve(x) * 2")
     assert "test_refusals.py" in lines[2] and lines[4].startswith("  change  choose with torch.where")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use quant_min:UserWarning")
+@pytest.mark.parametrize("training, reason", [(True, "FakeQuantize"), (False, "_observer_forward_hook")])
+def test_a_model_that_is_prepared_for_quantization_is_refused_with_the_remedy(training: bool, reason: str) -> None:
+    model, of = net().train(training), "x86"
+    config = quantization.get_default_qat_qconfig(of) if training else quantization.get_default_qconfig(of)
+    model.qconfig = config  # type: ignore[assignment]
+    prepared = (quantization.prepare_qat if training else quantization.prepare)(model)
+    with pytest.raises(CaptureError) as refused:
+        fxround.compile(prepared, "bfloat16")(x)
+    assert reason in str(refused.value)
+    assert "change  compile the model before torch.ao.quantization prepares it" in str(refused.value)
