@@ -35,14 +35,35 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+# Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
+LONG = {
+    "language-models.md": ("Generating(", "T5Config(", "perplexity(", "Trainer("),
+    "training.md": ("resumed.py", "torchrun"),
+}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = LONG.get(document.name, ())
+    code = blocks(document.read_text(encoding="utf-8"), "python")
+    assert all(any(word in block for block in code) for word in words)
     monkeypatch.chdir(tmp_path)
+    run(document, [block for block in code if not any(word in block for word in words)], monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.name in LONG], ids=lambda path: path.name)
+def test_all_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(document, blocks(document.read_text(encoding="utf-8"), "python"), monkeypatch)
+
+
+def run(document: Path, code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run blocks of a document in one namespace."""
     # A module that can be imported, as that of a user's file can: Dynamo does, for functions that a graph inlines.
     module = ModuleType(document.stem)
     monkeypatch.setitem(sys.modules, document.stem, module)
     namespace = vars(module)
-    code = blocks(document.read_text(encoding="utf-8"), "python")
     if any("transformers" in block for block in code):
         pytest.importorskip("transformers")
         hugging_face()

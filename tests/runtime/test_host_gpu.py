@@ -17,34 +17,45 @@ import torch
 from host_gpu_cases import ALONE, CASES
 
 # Layers for which PyTorch has other kernels or formulas on a GPU.
+# Every layer runs by ``python tests/support/host_gpu.py FOLDER layers``.
 LAYERS = ["Upsample2d_bicubic", "GRUCell", "index_put"]
-# The others, and every layer, run by ``python tests/support/host_gpu.py FOLDER CASE...``.
-LONG = {
-    "digits",
-    "localize",
-    "flips_and_leaks",
-    "calibrate",
-    "lorenz",
-    "training, nvfp4_training",
-    "training, fp8_delayed",
-}
-NAMES = [*(name for name in (*CASES, *ALONE) if name not in LONG), *LAYERS]
+NAMES = [*CASES, *ALONE, *LAYERS]
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="a build of PyTorch with CUDA has this device")
 
 
 @pytest.fixture(scope="module")
-def problems(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The traceback of each case, "" for none."""
+def problems(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The traceback of each case that this run takes, "" for none."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.name.partition("[")[2].removesuffix("]") for item in items]
     folder = str(tmp_path_factory.mktemp("gpu"))
-    command = [sys.executable, host_gpu.__file__, folder, *NAMES]
+    command = [sys.executable, host_gpu.__file__, folder, *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
+@pytest.mark.part(
+    "training, stochastic",
+    "observe",
+    "torch_compile",
+    "exported",
+    "state_on_the_device",
+    "commands",
+    "moved",
+    "moved_without_arguments",
+    "autocast",
+    "moved_before_backward",
+    "replayed",
+    "captured_step",
+    "two_devices",
+    "mixed",
+    "GRUCell",
+    "index_put",
+)
 @pytest.mark.parametrize("case", NAMES)
 def test_a_model_runs_on_a_host_gpu_with_the_cpus_bits(problems: dict[str, str], case: str) -> None:
     assert problems[case] == ""

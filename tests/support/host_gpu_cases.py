@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxround
 from fxround import Policy, Rule, cli, demo
-from fxround.module import rounded_module as compiled_module
+from fxround.compiler import captures as captures_of_models
 from fxround.runtime import buffers
 from fxround.runtime.cuda import launcher
 
@@ -458,7 +458,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     enable(folder)
     # The device lacks the cells' own kernels, which a GPU has.
-    compiled_module.asked = create_autospec(compiled_module.asked, return_value=True)
+    captures_of_models.asked = create_autospec(captures_of_models.asked, return_value=True)
     for name in LAYERS if names == ["layers"] else names:
         try:
             run(name)
