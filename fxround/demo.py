@@ -30,7 +30,6 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.policy import Policy
 from fxround.significance.bits import require, significant_bits
 from fxround.views.graph_views import summary
-from fxround.views.table import Table
 
 IMAGES: Final = 500
 EPOCHS: Final = 12
@@ -121,11 +120,6 @@ class Demo:
             "accuracy_mean": float(np.mean(self.accuracy)),
             "accuracy_spread": spread,
         }
-
-    def layer_table(self) -> Table:
-        """Return a table with one row per layer, in the order of the model."""
-        rows = [(name, b.mean, b.worst, 100 * b.evidence / max(b.elements, 1)) for name, b in self.layers.items()]
-        return Table(("layer", "bits", "worst", "evidence %"), tuple(rows))
 
     def write_rows(self, path: Path) -> None:
         """Write the full table as CSV, one row per logit."""

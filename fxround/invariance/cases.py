@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 
 BATCHES: Final = (1, 2, 3, 4, 7, 8, 16)
 THREADS: Final = (1, 2, 3)
@@ -63,7 +63,7 @@ class Case:
     """One run; ``row``: the part of its results that is compared (None: everything)."""
 
     label: str
-    call: Call
+    call: ModelCall
     setting: Setting = field(default_factory=Setting)
     row: Row | None = None
 
@@ -82,14 +82,14 @@ class Axis:
 
     name: str
     meaning: str
-    groups: Callable[[Call, int, bool], Iterator[Group]]
+    groups: Callable[[ModelCall, int, bool], Iterator[Group]]
 
 
 class Inapplicable(ValueError):
     """The axis does not apply to this model or these inputs; the message says why."""
 
 
-def batch(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def batch(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The first row alone, and with others in batches of several sizes."""
     rows = rows_of(call, dim)
     sizes = sorted({*BATCHES, rows})
@@ -97,7 +97,7 @@ def batch(call: Call, dim: int, stock: bool) -> Iterator[Group]:
     yield Group(f"row 0 in batches of {', '.join(map(str, sizes))}", tuple(cases))
 
 
-def slices(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def slices(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The first row at other positions of a batch of one size; a batch that is a slice of a larger one."""
     rows = rows_of(call, dim)
     count = max(rows, 4)
@@ -112,7 +112,7 @@ def slices(call: Call, dim: int, stock: bool) -> Iterator[Group]:
     yield Group("a batch cut out of a bigger one", (Case("a batch of its own", owned(call)), *cut))
 
 
-def stride(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def stride(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The same numbers with other strides."""
     if not call.tensors:
         raise Inapplicable("no argument is a tensor")
@@ -130,13 +130,13 @@ def stride(call: Call, dim: int, stock: bool) -> Iterator[Group]:
         raise Inapplicable("the arguments have one element each: all strides are the same")
 
 
-def threads(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def threads(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The same call with other numbers of threads."""
     cases = tuple(Case(f"{n} thread{'s' * (n > 1)}", call, Setting(threads=n)) for n in THREADS)
     yield Group(f"{', '.join(map(str, THREADS))} threads", cases)
 
 
-def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def isa(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The same call with code of every instruction set that this machine has.
 
     stock: whether kernels of PyTorch run, which choose their instruction set when a process starts.
@@ -149,7 +149,7 @@ def isa(call: Call, dim: int, stock: bool) -> Iterator[Group]:
     yield Group(", ".join(names), cases)
 
 
-def device(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def device(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The same call on the CPU and on every CUDA device."""
     names = devices()
     if len(names) < 2:
@@ -162,7 +162,7 @@ def devices() -> list[str]:
     return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
-def process(call: Call, dim: int, stock: bool) -> Iterator[Group]:
+def process(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     """The same call in this process and in a new interpreter."""
     yield Group("here and in a new process", (Case("here", call), Case("a new process", call, Setting(process=True))))
 
@@ -183,7 +183,7 @@ AXES: Final = MappingProxyType(
 )
 
 
-def rows_of(call: Call, dim: int) -> int:
+def rows_of(call: ModelCall, dim: int) -> int:
     """Return the size of the first tensor with dimension ``dim``. Raises Inapplicable for none or 0 rows."""
     sizes = [t.shape[dim] for t in call.tensors if t.dim() > dim]
     if not sizes or not sizes[0]:
@@ -192,32 +192,32 @@ def rows_of(call: Call, dim: int) -> int:
     return sizes[0]
 
 
-def taken(call: Call, dim: int, order: Sequence[int]) -> Call:
+def taken(call: ModelCall, dim: int, order: Sequence[int]) -> ModelCall:
     """Return the call with the rows of ``order``, modulo the number of rows, in new memory."""
     index = torch.tensor([i % rows_of(call, dim) for i in order])
     return _rowwise(call, dim, lambda t: t.index_select(dim, index.to(t.device)))
 
 
-def _cut_out(call: Call, dim: int, skipped: int) -> Call:
+def _cut_out(call: ModelCall, dim: int, skipped: int) -> ModelCall:
     """Return the same rows as a view that starts after ``skipped`` other rows, so that addresses are less aligned."""
     rows = rows_of(call, dim)
     index = torch.arange(-skipped, rows + 1) % rows
     return _rowwise(call, dim, lambda t: t.index_select(dim, index.to(t.device)).narrow(dim, skipped, rows))
 
 
-def _rowwise(call: Call, dim: int, change: Callable[[Tensor], Tensor]) -> Call:
+def _rowwise(call: ModelCall, dim: int, change: Callable[[Tensor], Tensor]) -> ModelCall:
     """Return the call with ``change`` applied to every tensor that has as many rows as the first."""
     rows = rows_of(call, dim)
     return mapped(call, lambda t: change(t) if t.dim() > dim and t.shape[dim] == rows else t)
 
 
-def mapped(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+def mapped(call: ModelCall, change: Callable[[Tensor], Tensor]) -> ModelCall:
     """Return the call with ``change`` applied to every tensor."""
     args, kwargs = pytree.tree_map_only(Tensor, change, (call.args, call.kwargs))
-    return Call(args, kwargs)
+    return ModelCall(args, kwargs)
 
 
-def owned(call: Call) -> Call:
+def owned(call: ModelCall) -> ModelCall:
     """Return the call with row-major copies of its tensors."""
     return mapped(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
 
@@ -246,5 +246,5 @@ def _channels_last(t: Tensor) -> Tensor:
 VIEWS: Final = MappingProxyType({"gapped": _gapped, "transposed": _transposed, "channels-last": _channels_last})
 
 
-def _strides(call: Call) -> list[tuple[int, ...]]:
+def _strides(call: ModelCall) -> list[tuple[int, ...]]:
     return [tuple(s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) for t in call.tensors]

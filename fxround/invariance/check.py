@@ -23,11 +23,11 @@ from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Sett
 from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
-from fxround.invariance.subjects import Compiled, Eager, Outcome, Place, Step, Subject
+from fxround.invariance.subjects import Compiled, Eager, Observation, OperationPlace, Outcome, Subject
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.runtime.cpu.code import instruction_set
-from fxround.significance.inputs import Call, calls
+from fxround.significance.inputs import ModelCall, calls
 
 REPRODUCIBLE = "reproducible"
 
@@ -98,7 +98,7 @@ def _axes(names: Sequence[str]) -> list[Axis]:
     return [AXES[name] for name in dict.fromkeys(names)]
 
 
-def _require_dim(dim: Any, call: Call) -> None:
+def _require_dim(dim: Any, call: ModelCall) -> None:
     """Raise for a batch dimension that no argument has; without one, axes that need it say why they do not apply."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim is {type_of(dim)}; expected an int")
@@ -126,7 +126,7 @@ class _Comparison:
     """A subject, the call from which all cases are made, and copies of the subject on other devices."""
 
     subject: Subject
-    call: Call
+    call: ModelCall
     dim: int
     build: Build | None
     first: bool
@@ -190,7 +190,7 @@ class _Comparison:
         with _set(setting):
             return {name: value.cpu() for name, value in subject.outcome(call).items()}
 
-    def _steps(self, case: Case) -> Iterator[Step]:
+    def _steps(self, case: Case) -> Iterator[Observation]:
         setting = case.setting
         if setting.process:
             found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=True)
@@ -201,7 +201,7 @@ class _Comparison:
         with _set(setting):
             yield from subject.steps(call)
 
-    def _placed(self, case: Case) -> tuple[Subject, Call]:
+    def _placed(self, case: Case) -> tuple[Subject, ModelCall]:
         """Return the subject and the call on the device of a case."""
         device = case.setting.device
         if device is None:
@@ -210,7 +210,7 @@ class _Comparison:
             self.moved[device] = self.subject.on(device)
         return self.moved[device], mapped(case.call, lambda t: t.to(device))
 
-    def _first(self, reference: Case, other: Case) -> Place | None:
+    def _first(self, reference: Case, other: Case) -> OperationPlace | None:
         """Return the first operation of ``other`` whose value differs from that of ``reference``."""
         rows = None
         if other.row:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxround.fingerprint import hash
 from fxround.invariance.cases import Row
-from fxround.invariance.subjects import Outcome, Place, Step
+from fxround.invariance.subjects import Observation, OperationPlace, Outcome
 
 # The shapes of values, by key, in one run.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -73,14 +73,17 @@ def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
     return {name: len(found) for name, found in seen.items()}
 
 
-def shapes(steps: Iterable[Step]) -> dict[str, tuple[int, ...]]:
+def shapes(steps: Iterable[Observation]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all values, by key."""
     return {key: tuple(value.shape) for step in steps for key, value in _keyed(step)}
 
 
 def first_difference(
-    reference: Sequence[Step], other: Iterable[Step], rows: Rows | None, pair: tuple[Row | None, Row | None]
-) -> Place | None:
+    reference: Sequence[Observation],
+    other: Iterable[Observation],
+    rows: Rows | None,
+    pair: tuple[Row | None, Row | None],
+) -> OperationPlace | None:
     """Return the first operation whose value differs between two runs; None if none does."""
     known = {key: value for step in reference for key, value in _keyed(step)}
     for step in other:
@@ -90,7 +93,7 @@ def first_difference(
     return None
 
 
-def _keyed(step: Step) -> list[tuple[str, Tensor]]:
+def _keyed(step: Observation) -> list[tuple[str, Tensor]]:
     return [(f"{step.place.node} {step.place.operator} {i}", value) for i, value in enumerate(step.value)]
 
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from fxround import new_process
 from fxround.errors import FxroundError
-from fxround.invariance.subjects import Outcome, Step, Subject
+from fxround.invariance.subjects import Observation, Outcome, Subject
 from fxround.module.rounded_module import RoundedModule
 from fxround.runtime.cpu.code import instruction_set
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 
 Build = Callable[[], nn.Module] | str
 _CHILD: Final = """
@@ -39,8 +39,8 @@ _WAYS_OUT: Final = (
 
 
 def elsewhere(
-    subject: Subject, call: Call, isa: str | None, environment: Mapping[str, str], build: Build | None, trace: bool
-) -> Outcome | list[Step]:
+    subject: Subject, call: ModelCall, isa: str | None, environment: Mapping[str, str], build: Build | None, trace: bool
+) -> Outcome | list[Observation]:
     """Return ``subject.outcome(call)``, or its steps, computed by a new interpreter.
 
     Raises FxroundError with the last line of the error.
@@ -56,7 +56,7 @@ def elsewhere(
                 "its class in a module that can be imported, install cloudpickle (pip install "
                 f"'fxround[distributed]'), or {_WAYS_OUT}"
             )
-        found: Outcome | list[Step] = pickle.loads(answer.read_bytes())
+        found: Outcome | list[Observation] = pickle.loads(answer.read_bytes())
         return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fxround.errors import shown
-from fxround.invariance.subjects import Place
+from fxround.invariance.subjects import OperationPlace
 from fxround.views.table import Table, Tabled
 
 
@@ -43,7 +43,7 @@ class AxisResult:
     compared: str
     differing: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
-    first: Place | None = None
+    first: OperationPlace | None = None
     share: float = 0.0
     largest: float = 0.0
     reason: str = ""

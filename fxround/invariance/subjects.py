@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxround.capture import inside_backward
 from fxround.exported.program import LoadedModule
 from fxround.module.rounded_module import RoundedModule
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.views.graph_views import described
 
 Outcome = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class OperationPlace:
     """An operation: the name of its node, its operator, the path of its module, and its source line."""
 
     node: str
@@ -49,10 +49,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class Observation:
     """An operation's place, and the tensors that it yields."""
 
-    place: Place
+    place: OperationPlace
     value: tuple[Tensor, ...]
 
 
@@ -67,13 +67,13 @@ class Subject(Protocol):
     def policy(self) -> str:
         """The name of its policy."""
 
-    def outcome(self, call: Call) -> Outcome:
+    def outcome(self, call: ModelCall) -> Outcome:
         """Return every tensor of the result, and of the gradients, by name."""
 
-    def steps(self, call: Call) -> Iterator[Step]:
+    def steps(self, call: ModelCall) -> Iterator[Observation]:
         """Yield the operations' values, in the order in which they run."""
 
-    def stock(self, call: Call) -> bool:
+    def stock(self, call: ModelCall) -> bool:
         """Whether PyTorch's kernels compute floating-point numbers."""
 
     def on(self, device: str) -> Subject:
@@ -97,12 +97,12 @@ class Compiled:
         """The name of its policy."""
         return self.module.policy.name if isinstance(self.module, RoundedModule) else "as exported"
 
-    def outcome(self, call: Call) -> Outcome:
+    def outcome(self, call: ModelCall) -> Outcome:
         """Return results and gradients by name."""
         with self._kept():
             return outcome_of(self.module, call, self.gradients)
 
-    def steps(self, call: Call) -> Iterator[Step]:
+    def steps(self, call: ModelCall) -> Iterator[Observation]:
         """Yield the values of the lowered graph, forward and backward; nothing for an exported program."""
         if isinstance(self.module, LoadedModule):
             return
@@ -114,13 +114,13 @@ class Compiled:
             values = self.module.observe_step(tangents, *seen.args, **seen.kwargs)
         else:
             values = self.module.observe(*call.args, **call.kwargs)
-        places: dict[str, Place] = {}
+        places: dict[str, OperationPlace] = {}
         for name, value in values:
             places = places or _places(self.module.lowered)
             if name != "output":
-                yield Step(places[name], _tensors(value))
+                yield Observation(places[name], _tensors(value))
 
-    def stock(self, call: Call) -> bool:
+    def stock(self, call: ModelCall) -> bool:
         """Whether an operation was left to a stock kernel; True for an exported program, which does not say."""
         if isinstance(self.module, LoadedModule):
             return True
@@ -158,18 +158,18 @@ class Eager:
         """Text that says there is none."""
         return "none (stock PyTorch)"
 
-    def outcome(self, call: Call) -> Outcome:
+    def outcome(self, call: ModelCall) -> Outcome:
         """Return results and gradients by name."""
         with _unchanged(self.module):
             return outcome_of(self.module, call, self.gradients)
 
-    def steps(self, call: Call) -> Iterator[Step]:
+    def steps(self, call: ModelCall) -> Iterator[Observation]:
         """Yield the operators that PyTorch dispatched."""
         with _Recorder(self.module) as seen, _unchanged(self.module):
             outcome_of(self.module, call, self.gradients)
         yield from seen.steps
 
-    def stock(self, call: Call) -> bool:
+    def stock(self, call: ModelCall) -> bool:
         """Always true."""
         return True
 
@@ -178,13 +178,13 @@ class Eager:
         return replace(self, module=copy.deepcopy(self.module).to(device))
 
 
-def _places(graph: fx.GraphModule) -> dict[str, Place]:
+def _places(graph: fx.GraphModule) -> dict[str, OperationPlace]:
     """Return the place of every node by its name."""
     found = ((node.name, described(node)) for node in graph.graph.nodes)
-    return {n: Place(n, s.operator, s.path, s.source, s.code) if s else Place(n) for n, s in found}
+    return {n: OperationPlace(n, s.operator, s.path, s.source, s.code) if s else OperationPlace(n) for n, s in found}
 
 
-def outcome_of(module: nn.Module, call: Call, gradients: bool) -> Outcome:
+def outcome_of(module: nn.Module, call: ModelCall, gradients: bool) -> Outcome:
     """Return the tensors of ``module(*args)``, and the gradients of everything that requires one.
 
     The incoming gradient of each result is ``tangent(result)``. Raises ValueError if there is nothing to compare.
@@ -214,17 +214,17 @@ def tangent(result: Tensor) -> Tensor:
     return numbers.expand(result.shape).contiguous() if result.dim() else numbers.reshape([])
 
 
-def _run(module: nn.Module, call: Call) -> Any:
+def _run(module: nn.Module, call: ModelCall) -> Any:
     return module(*call.args, **call.kwargs)
 
 
-def _differentiable(call: Call) -> Call:
+def _differentiable(call: ModelCall) -> ModelCall:
     """Return the call with arguments that require gradients and share the memory of the old ones."""
 
     def leaf(t: Tensor) -> Tensor:
         return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
 
-    return Call(*pytree.tree_map_only(Tensor, leaf, (call.args, call.kwargs)))
+    return ModelCall(*pytree.tree_map_only(Tensor, leaf, (call.args, call.kwargs)))
 
 
 def _named(head: str, result: Any) -> Outcome:
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[Step] = []
+        self.steps: list[Observation] = []
         self._names = {module: name for name, module in model.named_modules()}
         self._inside = [""]
         self._hooks = contextlib.ExitStack()
@@ -287,8 +287,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         source, code = ("", "backward") if inside_backward() else _line(sys._getframe(1))
-        place = Place(f"operation {len(self.steps)}", str(func), self._inside[-1], source, code)
-        self.steps.append(Step(place, tuple(t.detach().clone() for t in _tensors(result))))
+        place = OperationPlace(f"operation {len(self.steps)}", str(func), self._inside[-1], source, code)
+        self.steps.append(Observation(place, tuple(t.detach().clone() for t in _tensors(result))))
         return result
 
 

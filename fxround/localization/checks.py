@@ -30,7 +30,7 @@ from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import chosen
 
 CheckLike = Callable[[Any], Any] | tuple[str | Callable[[Any, Any], Any], float] | None
@@ -77,7 +77,7 @@ def compares(check: CheckLike) -> bool:
 
 
 def parse_check(
-    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: Call | None = None
+    check: CheckLike = None, min_bits: float | None = None, reference: Any = None, call: ModelCall | None = None
 ) -> Check:
     """Return the check; metrics and bits compare with ``reference``, the output of ``call``.
 
@@ -96,7 +96,7 @@ def parse_check(
     (row,) = chosen(metric, reference)
 
     def measure(output: Any) -> float:
-        return row.finish(row.measure(output, reference, call or Call(())))
+        return row.finish(row.measure(output, reference, call or ModelCall(())))
 
     return _threshold(measure, limit, row.unit, row.name + key, higher=row.better == "higher")
 

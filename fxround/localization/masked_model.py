@@ -34,7 +34,7 @@ from fxround.numerics.lazy import cached_property
 from fxround.operators.rules import rule_of
 from fxround.passes.delayed_scales import DELAYED
 from fxround.policy import Assignment, Policy
-from fxround.significance.inputs import Call, calls
+from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.places import undrawn
 
 QUIET: Final = "reproducible"
@@ -62,7 +62,7 @@ class Masked:
     def __init__(
         self, model: nn.Module, policy: PolicyLike, inputs: Any, *, quiet: PolicyLike = QUIET, memory: int = MEMORY
     ) -> None:
-        self.call: Call = next(calls(model, inputs))
+        self.call: ModelCall = next(calls(model, inputs))
         args, kwargs = self.call.args, self.call.kwargs
         self.policy = Policy.parse(policy)
         self.quiet = replace(Policy.parse(quiet), definitions=self.policy.definitions)

@@ -109,9 +109,9 @@ def first_nonfinite(
 
     output = masked.run(masked.sites, seed=seed, sample=sample, observe=note)
     reaching = nx.ancestors(masked.flow().subgraph(tainted), masked.output.name)
-    told = tuple(Birth(**{**vars(birth), "reaches": name in reaching}) for name, birth in births.items())
+    reported = tuple(Birth(**{**vars(birth), "reaches": name in reaching}) for name, birth in births.items())
     bad = sum(int((~x.isfinite()).sum()) for x in _floats(output))
-    return NonfiniteReport(told, bad, masked.policy.name)
+    return NonfiniteReport(reported, bad, masked.policy.name)
 
 
 def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:

@@ -50,7 +50,7 @@ class Search:
         self.remedied = False
         shown = sys.stderr.isatty() if progress is None else progress
         self._say = (_print if shown is True else shown) or (lambda text: None)
-        verdicts.told = self._told
+        verdicts.after_run = self._report_progress
 
     def run(self, model: str) -> LocalizeReport:
         """Find sets until the rest passes, the limit is reached or Ctrl-C is pressed.
@@ -225,7 +225,7 @@ class Search:
     def _cancelled(self) -> list[Cancellation]:
         return cancelled(self.masked)
 
-    def _told(self) -> None:
+    def _report_progress(self) -> None:
         among = f"the next is among {len(self.narrowed)} of {len(self.masked.sites)} sites"
         self._say(f"{self.verdicts.executed} runs, {len(self.found)} found, {among}")
 

@@ -38,7 +38,7 @@ class Verdicts:
         self.executed = self.recalled = 0
         self.failing: set[str] = set()
         self.passing: set[str] = set()
-        self.told: Callable[[], None] = lambda: None
+        self.after_run: Callable[[], None] = lambda: None
         self._known: dict[tuple[str, int], bool] = {}
         self._order = list(range(runs))
         self._places = {name: i for i, name in enumerate(masked.sites)}
@@ -79,7 +79,7 @@ class Verdicts:
             )
         self._known[key] = passed
         self._record(key, passed)
-        self.told()
+        self.after_run()
         return passed
 
     def output(self, on: Units, sample: int, elements: Elements | None = None) -> Any:

@@ -317,7 +317,7 @@ class RoundedModule(Reaching):
             self.rng = changed(self.rng, seed, sample) if device is None else state_on(device, seed, sample)
         return self
 
-    def distribute(self, rank: int, world_size: int = 0, *, processes: int = 0) -> RoundedModule:
+    def distribute(self, rank: int, world_size: int) -> RoundedModule:
         """Train as one of several processes, each of which draws its own random bits; returns the module itself.
 
         A call in training mode that records gradients draws the bits of sample + rank, and advances the sample by
@@ -326,13 +326,11 @@ class RoundedModule(Reaching):
 
         Args:
             rank, world_size: as ``torch.distributed`` counts them.
-            processes: an older name of world_size.
 
         Raises:
             TypeError: for a rank or a world_size that is no int.
             ValueError: for a rank outside 0 to world_size - 1.
         """
-        world_size = world_size or processes
         for name, value in (("rank", rank), ("world_size", world_size)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {type_of(value)}; expected an int, as torch.distributed counts")

@@ -13,7 +13,7 @@ from fxround.numerics.formats.storage import Storage
 
 
 @dataclass(frozen=True)
-class Stage:
+class ChainedKernel:
     """A kernel of the chain; ``operands`` and ``results`` are indices into the table of values.
 
     call: the call of an operator of ours; None for a maximum.
@@ -38,7 +38,7 @@ class Chain:
     stored      the values that are results of the whole
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ChainedKernel, ...]
     inputs: int
     rng: int
     stored: tuple[int, ...]

@@ -1,9 +1,9 @@
 """Inputs: convert a tensor, arguments or a DataLoader into calls of the model.
 
-A ``Call`` holds the arguments of one forward pass and the target that came with them. A tensor is one argument, a tuple
-holds positional arguments, a mapping keyword arguments, a tuple and a mapping both; ``batch_size`` splits them along
-dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of the
-model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError.
+A ``ModelCall`` holds the arguments of one forward pass and the target that came with them. A tensor is one argument, a
+tuple holds positional arguments, a mapping keyword arguments, a tuple and a mapping both; ``batch_size`` splits them
+along dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of
+the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxround.errors import shown, type_of
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """The arguments of a forward pass, their target (or None), and the position of their first row in all inputs."""
 
     args: tuple[Any, ...]
@@ -41,14 +41,14 @@ class Call:
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
 
-def calls(model: nn.Module, inputs: Any, batch_size: int | None = None) -> Iterator[Call]:
+def calls(model: nn.Module, inputs: Any, batch_size: int | None = None) -> Iterator[ModelCall]:
     """Yield the calls in order.
 
     Raises TypeError for inputs that the model's forward does not take, ValueError if there are none.
     """
     offset = 0
     for call in _calls(model, inputs, batch_size):
-        yield Call(call.args, call.kwargs, call.target, offset)
+        yield ModelCall(call.args, call.kwargs, call.target, offset)
         offset += call.rows
     if offset == 0:
         raise ValueError("inputs hold no batch: there is nothing to run the model on")
@@ -62,7 +62,7 @@ def count(inputs: Any, batch_size: int | None = None) -> int | None:
     return len(inputs) if isinstance(inputs, Sized) else None
 
 
-def _calls(model: nn.Module, inputs: Any, batch_size: int | None) -> Iterator[Call]:
+def _calls(model: nn.Module, inputs: Any, batch_size: int | None) -> Iterator[ModelCall]:
     whole = _whole(inputs)
     if whole is not None:
         return iter((whole,)) if batch_size is None else _split(whole, batch_size)
@@ -74,23 +74,23 @@ def _calls(model: nn.Module, inputs: Any, batch_size: int | None) -> Iterator[Ca
     return (_of_batch(model, batch) for batch in inputs)
 
 
-def _whole(inputs: Any) -> Call | None:
+def _whole(inputs: Any) -> ModelCall | None:
     if isinstance(inputs, Tensor):
-        return Call((inputs,))
+        return ModelCall((inputs,))
     if isinstance(inputs, Mapping):
-        return Call((), dict(inputs))
+        return ModelCall((), dict(inputs))
     if isinstance(inputs, tuple) and tuple(map(type, inputs)) == (tuple, dict):
-        return Call(inputs[0], inputs[1])
-    return Call(inputs) if isinstance(inputs, tuple) else None
+        return ModelCall(inputs[0], inputs[1])
+    return ModelCall(inputs) if isinstance(inputs, tuple) else None
 
 
-def _split(call: Call, batch_size: int) -> Iterator[Call]:
+def _split(call: ModelCall, batch_size: int) -> Iterator[ModelCall]:
     """Yield ``batch_size`` rows at a time: tensors with as many rows as the first are cut, others go to every call."""
     rows = call.rows
     for low in range(0, rows, positive("batch_size", batch_size)):
         cut = slice(low, low + batch_size)
         parts = pytree.tree_map_only(Tensor, partial(_cut, rows=rows, part=cut), (call.args, call.kwargs))
-        yield Call(*parts)
+        yield ModelCall(*parts)
 
 
 def _cut(t: Tensor, rows: int, part: slice) -> Tensor:
@@ -104,7 +104,7 @@ def positive(name: str, number: int) -> int:
     return number
 
 
-def _of_batch(model: nn.Module, batch: Any) -> Call:
+def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     """Return the call of a loader's batch; the last of its parts is a target if forward does not take it."""
     if isinstance(batch, Tensor | Mapping):
         found = _whole(batch)
@@ -114,9 +114,9 @@ def _of_batch(model: nn.Module, batch: Any) -> Call:
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
     if _takes(model, parts):
-        return Call(parts)
+        return ModelCall(parts)
     if len(parts) > 1 and _takes(model, parts[:-1]):
-        return Call(parts[:-1], target=parts[-1])
+        return ModelCall(parts[:-1], target=parts[-1])
     raise TypeError(
         f"a batch has {len(parts)} parts, and {type(model).__name__}.forward{signature_of(model.forward)} takes "
         "neither all of them nor all but the last (a target): yield tuples of arguments, or dicts of keywords"

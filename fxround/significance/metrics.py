@@ -22,10 +22,10 @@ from torch import Tensor
 from fxround.errors import shown
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 
 Sums = tuple[float, ...]
-Measure = Callable[[Any, Any, Call], Sums]
+Measure = Callable[[Any, Any, ModelCall], Sums]
 K: Final = 5
 # The label of a position that is no target, in PyTorch's losses and transformers.
 NO_TOKEN: Final = -100
@@ -88,7 +88,7 @@ def class_dimension(x: Tensor) -> int:
     return 2 if x.dim() == 3 else 1
 
 
-def _powers(sample: Any, reference: Any, call: Call) -> Sums:
+def _powers(sample: Any, reference: Any, call: ModelCall) -> Sums:
     x, r = primary(sample).double(), primary(reference).double()
     return float(r.square().sum()), float((x - r).square().sum())
 
@@ -107,7 +107,7 @@ def _relative(sums: Sums) -> float:
     return 0.0 if noise == 0.0 else math.sqrt(noise / signal) if signal > 0.0 else math.inf
 
 
-def _ulps(sample: Any, reference: Any, call: Call) -> Sums:
+def _ulps(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Return the greatest distance in ulps of the reference, in the tensor's own format."""
     x, r = primary(sample), primary(reference)
     fmt = Format.parse(FORMAT_OF[r.dtype])
@@ -123,12 +123,12 @@ def _changed(sample: Any, reference: Any) -> Tensor:
     return moved.flatten(1).any(1) if moved.dim() > 1 else moved
 
 
-def _flips(sample: Any, reference: Any, call: Call) -> Sums:
+def _flips(sample: Any, reference: Any, call: ModelCall) -> Sums:
     moved = labels(sample) != labels(reference)
     return float(moved.sum()), float(moved.numel())
 
 
-def _top(sample: Any, reference: Any, call: Call) -> Sums:
+def _top(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the reference's k greatest classes that are among the sample's."""
     x, r = primary(sample), primary(reference)
     if r.dim() < 2:
@@ -154,7 +154,7 @@ def dice_of(sums: Sums) -> tuple[float, ...]:
     return tuple(b / s if s else math.nan for b, s in zip(sums[:classes], sums[classes:], strict=True))
 
 
-def _dice(sample: Any, reference: Any, call: Call) -> Sums:
+def _dice(sample: Any, reference: Any, call: ModelCall) -> Sums:
     r = primary(reference)
     return dice_sums(labels(sample), labels(reference), r.shape[class_dimension(r)])
 
@@ -163,7 +163,7 @@ def _worst_class(sums: Sums) -> float:
     return float(np.nanmin([1.0, *dice_of(sums)]))
 
 
-def _transport(sample: Any, reference: Any, call: Call) -> Sums:
+def _transport(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Wasserstein-1 distance along the last dimension, positions 0, 1, ...: each row is a distribution of mass 1."""
     x, r = primary(sample).double(), primary(reference).double()
     if bool((r < 0).any()):
@@ -173,7 +173,7 @@ def _transport(sample: Any, reference: Any, call: Call) -> Sums:
     return float(rows.sum()), float(rows.numel())
 
 
-def _divergence(sample: Any, reference: Any, call: Call) -> Sums:
+def _divergence(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """KL(reference || sample) of softmax over the classes, per row."""
     x, r = primary(sample).double(), primary(reference).double()
     where = class_dimension(r) if r.dim() > 1 else 0
@@ -182,7 +182,7 @@ def _divergence(sample: Any, reference: Any, call: Call) -> Sums:
     return float(rows.sum()), float(rows.numel())
 
 
-def _surprise(sample: Any, reference: Any, call: Call) -> Sums:
+def _surprise(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Negative log-likelihood of the next tokens: logits [n, time, vocabulary], integer tokens [n, time].
 
     The tokens are the argument ``labels``, where -100 is no token, or the first integer tensor. Tokens whose
@@ -203,12 +203,12 @@ def _surprise(sample: Any, reference: Any, call: Call) -> Sums:
     return float(lost), float((targets != NO_TOKEN).sum())
 
 
-def _tokens(call: Call) -> list[Tensor]:
+def _tokens(call: ModelCall) -> list[Tensor]:
     labels = call.kwargs.get("labels")
     return [labels] if isinstance(labels, Tensor) else call.tensors
 
 
-def _hits(sample: Any, reference: Any, call: Call) -> Sums:
+def _hits(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the labels that equal the targets of the data."""
     if not isinstance(call.target, Tensor):
         raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
@@ -283,7 +283,7 @@ def _metric(asked: Any) -> Metric:
     if not callable(asked):
         raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {shown(asked)}")
 
-    def measure(sample: Any, reference: Any, call: Call) -> Sums:
+    def measure(sample: Any, reference: Any, call: ModelCall) -> Sums:
         return float(asked(sample, reference)) * call.rows, float(call.rows)
 
     name = getattr(asked, "__name__", type(asked).__name__)

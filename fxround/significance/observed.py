@@ -20,7 +20,7 @@ from fxround.graph.site import float_values
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY, Policy
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.places import OUTPUT, RESULT, counterparts, results, value_of
 
 Key = tuple[str, str]
@@ -42,13 +42,13 @@ def compiled_for(model: nn.Module, policy: Policy, seed: int, fuse: bool, unroll
     return compile(model, policy, seed=seed, fuse=fuse, unroll_loops=unroll)
 
 
-def sample_stream(compiled: RoundedModule, call: Call, number: int, watch: Watch) -> Iterator[tuple[Key, Any]]:
+def sample_stream(compiled: RoundedModule, call: ModelCall, number: int, watch: Watch) -> Iterator[tuple[Key, Any]]:
     """Yield watched values (node to key), the result's tensors and the whole result, of one sample."""
     compiled.reseed(int(compiled.rng[0]), sample=number)
     return _stream(compiled, call, watch)
 
 
-def _stream(compiled: RoundedModule, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
+def _stream(compiled: RoundedModule, call: ModelCall, watch: Watch) -> Iterator[tuple[Key, Any]]:
     if not watch:
         result = compiled.evaluate(*call.args, **call.kwargs)
     for node, value in compiled.observe(*call.args, **call.kwargs) if watch else ():
@@ -72,19 +72,19 @@ class Runs:
         self._fuse, self._unroll, self._binary64 = fuse, unroll, binary64
         self.notes: list[str] = []
 
-    def unperturbed(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
+    def unperturbed(self, call: ModelCall, watch: Watch) -> Iterator[tuple[Key, Any]]:
         """Yield the values of the same graph under the identity policy."""
         if self._plain is None:
             self._plain = self.perturbed.with_policy(IDENTITY)
         return _stream(self._plain, call, watch)
 
-    def binary64(self, call: Call, watch: Watch) -> Iterator[tuple[Key, Any]]:
+    def binary64(self, call: ModelCall, watch: Watch) -> Iterator[tuple[Key, Any]]:
         """Yield the values of the model in binary64 under the names of this model's nodes; nothing if it fails."""
         if not self._binary64:
             return
         try:
             double = self._doubled()
-            wide = Call(*pytree.tree_map_only(Tensor, _widened, (call.args, call.kwargs)))
+            wide = ModelCall(*pytree.tree_map_only(Tensor, _widened, (call.args, call.kwargs)))
             double.prepare(*wide.args, **wide.kwargs)
             self._say_what_is_narrow(double)
             twins = counterparts(self.perturbed.graph, double.graph) if watch else {}

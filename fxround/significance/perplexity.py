@@ -27,7 +27,7 @@ from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule
 from fxround.runtime.draw import Draw
 from fxround.significance.bits import CONFIDENCE, require
-from fxround.significance.inputs import Call, calls
+from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.metrics import METRICS, Sums
 from fxround.significance.observed import sample_number
 from fxround.significance.perplexity_report import Perplexity, PerplexityReport
@@ -173,7 +173,7 @@ def _policy(base: Policy, globs: Sequence[str], rounding: Rounding, accumulate: 
     return base.with_rules(*rules, name=f"{base.name}, {' '.join(globs)}: {rounding}")
 
 
-def _read(model: RoundedModule, texts: Sequence[Call], sample: int, stopping: Callable[[], bool]) -> float | None:
+def _read(model: RoundedModule, texts: Sequence[ModelCall], sample: int, stopping: Callable[[], bool]) -> float | None:
     """Return the perplexity of one sample of the whole text; None if it was interrupted."""
     metric, sums = METRICS["perplexity"], None
     for batch, call in enumerate(texts):
@@ -188,7 +188,7 @@ def _read(model: RoundedModule, texts: Sequence[Call], sample: int, stopping: Ca
     return None if sums is None else metric.finish(sums)
 
 
-def _without_cache(model: nn.Module, call: Call) -> Call:
+def _without_cache(model: nn.Module, call: ModelCall) -> ModelCall:
     if "use_cache" in call.kwargs or "use_cache" not in signature_of(model.forward).parameters:
         return call
     return replace(call, kwargs={**call.kwargs, "use_cache": False})

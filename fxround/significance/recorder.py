@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import Metric, Sums, class_dimension, dice_of, dice_sums, labels, primary
 
 
@@ -70,7 +70,7 @@ class Recorder:
         self._changed: Tensor | None = None
         self._maps: list[Tensor] = []
 
-    def take(self, number: int, sample: Any, reference: Any, call: Call) -> float:
+    def take(self, number: int, sample: Any, reference: Any, call: ModelCall) -> float:
         """Measure sample ``number`` of the batch; returns its value in this batch (NaN for a metric of pairs)."""
         if self.metric.pairs:
             found = labels(sample)
@@ -89,7 +89,7 @@ class Recorder:
     def _add(self, key: Any, sums: Sums) -> None:
         self.sums[key] = self.metric.added(self.sums.get(key), sums)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: ModelCall) -> None:
         """End the batch: keep the rows that changed."""
         self.of += call.rows
         if self._changed is not None:

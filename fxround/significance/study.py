@@ -24,7 +24,7 @@ from fxround.graph.site import site
 from fxround.module.rounded_module import RoundedModule
 from fxround.significance.adaptive import GROUP, Sequential, SequentialShare, group_bits
 from fxround.significance.figures import Options, Place, Tally
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import chosen, named
 from fxround.significance.moments import Moments
 from fxround.significance.observed import WHOLE, Key, Runs, Sample, Watch, sample_number, sample_stream
@@ -47,7 +47,7 @@ BINARY64: Final = "binary64"
 GIVEN: Final = "reference"
 BITS: Final = "bits"
 
-Fan = Callable[[Call, Iterable[int], Watch], Iterator[Sample]]
+Fan = Callable[[ModelCall, Iterable[int], Watch], Iterator[Sample]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Sampling:
 class Batch:
     """The samples taken of one batch."""
 
-    call: Call
+    call: ModelCall
     watch: Watch
     result: Any
     moments: dict[Key, Moments] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Study:
         self.stopping: Callable[[], bool] = lambda: False
         self._isolated: dict[str, RoundedModule] = {}
 
-    def batch(self, call: Call) -> None:
+    def batch(self, call: ModelCall) -> None:
         """Take all samples of one batch, and compare them."""
         number = len(self.counts)
         self.runs.perturbed.prepare(*call.args, **call.kwargs)
@@ -165,7 +165,7 @@ class Study:
         if self.undrawn:
             warnings.warn(said_of_undrawn(self.undrawn), stacklevel=4)
 
-    def _unperturbed(self, call: Call) -> Any:
+    def _unperturbed(self, call: ModelCall) -> Any:
         started = time.perf_counter()
         *_, (_, result) = self.runs.unperturbed(call, {})
         self.seconds["unperturbed"] += time.perf_counter() - started
@@ -266,7 +266,7 @@ class Study:
                 tally = self.alone.setdefault(name, Tally(Place(name or ROOT, self.plan.isolate), self.plan.options))
                 tally.add(moments, batch.call.offset)
 
-    def _serially(self, call: Call, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
+    def _serially(self, call: ModelCall, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
         return (sample_stream(self.runs.perturbed, call, number, watch) for number in numbers)
 
 

@@ -24,7 +24,7 @@ from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import require_tolerance
 from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options
-from fxround.significance.inputs import Call, calls, count
+from fxround.significance.inputs import ModelCall, calls, count
 from fxround.significance.metrics import METRICS, named
 from fxround.significance.observed import Runs
 from fxround.significance.places import Capture, Isolate, known_capture, known_isolate
@@ -143,7 +143,7 @@ def variability(
     return VariabilityReport.of(study, chosen, complete, batches, facts)
 
 
-def _until(study: Study, batches: Iterator[Call]) -> Iterator[Call]:
+def _until(study: Study, batches: Iterator[ModelCall]) -> Iterator[ModelCall]:
     for call in batches:
         yield call
         if study.stopping():

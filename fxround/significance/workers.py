@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fxround.significance.bits import require
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import Key, Sample, Watch, compiled_for, sample_stream
 
 # Each thread of a worker process keeps its own model, because running a model sets the model's sample.
@@ -49,7 +49,7 @@ class Workers:
     def __exit__(self, *error: Any) -> None:
         self._pool.__exit__(*error)
 
-    def samples(self, call: Call, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
+    def samples(self, call: ModelCall, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
         """Yield the values of each sample, in order, as ``sample_stream`` yields them."""
         batch = self._packed((call, dict(watch)))
         rest = iter(numbers)

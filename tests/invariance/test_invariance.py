@@ -18,7 +18,7 @@ from fxround.invariance.difference import Rows
 from fxround.invariance.process import _Rebuilt
 from fxround.invariance.subjects import Compiled, Eager
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 
 HERE = ("batch", "slice", "stride", "threads")
 HASTE = ("batch", "slice")
@@ -287,7 +287,7 @@ def test_rows_are_cut_in_both_orders_of_a_merged_dimension() -> None:
 @pytest.mark.parametrize("name", ["batch", "slice", "stride"])
 def test_cases_hold_the_numbers_of_the_caller(name: str) -> None:
     x = torch.randn(3, 4, 5)
-    for group in AXES[name].groups(Call((x,)), 0, False):
+    for group in AXES[name].groups(ModelCall((x,)), 0, False):
         for case in group.cases:
             (given,) = case.call.args
             expected = x[0] if case.row else x
@@ -296,12 +296,12 @@ def test_cases_hold_the_numbers_of_the_caller(name: str) -> None:
                 expected = x[:1].expand(3, 4, 5)
             assert torch.equal(seen, expected), case.label
     with pytest.raises(Inapplicable):
-        list(AXES["batch"].groups(Call((1.5,)), 0, False))
+        list(AXES["batch"].groups(ModelCall((1.5,)), 0, False))
 
 
 def test_stock_kernels_run_as_every_instruction_set_in_processes_of_their_own() -> None:
     native = fxround.compile(nn.Linear(3, 4), Policy("native", (Rule(rounding="dtype", accumulate="native"),)))
-    call = Call((torch.randn(2, 3),))
+    call = ModelCall((torch.randn(2, 3),))
     assert Compiled(native).stock(call) and not Compiled(fxround.compile(nn.Linear(3, 4), "reproducible")).stock(call)
     (group,) = AXES["isa"].groups(call, 0, True)
     assert [dict(case.setting.environment)["ATEN_CPU_CAPABILITY"] for case in group.cases][-1] == "default"

@@ -52,7 +52,7 @@ def test_a_run_is_asked_for_once_and_the_last_witness_first(masked: Masked, tmp_
     assert asked.file != verdicts(masked, 4, tmp_path).file
     told: list[int] = []
     fresh = verdicts(masked, 3)
-    fresh.told = lambda: told.append(fresh.executed)
+    fresh.after_run = lambda: told.append(fresh.executed)
     assert fresh.fails(on) and told == list(range(1, failures[0] + 2))
 
 

@@ -38,7 +38,7 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.copies import Way
 from fxround.runtime.cuda.cpp.lines import Loop, Staging
-from fxround.runtime.cuda.cpp.map import LAYOUT, MapVariant, map_name, map_text
+from fxround.runtime.cuda.cpp.map import LAYOUT, CudaMapVariant, map_name, map_text
 from fxround.runtime.cuda.driver import architecture, compiled
 from fxround.runtime.cuda.launcher import Text, launch
 
@@ -90,7 +90,7 @@ def texts() -> tuple[Text, ...]:
     found += [reduction._text(kernel, shape) for kernel, shape in zip(loops, SHAPES, strict=False)]
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
         kernel = map_kernel(Program.parse(program), ("f32", "f32"), "f32")
-        variant = MapVariant(kernel, ("contiguous", access), 3, True, piece)
+        variant = CudaMapVariant(kernel, ("contiguous", access), 3, True, piece)
         found.append(Text(map_name(variant), lambda v=variant: preamble(SHAPE) + LAYOUT + map_text(v)))  # type: ignore[misc]
     return (*found, *rows(), *optimizers(), *epilogues(), iterations._text())
 

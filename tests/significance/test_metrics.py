@@ -11,15 +11,15 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor
 
-from fxround.significance.inputs import Call
+from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, chosen, dice_of, dice_sums, labels
 from fxround.significance.recorder import Recorder
 
 G = torch.Generator().manual_seed(5)
-NOTHING = Call(())
+NOTHING = ModelCall(())
 
 
-def value(name: str, sample: Tensor, reference: Tensor, call: Call = NOTHING) -> float:
+def value(name: str, sample: Tensor, reference: Tensor, call: ModelCall = NOTHING) -> float:
     metric = METRICS[name]
     return metric.finish(metric.measure(sample, reference, call))
 
@@ -31,7 +31,7 @@ def pair(*shape: int, spread: float = 0.3) -> tuple[Tensor, Tensor]:
 
 def test_every_metric_finds_nothing_in_equal_results() -> None:
     logits = torch.randn(3, 4, 5, generator=G).softmax(-1)
-    call = Call((torch.randint(0, 5, (3, 4), generator=G),), target=logits.argmax(-1))
+    call = ModelCall((torch.randint(0, 5, (3, 4), generator=G),), target=logits.argmax(-1))
     neutral = {"sqnr": math.inf, "relative_error": 0, "max_ulp": 0, "label_flips": 0, "top_k": 1, "accuracy": 1}
     neutral |= {"dice": 1, "dice_pairs": 1, "wasserstein_1": 0, "kl": 0}
     assert set(neutral) | {"perplexity"} == set(METRICS)
@@ -69,7 +69,7 @@ def test_labels_and_accuracy() -> None:
     flips = int((x.argmax(1) != r.argmax(1)).sum()) / 60
     assert 0 < value("label_flips", x, r) == flips
     target = torch.randint(0, 5, (60,), generator=G)
-    assert value("accuracy", x, r, Call((), target=target)) == sklearn_metrics.accuracy_score(target, x.argmax(1))
+    assert value("accuracy", x, r, ModelCall((), target=target)) == sklearn_metrics.accuracy_score(target, x.argmax(1))
     assert labels(torch.zeros(2, 3, 4, 4)).shape == (2, 4, 4)
     assert labels(torch.zeros(2, 7, 3)).shape == (2, 7)
 
@@ -132,9 +132,9 @@ def test_perplexity_is_of_the_next_token() -> None:
     chance = logits.double().softmax(-1)
     lost = [-math.log(chance[i, t, tokens[i, t + 1]]) for i in range(2) for t in range(5)]
     # The same sum by another route, in binary64.
-    assert value("perplexity", logits, logits, Call((tokens,))) == pytest.approx(math.exp(np.mean(lost)), rel=1e-9)
+    assert value("perplexity", logits, logits, ModelCall((tokens,))) == pytest.approx(math.exp(np.mean(lost)), rel=1e-9)
     with pytest.raises(ValueError, match="integer tokens"):
-        value("perplexity", logits, logits, Call((logits,)))
+        value("perplexity", logits, logits, ModelCall((logits,)))
 
 
 @pytest.mark.parametrize("name", [n for n, m in METRICS.items() if not m.pairs])
@@ -143,13 +143,13 @@ def test_batches_add_up_to_the_whole(name: str) -> None:
     tokens = torch.randint(0, 6, (9, 4), generator=G)
     recorder = Recorder(METRICS[name])
     for part in (slice(0, 2), slice(2, 9)):
-        call = Call((tokens[part],), target=tokens[part], offset=part.start)
+        call = ModelCall((tokens[part],), target=tokens[part], offset=part.start)
         recorder.take(0, x[part], r[part], call)
         recorder.end(call)
     found = recorder.measured()
     assert found is not None and found.of == 9
     # Sums of parts, in binary64.
-    assert found.values[0] == pytest.approx(value(name, x, r, Call((tokens,), target=tokens)), rel=1e-12)
+    assert found.values[0] == pytest.approx(value(name, x, r, ModelCall((tokens,), target=tokens)), rel=1e-12)
     if METRICS[name].rows is not None:
         moved = (x.argmax(-1) != r.argmax(-1)).any(1)
         assert found.rows == tuple(moved.nonzero().flatten().tolist())
@@ -162,7 +162,7 @@ def test_functions_and_unknown_names() -> None:
     (metric,) = chosen(worst, torch.zeros(1))
     x, r = pair(4, 3)
     assert metric.name == "worst"
-    assert metric.finish(metric.measure(x, r, Call((x,)))) == pytest.approx(worst(x, r), rel=1e-12)
+    assert metric.finish(metric.measure(x, r, ModelCall((x,)))) == pytest.approx(worst(x, r), rel=1e-12)
     with pytest.raises(ValueError, match="no metric is named 'bleu'"):
         chosen(("bleu",), x)
     with pytest.raises(TypeError, match="a metric is a name"):

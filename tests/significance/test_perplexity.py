@@ -153,7 +153,7 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
         def logits(self) -> Tensor:
             return self["logits"]
 
-    from fxround.significance.inputs import Call
+    from fxround.significance.inputs import ModelCall
     from fxround.significance.metrics import METRICS
 
     logits = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
@@ -162,7 +162,7 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
 
     def of(**kwargs: Tensor) -> float:
         found = Output(loss=torch.zeros(()), logits=logits)
-        return metric.finish(metric.measure(found, found, Call((), {"input_ids": ids, **kwargs})))
+        return metric.finish(metric.measure(found, found, ModelCall((), {"input_ids": ids, **kwargs})))
 
     mask = torch.ones_like(ids)
     mask[0, 2:] = 0
@@ -173,7 +173,7 @@ def test_padding_and_labels_say_which_tokens_count() -> None:
     assert of() != of(labels=labels)
     huge = torch.full((1, 2, 7), 1e6)
     huge[..., int(ids[0, 1])] = 0.0
-    assert metric.finish(metric.measure(huge, huge, Call((ids[:1, :2],)))) == math.inf
+    assert metric.finish(metric.measure(huge, huge, ModelCall((ids[:1, :2],)))) == math.inf
 
 
 @pytest.mark.parametrize(

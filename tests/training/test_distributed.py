@@ -207,10 +207,10 @@ def test_wrong_modules_and_ranks_are_reported() -> None:
     compiled = fxround.compile(nn.Linear(2, 2), "reproducible")
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         average_in_order(compiled)  # type: ignore[arg-type]
-    for wrong in ({"world_size": 2}, {"processes": 2}, {}):
-        with pytest.raises(ValueError, match=f"rank 2 of a world_size of {2 if wrong else 0}"):
-            compiled.distribute(2, **wrong)
-    for args, said in ((("foo",), "rank is a str"), ((0, "2"), "world_size is a str"), ((0.5, 2), "rank is a float")):
+    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank {rank} of a world_size of {world_size}"):
+            compiled.distribute(rank, world_size=world_size)
+    for args, said in ((("foo", 2), "rank is a str"), ((0, "2"), "world_size is a str"), ((0.5, 2), "rank is a float")):
         with pytest.raises(TypeError, match=f"{said}; expected an int"):
             compiled.distribute(*args)  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ BUDGET: Final = 200
 
 
 @dataclass(frozen=True)
-class Step:
+class Fusible:
     """A node that can be part of a program, as one statement over ``operands``.
 
     ``numbers``: the node's number, if it draws. ``exact``: whether it rounds nothing.
@@ -97,19 +97,19 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
 class Chain:
     """Steps that become one node: their operands, the values that are stored, and their program's text."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Fusible, ...]
     operands: tuple[fx.Node, ...]
     stored: tuple[fx.Node, ...]
     text: str
 
     @staticmethod
-    def of(steps: Sequence[Step], stored: Sequence[fx.Node]) -> Chain:
+    def of(steps: Sequence[Fusible], stored: Sequence[fx.Node]) -> Chain:
         """Return the chain of these steps, in this order."""
         operands = _operands(steps)
         return Chain(tuple(steps), tuple(operands), tuple(stored), _text(steps, operands, stored))
 
 
-def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
+def _join(steps: dict[fx.Node, Fusible], a: Unit, b: Unit) -> bool:
     if not all(node in steps for node in (*a.nodes, *b.nodes)) or steps[a.nodes[0]].exact:
         return False
     inner = [steps[node] for node in (*a.nodes, *b.nodes)]
@@ -118,13 +118,13 @@ def _join(steps: dict[fx.Node, Step], a: Unit, b: Unit) -> bool:
     return len(_operands(inner)) <= MAX_OPERANDS and sum(step.operators for step in inner) <= MAX_OPERATORS
 
 
-def _operands(steps: Sequence[Step]) -> list[fx.Node]:
+def _operands(steps: Sequence[Fusible]) -> list[fx.Node]:
     """Return the tensors that a program of the steps reads, each once, in order."""
     own = {step.node for step in steps}
     return list(dict.fromkeys(o for step in steps for o in step.operands if o not in own))
 
 
-def _step(node: fx.Node) -> Step | None:
+def _step(node: fx.Node) -> Fusible | None:
     value = float_value(node) if node.op == "call_function" else None
     if value is None or value.dtype not in STORAGES:
         return None
@@ -135,10 +135,10 @@ def _step(node: fx.Node) -> Step | None:
     if len(program.statements) > 1:
         return None
     drawn = (call.node,) if draws(program.statements[0]) else ()
-    return Step(node, program, tuple(call.xs), drawn, False)
+    return Fusible(node, program, tuple(call.xs), drawn, False)
 
 
-def _choice(node: fx.Node) -> Step | None:
+def _choice(node: fx.Node) -> Fusible | None:
     """Return the step of an exact operator that has a body: it can follow the operation that computes its operand."""
     rule, place = rule_of(node), site(node)
     if rule is None or rule.kind != "exact" or not rule.body or place is None or place.status != "exact":
@@ -151,7 +151,7 @@ def _choice(node: fx.Node) -> Step | None:
         return None
     texts = {p: _UNBOUNDED[p] if n is None else literal(n, value.dtype) for p, n in bounds.items()}
     body = re.sub(r"\{(\d+)\}", lambda m: texts.get(int(m[1]), "x0"), rule.body)
-    return Step(node, Program.parse(f"t0 = {body} @ exact"), (operand,), (), True)
+    return Fusible(node, Program.parse(f"t0 = {body} @ exact"), (operand,), (), True)
 
 
 # The text of a clamp's bound that is None.
@@ -181,7 +181,7 @@ def _origin(node: fx.Node) -> dict[str, Any]:
     return {**node.meta, META: replace(place, operator="fxround.fused", status="rounded", reason="", number=-1)}
 
 
-def _text(steps: Sequence[Step], operands: Sequence[fx.Node], stored: Sequence[fx.Node]) -> str:
+def _text(steps: Sequence[Fusible], operands: Sequence[fx.Node], stored: Sequence[fx.Node]) -> str:
     names = {node: f"x{i}" for i, node in enumerate(operands)}
     names |= {step.node: f"t{i}" for i, step in enumerate(steps)}
     statements = []

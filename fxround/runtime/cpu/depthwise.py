@@ -40,7 +40,7 @@ _PLANES_BYTES: Final = 1 << 19
 
 
 @dataclass(frozen=True)
-class Shape:
+class ConvolutionSizes:
     """The sizes of a convolution in three dimensions, of which the first is cut into items."""
 
     images: int
@@ -83,7 +83,7 @@ def shape_of(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-) -> Shape:
+) -> ConvolutionSizes:
     """The shape of a convolution that is not transposed.
 
     Of two spatial dimensions, the middle one has size 1; of one, also the first.
@@ -94,26 +94,26 @@ def shape_of(
         return tuple(other if d is None else values[d] for d in (first, middle, last))  # type: ignore[return-value]
 
     sizes = (three(x[2:], 1), three(w[2:], 1), three(stride, 1), three(padding, 0), three(dilation, 1))
-    return Shape(x[0], groups, x[1] // groups, w[0] // groups, *sizes)
+    return ConvolutionSizes(x[0], groups, x[1] // groups, w[0] // groups, *sizes)
 
 
 @dataclass(frozen=True)
 class Planes:
     """How a convolution is done over planes: its plan, and the tables that its code reads."""
 
-    shape: Shape
+    shape: ConvolutionSizes
     plan: Work
     taps: Tensor
     places: Tensor
 
 
-def planned(kernel: Contract, shape: Shape) -> Planes | None:
+def planned(kernel: Contract, shape: ConvolutionSizes) -> Planes | None:
     """The plan on this machine; None if packed panels are to be used."""
     return _planned(kernel, current_set(), torch.get_num_threads(), shape)
 
 
 @by_bytes(TABLES)
-def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes | None:
+def _planned(kernel: Contract, isa: str, threads: int, shape: ConvolutionSizes) -> Planes | None:
     """The same, remembered for each instruction set and number of threads."""
     if shape.outputs >= _FEW or shape.length == 0 or min(shape.results) <= 0 or shape.images * shape.groups == 0:
         return None
@@ -147,7 +147,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: Shape) -> Planes |
     return Planes(shape, plan, taps, places)
 
 
-def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
+def _variant(kernel: Contract, isa: str, shape: ConvolutionSizes) -> PlanesVariant:
     """The variant with as many independent accumulators as a packed tile, in one row."""
     machine = machine_of(isa)
     packed = tile_for(kernel, machine, 1)
@@ -158,7 +158,7 @@ def _variant(kernel: Contract, isa: str, shape: Shape) -> PlanesVariant:
     return PlanesVariant(kernel, packed.lanes, tiles, step, flat, machine)
 
 
-def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
+def _cut(shape: ConvolutionSizes, variant: PlanesVariant, threads: int) -> int:
     """Results of the first dimension in an item, in equal parts; 0 if a single one is too many."""
     size = shape.results[0]
     for parts in range(1, size + 1):
@@ -170,7 +170,7 @@ def _cut(shape: Shape, variant: PlanesVariant, threads: int) -> int:
     return 0
 
 
-def _extents(shape: Shape, cut: int, variant: PlanesVariant) -> tuple[tuple[int, int, int], int, int]:
+def _extents(shape: ConvolutionSizes, cut: int, variant: PlanesVariant) -> tuple[tuple[int, int, int], int, int]:
     """The lines of a part, and the elements of a part and of a plane, with room for a vector after each part."""
     lines = shape.lines(cut)
     part = prod(lines) + _LANES
@@ -181,13 +181,13 @@ def _extents(shape: Shape, cut: int, variant: PlanesVariant) -> tuple[tuple[int,
 _LANES: Final = 16
 
 
-def _positions(shape: Shape, cut: int) -> int:
+def _positions(shape: ConvolutionSizes, cut: int) -> int:
     """The number of positions of a part from the first result to the last one."""
     _, lines1, lines2 = shape.lines(cut)
     return ((cut - 1) * lines1 + shape.results[1] - 1) * lines2 + shape.results[2]
 
 
-def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
+def _taps(shape: ConvolutionSizes, cut: int, variant: PlanesVariant) -> Tensor:
     """The offset in the planes of a group of each product's element, for the result at position 0."""
     lines, part, plane = _extents(shape, cut, variant)
     offsets = torch.arange(shape.channels) * plane
@@ -200,7 +200,7 @@ def _taps(shape: Shape, cut: int, variant: PlanesVariant) -> Tensor:
     return offsets
 
 
-def _places(shape: Shape, cut: int) -> Tensor:
+def _places(shape: ConvolutionSizes, cut: int) -> Tensor:
     """The number within the item of the result at each position, and of a vector of positions more."""
     _, lines1, lines2 = shape.lines(cut)
     size1, size2 = shape.results[1:]

@@ -41,7 +41,7 @@ def run_exact(kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)) 
     items = lines.count // inner.size * -(-inner.size // lanes) if lanes else lines.count
     dense = lines.dense and not lanes
     run = native(f"{kernel.digest}:{lanes}:{dense}", build_exact, (kernel, lanes, dense), "exact", _EXACT)
-    told, key = lines.array(), draw.key()
-    arguments = (ctypes.addressof(told), *addresses((x, result)), ctypes.addressof(key))
+    places, key = lines.array(), draw.key()
+    arguments = (ctypes.addressof(places), *addresses((x, result)), ctypes.addressof(key))
     spread(run, range(items), pieces_of(items, _ENOUGH // (max(1, lanes) * (lines.length + _RESULT))), arguments)
     return result

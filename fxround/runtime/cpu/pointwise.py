@@ -143,10 +143,12 @@ class MapCall:
     unit: ClassVar[int] = BLOCK
 
     @staticmethod
-    def of(kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]], told: bool = False) -> MapCall | None:
+    def of(
+        kernel: Map, layout: Sequence[tuple[Sequence[int], Sequence[int]]], numbered: bool = False
+    ) -> MapCall | None:
         """The code for operands of these shapes and strides; None if they have too many dimensions.
 
-        told: whether a key has the number of each draw after the number of its node (``MapVariant``).
+        numbered: whether a key has the number of each draw after the number of its node (``MapVariant``).
         """
         shape = broadcast("a pointwise operator", *(shape for shape, _ in layout))
         total = math.prod(shape)
@@ -155,7 +157,7 @@ class MapCall:
         sizes, strides = collapse(shape, [expanded(shape, *operand) for operand in layout])
         if len(sizes) > MAX_DIMS:
             return None
-        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine(), told)
+        variant = MapVariant(kernel, tuple(_access(sizes, s) for s in strides), current_machine(), numbered)
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
         return MapCall(function, shape, total, len(sizes), array(sizes), array(steps))
@@ -164,8 +166,8 @@ class MapCall:
     def stage(self) -> tuple[int, ...]:
         """The call as a chain's table has it: ``llvm.row_chain.STAGE`` up to the number of operands."""
         at = ctypes.addressof
-        told = self.total, self.dims, at(self.sizes), at(self.steps)
-        return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *told
+        layout = self.total, self.dims, at(self.sizes), at(self.steps)
+        return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *layout
 
     @property
     def blocks(self) -> int:

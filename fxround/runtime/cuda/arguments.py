@@ -24,7 +24,7 @@ class Key(ctypes.Structure):
     )
 
 
-class Shape(ctypes.Structure):
+class ContractionShape(ctypes.Structure):
     """A contraction's sizes and steps, as ``Shape`` of the texts."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in SHAPE)

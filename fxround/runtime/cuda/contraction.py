@@ -18,11 +18,11 @@ from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Map
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Placing, Plain, Product, Right, convolution, input_gradient, weight_gradient
-from fxround.runtime.cuda.arguments import Shape, key_of, layout
+from fxround.runtime.cuda.arguments import ContractionShape, key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, After, Tile, contract_name, contract_text
 from fxround.runtime.cuda.cpp.copies import THREADS, Way
-from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, MapVariant
+from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, CudaMapVariant
 from fxround.runtime.cuda.launcher import Text, copies_async, device_of, for_device, has_slow_binary64, launch
 from fxround.runtime.cuda.pointwise import access_of, on_device
 from fxround.runtime.draw import Draw
@@ -78,7 +78,7 @@ class Following:
         if len(sizes) > MAX_DIMS:
             return None
         accesses, total = tuple(access_of(sizes, own) for own in steps), math.prod(shape)
-        variant = MapVariant(kernel, accesses, len(sizes), total >= 1 << 31)
+        variant = CudaMapVariant(kernel, accesses, len(sizes), total >= 1 << 31)
         after = After(variant, tuple(taken), kept)
         words = tuple([*nodes, *[0] * len(after.nodes)][: len(after.nodes)])
         return Following(after, layout(total, sizes, steps), tuple(shape), words)
@@ -120,7 +120,7 @@ def _launch(
     columns, out = right.n_offsets.numel(), right.place(rows)
     # One matrix for all batches is a group of its own.
     steps = (*a.stride(), right.step, *(right.steps or (0, 0)), out.step, out.row_step)
-    shape = Shape(right.batch, rows, length, columns, product.groups, *steps)
+    shape = ContractionShape(right.batch, rows, length, columns, product.groups, *steps)
     single = kernel.single is not None and has_slow_binary64(a.device)
     tile = replace(_tile(product, rows, columns), single=single)
     tile = replace(tile, ways=_ways(product, tile), after=after, stored=_stored(tile.vector, out, made))

@@ -20,7 +20,7 @@ from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
-from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, Access, MapVariant, map_name, map_text
+from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, Access, CudaMapVariant, map_name, map_text
 from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
@@ -52,7 +52,7 @@ def _loads(call: ProgramCall[Tensor]) -> Any:
 
 
 @dataclass(frozen=True)
-class MapCall:
+class MapLaunch:
     """A map's text for operands of given layouts, its first argument, the shape of a result, and the elements of it
     that a thread computes at once."""
 
@@ -109,7 +109,7 @@ def run_kernel(
 @lru_cache(maxsize=4096)
 def _map_call(
     kernel: Map, layouts: tuple[tuple[Sequence[int], Sequence[int]], ...], aligned: bool, in_place: bool
-) -> MapCall | None:
+) -> MapLaunch | None:
     """The call for operands of these shapes and strides; None if they have too many dimensions.
 
     aligned: whether all operands and results begin at multiples of 16 bytes. in_place: whether one shares memory with
@@ -128,9 +128,9 @@ def _map_call(
         pieces = [_in_pieces(access, whole, sizes, own) for access, own in zip(accesses, steps, strict=True)]
         found = tuple(access for access in pieces if access is not None)
         accesses, piece = (found, whole) if len(found) == len(pieces) else (accesses, 1)
-    variant = MapVariant(kernel, accesses, len(sizes), total >= 1 << 31, piece, in_place)
+    variant = CudaMapVariant(kernel, accesses, len(sizes), total >= 1 << 31, piece, in_place)
     text = Text(map_name(variant), lambda: preamble(SHAPE) + LAYOUT + map_text(variant))
-    return MapCall(text, layout(total, sizes, steps), shape, total, piece)
+    return MapLaunch(text, layout(total, sizes, steps), shape, total, piece)
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:

@@ -24,7 +24,7 @@ from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch, o
 from fxround.runtime.cuda.pointwise import on_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
-from fxround.runtime.rows import Chain, Stage
+from fxround.runtime.rows import Chain, ChainedKernel
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> R
     return RowsCall(text, first, used, results, (rows, found.threads // found.group), _nodes(chain, stages))
 
 
-def _kernel(stage: Stage, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact:
+def _kernel(stage: ChainedKernel, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact:
     """The kernel of a stage for operands of these dtypes."""
     call = stage.call
     if not isinstance(call, ProgramCall):
@@ -110,7 +110,7 @@ def _kernel(stage: Stage, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact
     return parsed.pointwise(call.program, loads, *call.results)
 
 
-def _numbered(stage: Stage, kernel: Map | Reduce, place: dict[int, int], wide: bool) -> RowStage:
+def _numbered(stage: ChainedKernel, kernel: Map | Reduce, place: dict[int, int], wide: bool) -> RowStage:
     """A stage with the numbers that values have in the text."""
     return RowStage(kernel, tuple(place[i] for i in stage.operands), tuple(place[i] for i in stage.results), wide)
 

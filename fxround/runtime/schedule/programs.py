@@ -1,7 +1,8 @@
 """Programs: the steps of a call of a planned graph, as one Python function that torch.fx writes.
 
-A ``Run`` calls a segment. A ``Step`` is a call of Python, whose result must be what the plan assumes where the layouts
-of its arguments do not decide it. The function has no loop over the steps, and releases every value after its last use.
+A ``Run`` calls a segment. A ``PythonCall`` is a call of Python, whose result must be what the plan assumes where the
+layouts of its arguments do not decide it. The function has no loop over the steps, and releases every value after its
+last use.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Step:
+class PythonCall:
     """A call of Python.
 
     results     the slots of its result, or of the parts of a result that is a list
@@ -100,10 +101,10 @@ class _Unexpected(Exception):
 
 
 @dataclass(frozen=True)
-class Program:
+class CallPlan:
     """The steps of a call. The first slots are the inputs, the next ones what the graph holds."""
 
-    steps: tuple[Run | Step, ...]
+    steps: tuple[Run | PythonCall, ...]
     inputs: int
     held: tuple[Any, ...]
     returned: Any

@@ -42,7 +42,7 @@ from fxround.runtime.cpu.threads import pieces_of, scratch, spread
 from fxround.runtime.cuda.launcher import has_slow_binary64, runs_texts
 from fxround.runtime.cuda.row_chain import RowsCall, plan_rows
 from fxround.runtime.draw import NO_KEY
-from fxround.runtime.rows import Chain, Stage
+from fxround.runtime.rows import Chain, ChainedKernel
 from fxround.runtime.schedule.groups import Part, grouped, is_operand, key_of, map_of, subgraph
 
 LARGEST: Final = torch.ops.aten.amax.default
@@ -64,14 +64,14 @@ _CHAIN: Final = signature(2, len(ARGS))
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """The rows that a node's tensors have in common, and their length (None: the node has statistics of rows alone)."""
 
     rows: str
     length: int | None
 
 
-def _shape(node: fx.Node) -> Shape | None:
+def _shape(node: fx.Node) -> RowShape | None:
     """The rows of a node that can be a part of a chain, else None."""
     value = float_value(node)
     if node.op != "call_function" or not all(is_operand(n) for n in _tensors(node)):
@@ -89,7 +89,7 @@ def _shape(node: fx.Node) -> Shape | None:
         return None
     if value is None or value.dim() < 2 or not isinstance(value.shape[-1], int):
         return None
-    return Shape(str(tuple(value.shape[:-1])), value.shape[-1] if value.shape[-1] > 1 else None)
+    return RowShape(str(tuple(value.shape[:-1])), value.shape[-1] if value.shape[-1] > 1 else None)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -328,10 +328,10 @@ class Rows(Part):
             NO_KEY if stage.call is None else key_of(stage.call, rng, draws)
             for stage, draws in zip(self.chain.stages, plan.draws, strict=True)
         ]
-        told = array([ctypes.addressof(key) for key in keys])
+        key_addresses = array([ctypes.addressof(key) for key in keys])
         pieces = pieces_of(plan.ranges, plan.enough)
         space, step = scratch(plan.space, pieces > 1)
-        arguments = (*map(ctypes.addressof, (plan.table, bases, told)), space)
+        arguments = (*map(ctypes.addressof, (plan.table, bases, key_addresses)), space)
         chain = native("chain", build_chain, None, "chain", _CHAIN)
         spread(chain, range(plan.ranges), pieces, arguments, {len(arguments) - 1: step})
         buffers.release(*(inputs[i] for i in self.spent if i not in over.values()))
@@ -344,7 +344,7 @@ def _aligned(size: int) -> int:
 
 
 def _table(
-    stages: Sequence[Stage], calls: Sequence[MapCall | LineCall], rows: tuple[int, int], steps: Sequence[int]
+    stages: Sequence[ChainedKernel], calls: Sequence[MapCall | LineCall], rows: tuple[int, int], steps: Sequence[int]
 ) -> list[int]:
     """The integers that ``llvm.row_chain`` reads. rows: all, and of a range; steps: bytes of a row of each buffer."""
     places: list[int] = []
@@ -355,14 +355,14 @@ def _table(
     return [*rows, len(steps), len(stages), *steps, *described, *places]
 
 
-def _stage(node: fx.Node, place: dict[fx.Node, int]) -> Stage:
+def _stage(node: fx.Node, place: dict[fx.Node, int]) -> ChainedKernel:
     """A node as a stage; ``place`` gives the index of each value."""
     operands = tuple(place[n] for n in _tensors(node))
     call = read(node)
     if not isinstance(call, Fused):
-        return Stage(call, operands, (place[node],))
+        return ChainedKernel(call, operands, (place[node],))
     taken = sorted((user.args[1], place[user]) for user in node.users)
-    return Stage(call, operands, tuple(at for _, at in taken))
+    return ChainedKernel(call, operands, tuple(at for _, at in taken))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fxround.runtime.draw import Draw
 from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.aliasing import is_kernel
 from fxround.runtime.schedule.launches import SIZES, Key, Launch, NoPlan, Planner, Value
-from fxround.runtime.schedule.programs import Program, Run, Slot, Step, assumed, binding, expectation, view_of
+from fxround.runtime.schedule.programs import CallPlan, PythonCall, Run, Slot, assumed, binding, expectation, view_of
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.torch_ops import KERNELS
 
@@ -53,7 +53,7 @@ class _Planned:
     settings: what it was made under. admits: the function that says whether inputs are like those that it was made for.
     """
 
-    plan: Program | bool
+    plan: CallPlan | bool
     settings: tuple[Any, ...]
     admits: Callable[..., bool]
 
@@ -80,18 +80,18 @@ class Straight:
             return self.graph.forward(*resolved(inputs))
         latest = self._latest
         # To compare with the latest inputs takes less than to describe these; alike, they have no negative view either.
-        plan: Program | _Computed | bool
+        plan: CallPlan | _Computed | bool
         if latest is not None and latest.admits(*inputs) and latest.settings == _settings():
             plan = latest.plan
         else:
             inputs = tuple(resolved(inputs))
             plan = self._plan(inputs)
-        if isinstance(plan, Program):
+        if isinstance(plan, CallPlan):
             found = plan.run(inputs)
             return self.graph.forward(*inputs) if found is None else found
         return plan.results if isinstance(plan, _Computed) else self.graph.forward(*inputs)
 
-    def _plan(self, inputs: Sequence[Any]) -> Program | _Computed | bool:
+    def _plan(self, inputs: Sequence[Any]) -> CallPlan | _Computed | bool:
         """Return the plan for inputs, or what the graph returns if they have just been planned for."""
         try:
             # Everything that the plan depends on; addresses and numbers of Python are given with each call.
@@ -137,7 +137,7 @@ class _TooLarge(Exception):
     """A graph has values that are too large to gain anything."""
 
 
-def plan_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Program | None:
+def plan_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> CallPlan | None:
     """Run a graph one operation at a time, and return its program; None if no kernel is in it, or large values are."""
     planner = _planner_of(graph, inputs)
     return None if planner is None else planner.program()
@@ -258,11 +258,11 @@ class _StraightPlanner(Planner):
         found = self.graph.graph.output_node().args[0]
         return _plain(fx.map_arg(found, lambda node: _tensors(self.env[node])))
 
-    def program(self) -> Program | None:
+    def program(self) -> CallPlan | None:
         """Return the program; None if there is no launch in a graph that rounds."""
         if not (self.unrounded or any(isinstance(event, Launch) for event in self.events)):
             return None
-        self.steps: list[Run | Step] = []
+        self.steps: list[Run | PythonCall] = []
         self.next = self.inputs + len(self.held)
         self._make_as_returned()
         runs = self._runs()
@@ -274,7 +274,7 @@ class _StraightPlanner(Planner):
                 self._segment(run, outside)
         found = self.graph.graph.output_node().args[0]
         returned = fx.map_arg(found, self._emitted)
-        return Program(tuple(self.steps), self.inputs, tuple(self.held), _plain(returned))
+        return CallPlan(tuple(self.steps), self.inputs, tuple(self.held), _plain(returned))
 
     def _make_as_returned(self) -> None:
         """Let kernels make results in the shapes in which they are returned, so that these are no views."""
@@ -345,7 +345,7 @@ class _StraightPlanner(Planner):
                 self.slots[part.home] = slot
         expected = expectation(node.target, _tensors(value))
         function = binding(self._function(node), self._argument(node.args))
-        self.steps.append(Step(function, _plain(args), dict(kwargs), results, isinstance(value, list), expected))
+        self.steps.append(PythonCall(function, _plain(args), dict(kwargs), results, isinstance(value, list), expected))
         if not isinstance(value, list):
             self.places[node] = results[0]
 
@@ -370,11 +370,11 @@ class _StraightPlanner(Planner):
             found = view_of(home, value.tensor, Slot(self.slots[value.home]))
             if found is not None:
                 slot = self._room()
-                self.steps.append(Step(*found, {}, (slot,)))
+                self.steps.append(PythonCall(*found, {}, (slot,)))
                 return slot
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
         slot = self._room()
-        self.steps.append(Step(node.target, _plain(args), dict(kwargs), (slot,), False, assumed(_tensors(value))))
+        self.steps.append(PythonCall(node.target, _plain(args), dict(kwargs), (slot,), False, assumed(_tensors(value))))
         return slot
 
     def _is_returned(self, node: fx.Node) -> bool:

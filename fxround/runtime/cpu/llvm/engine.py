@@ -226,10 +226,3 @@ def link(code: bytes, names: tuple[str, ...], isa: str = "host") -> dict[str, in
 def compile_module(text: str, names: tuple[str, ...], isa: str = "host") -> dict[str, int]:
     """Compile and load an LLVM module; returns the addresses of the named functions."""
     return link(object_code(text, isa), names, isa)
-
-
-def assembly(text: str, isa: str = "host") -> str:
-    """The optimized assembly of a module, as text."""
-    with _LOCK:
-        machine = _compiler(isa)
-        return str(machine.emit_assembly(_optimized(text, isa, machine)))

@@ -2,7 +2,7 @@
 
 A kernel calls functions whose names say what is wanted, ``fxround.enter.up.watched``; ``definitions`` gives their text
 for an architecture. So the text of a kernel is the same for every processor. On an architecture without definitions
-a kernel runs in the caller's environment, and ``controlled`` says so.
+a kernel runs in the caller's environment.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ def leave(b: ir.IRBuilder, theirs: Any, ours: Any, flags: Any = None) -> None:
         return
     kind, name = ir.FunctionType(ir.VoidType(), [_PTR] * 3), "fxround.leave.any.watched"
     b.call(ir.Function(b.module, kind, name), [theirs, ours, flags])
-
-
-def controlled(architecture: Architecture) -> bool:
-    """Whether rounding direction and exception flags are set and read on this architecture."""
-    return architecture in _WRITERS
 
 
 def definitions(text: str, architecture: Architecture) -> str:

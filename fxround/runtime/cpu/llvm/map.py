@@ -68,7 +68,7 @@ class MapVariant:
     @property
     def digest(self) -> str:
         """The key of the compiled code."""
-        return f"{self.kernel.digest}:{','.join(self.access)}{':told' if self.numbered else ''}"
+        return f"{self.kernel.digest}:{','.join(self.access)}{':numbered' if self.numbered else ''}"
 
 
 draw_seed, mixed = cache(draw_function), cache(mix_function)

@@ -19,8 +19,8 @@ from typing import Final
 
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
-from fxround.runtime.cuda.cpp.copies import COPIES, THREADS, Copying, Operand, Stage, Way
-from fxround.runtime.cuda.cpp.map import MapVariant, how_read, indented, seeds, stores, walk
+from fxround.runtime.cuda.cpp.copies import COPIES, THREADS, Copying, Operand, SharedStage, Way
+from fxround.runtime.cuda.cpp.map import CudaMapVariant, how_read, indented, seeds, stores, walk
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 
 SHAPE: Final = (
@@ -53,7 +53,7 @@ class After:
     kept        whether the contraction's result is stored as well
     """
 
-    variant: MapVariant
+    variant: CudaMapVariant
     taken: tuple[bool, ...]
     kept: bool
 
@@ -96,9 +96,9 @@ class Tile:
         return _LINE * self.side
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> SharedStage:
         """A stage of an operand in shared memory."""
-        return Stage(self.width, _SIZES[self.steps.accumulator])
+        return SharedStage(self.width, _SIZES[self.steps.accumulator])
 
     @property
     def vector(self) -> int:

@@ -61,7 +61,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SharedStage:
     """A stage of one operand in shared memory: ``steps`` lines of ``width`` elements, ``pitch`` elements apart.
 
     A line ends with 16 bytes that are not used: lines begin at multiples of 16 bytes, and eight threads that write
@@ -122,7 +122,7 @@ class Copying:
     from a tile to the next, so that a copy needs few registers.
     """
 
-    stage: Stage
+    stage: SharedStage
     way: Way
     operand: Operand
 

@@ -23,7 +23,7 @@ Access = Literal["contiguous", "scalar", "strided", "lines", "repeated"]
 
 
 @dataclass(frozen=True)
-class MapVariant:
+class CudaMapVariant:
     """A map for operands that are read in given ways.
 
     accesses    how each operand is read
@@ -70,19 +70,19 @@ _REST: Final = """  for (u64 item = pieces * {piece} + first_item(); item < layo
 """
 
 
-def map_name(variant: MapVariant) -> str:
+def map_name(variant: CudaMapVariant) -> str:
     """The name of the ``__global__`` function."""
     return f"map_{variant.kernel.digest[:16]}_{how_read(variant)}"
 
 
-def how_read(variant: MapVariant) -> str:
+def how_read(variant: CudaMapVariant) -> str:
     """How operands are read, as a part of a text's name."""
     how = "".join(access[0] if access != "strided" else "d" for access in variant.accesses)
     piece = f"p{variant.piece}" if variant.piece > 1 else ""
     return f"{how}{variant.dims}{'w' if variant.wide else ''}{piece}{'i' if variant.in_place else ''}"
 
 
-def map_text(variant: MapVariant) -> str:
+def map_text(variant: CudaMapVariant) -> str:
     """The text of a map and of the device functions that are its own."""
     kernel, name = variant.kernel, map_name(variant)
     nodes = ["key.node", *(f"node{n}" for n in range(1, kernel.nodes))]
@@ -101,7 +101,7 @@ def map_text(variant: MapVariant) -> str:
     return device_function(kernel.body, f"{name}_body") + global_(name, parameters, body)
 
 
-def _one_by_one(variant: MapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
+def _one_by_one(variant: CudaMapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
     """The body of a map whose threads compute element by element."""
     index = "u64" if variant.wide else "u32"
     places = {"contiguous": "i", "scalar": "0"}
@@ -112,7 +112,7 @@ def _one_by_one(variant: MapVariant, name: str, outs: Sequence[str], own_seeds: 
     )
 
 
-def _in_pieces(variant: MapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
+def _in_pieces(variant: CudaMapVariant, name: str, outs: Sequence[str], own_seeds: str) -> str:
     """The body of a map whose threads compute piece by piece, and what is left element by element."""
     kernel, piece, index = variant.kernel, variant.piece, "u64" if variant.wide else "u32"
     lines, read = [], []

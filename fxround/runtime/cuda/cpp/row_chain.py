@@ -156,8 +156,8 @@ class RowChain:
     def name(self) -> str:
         """The name of the ``__global__`` function."""
         stages = [(type(s.kernel).__name__, s.kernel.digest, s.operands, s.results, s.wide) for s in self.stages]
-        told = repr((stages, self.operands, self.stored, self.length, self.dims))
-        return f"rows_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        parts = repr((stages, self.operands, self.stored, self.length, self.dims))
+        return f"rows_{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 _ROWS: Final = """\
@@ -259,9 +259,9 @@ class _Writer:
         """The arrays that threads share."""
         chain, sums = self.chain, self.chain._sums
         tiles = [(t, f"tile_{t}", self.threads) for t in sorted({TYPES[k.accumulator] for k in sums})]
-        told = [(m, _told(m), self.rows) for m in sorted({MEMORY[k.result] for k in sums})]
+        results = [(m, _shared_result(m), self.rows) for m in sorted({MEMORY[k.result] for k in sums})]
         kept = [(MEMORY[chain.storages[i]], f"kept{i}", self.rows * chain.pitch) for i in chain.kept]
-        return "".join(f"  SHARED({t}, {name}, {count});\n" for t, name, count in (*tiles, *told, *kept))
+        return "".join(f"  SHARED({t}, {name}, {count});\n" for t, name, count in (*tiles, *results, *kept))
 
     def _declared(self, stage: RowStage) -> str:
         """Variables for values of a row alone, which every thread of the row has."""
@@ -365,7 +365,7 @@ class _Writer:
             used=used,
             name=name,
             step_bits=bits(kernel.draws, f"state{s}[0]"),
-            tell=_told(MEMORY[kernel.result]),
+            tell=_shared_result(MEMORY[kernel.result]),
             value=stored(kernel.result, finish),
             result=result,
         )
@@ -373,6 +373,6 @@ class _Writer:
         return "".join([*parts, across, keep])
 
 
-def _told(memory: str) -> str:
+def _shared_result(memory: str) -> str:
     """The array by which a row's threads hear a sum."""
     return f"told_{memory.replace(' ', '_')}"
