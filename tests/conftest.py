@@ -8,9 +8,9 @@ PyTorch has two threads, whatever the machine has. A test that leaves a setting 
 **Order.** ``--shuffle N`` runs the files, and the tests of each file, in an order drawn from N.
 
 **``--long``**: every case. Without it, a test marked ``part(n)`` runs each n-th of its cases, one marked
-``part("a", "b")`` those of these names, and one marked ``long`` none; where ``--seed`` is given, a part of the same
-size is drawn from it. A command that names a test (``file::test``) runs all its cases. The summary says how many
-were left.
+``part("a", "b")`` those of these names, one marked ``part(without=("a", "b"))`` the others, and one marked ``long``
+none; where ``--seed`` is given, a part of the same size is drawn from it. A command that names a test
+(``file::test``) runs all its cases. The summary says how many were left.
 
 **``--quick``**: an answer in two minutes. The core test of every file runs first, in its first case, then further
 tests in their first cases, file by file in turn, until the time is over. The core tests always run; the rest of the
@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = config.getoption("--seed")
     config.stash[_LEFT] = 0
-    config.addinivalue_line("markers", "part(n, or names of cases): what a run without --long takes of the cases")
+    config.addinivalue_line("markers", "part(n, or names of cases, or without=names): what a run without --long takes")
     config.addinivalue_line("markers", "long: only a run with --long takes the test")
     # Neither load nor an earlier run decides: no deadline, no database. too_slow is a time as well.
     hypothesis.settings.register_profile(
@@ -154,13 +154,14 @@ def _part(cases: list[pytest.Item], seed: int) -> list[pytest.Item]:
     mark = cases[0].get_closest_marker("part")
     if mark is None:
         return cases
-    if isinstance(mark.args[0], int):
+    if mark.args and isinstance(mark.args[0], int):
         part = cases[:: mark.args[0]]
     else:
+        without = mark.kwargs.get("without", ())
         names = {item.name.partition("[")[2].removesuffix("]"): item for item in cases}
-        if unknown := {*mark.args} - {*names}:
+        if unknown := {*mark.args, *without} - {*names}:
             raise pytest.UsageError(f"{cases[0].nodeid}: part() names {sorted(unknown)}; the cases are {[*names]}")
-        part = [names[name] for name in mark.args]
+        part = [item for name, item in names.items() if name in (mark.args or {*names} - {*without})]
     return random.Random(f"{seed} {cases[0].nodeid}").sample(cases, len(part)) if seed else part
 
 

@@ -30,6 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _SCRIPT: Final = "import sys\nfrom fxround.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
+@pytest.mark.part(without=("fxround.cli.doctor-module", "fxround.__main__-module"))
 @pytest.mark.parametrize(
     "at, way",
     [

@@ -129,6 +129,7 @@ def test_hidden_states_of_the_first_call_are_recorded_once() -> None:
     assert len(model.model.layers[0]._forward_hooks) == 1
 
 
+@pytest.mark.long
 def test_prompts_alone_padded_and_with_a_static_cache_have_the_same_bits() -> None:
     compiled = fxround.compile(build("llama"), "reproducible")
     ids = prompts(2, 19)
@@ -217,6 +218,7 @@ def test_an_encoder_is_rounded_by_itself_and_a_text_is_the_same_alone(kind: str,
         assert [row["module"] for row in compiled.captures()].count("encoder") == 1
 
 
+@pytest.mark.long
 def test_an_encoder_draws_its_own_random_bits_in_beams_and_samples() -> None:
     model = build("t5")
     compiled = fxround.compile(model, "stochastic", seed=1, advance=True)

@@ -56,6 +56,7 @@ def test_plans_of_many_shapes_hold_a_bounded_number_of_bytes(monkeypatch: pytest
         assert cached.bytes == sum(1024 + memo.held(value) for value, _ in cached.known.values()) <= most
 
 
+@pytest.mark.part("True")
 @pytest.mark.parametrize("training", [False, True])
 def test_a_deleted_module_takes_its_model_and_its_graphs_along(training: bool) -> None:
     def used() -> dict[str, weakref.ref[Any]]:

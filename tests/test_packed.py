@@ -104,6 +104,7 @@ def test_one_graph_serves_all_lengths_and_gradients_of_weights_are_exact() -> No
             compiled(x, torch.tensor(wrong))
 
 
+@pytest.mark.part("True")
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_packed_sequences_are_arguments_and_results(enforce_sorted: bool, tmp_path: Path) -> None:
     layer = nn.GRU(2, 3)
@@ -147,6 +148,7 @@ def test_sequences_are_packed_and_padded_as_by_pytorch() -> None:
         fxround.compile(lambda x, n: pack_padded_sequence(x, n).data * 2, "reproducible")(x, lengths)
 
 
+@pytest.mark.long
 def test_unrolled_layers_have_the_bits_of_loops() -> None:
     torch.manual_seed(0)
     model, x = Padded(nn.RNN(2, 3)), torch.rand(3, 2, 2)

@@ -17,6 +17,9 @@ def test_numbers(case): pass
 @pytest.mark.part("b", "d")
 @pytest.mark.parametrize("case", "abcd")
 def test_names(case): pass
+@pytest.mark.part(without=("b", "d"))
+@pytest.mark.parametrize("case", "abcd")
+def test_others(case): pass
 @pytest.mark.long
 def test_long(): pass
 def test_all(): pass
@@ -36,7 +39,8 @@ RUNS = {
     "long": "--long test_file.py",
     "unknown": "test_unknown.py",
 }
-NUMBERS, NAMES = [f"test_numbers[{i}]" for i in range(7)], [f"test_names[{name}]" for name in "abcd"]
+NUMBERS = [f"test_numbers[{i}]" for i in range(7)]
+NAMES, OTHERS = ([f"{test}[{name}]" for name in "abcd"] for test in ("test_names", "test_others"))
 
 
 def test_a_run_takes_the_part_and_a_long_run_all(tmp_path: Path) -> None:
@@ -55,10 +59,12 @@ for name, options in {RUNS}.items():
     # A process of xdist reports "PASSED file::test".
     lines = {name: [line for line in text.splitlines() if "PASSED" in line] for name, text in texts.items()}
     passed = {name: re.findall(r"::(test_[\w[\]]+)", "\n".join(of_run)) for name, of_run in lines.items()}
-    usual = [*NUMBERS[::3], NAMES[1], NAMES[3], "test_all"]
+    usual = [*NUMBERS[::3], NAMES[1], NAMES[3], OTHERS[0], OTHERS[2], "test_all"]
     assert passed["usual"] == passed["processes"] == usual
-    assert "7 cases were left to --long" in texts["usual"] and "7 cases were left to --long" in texts["processes"]
+    assert "9 cases were left to --long" in texts["usual"] and "9 cases were left to --long" in texts["processes"]
     assert passed["named"] == NAMES and "left to --long" not in texts["named"]
-    assert passed["long"] == [*NUMBERS, *NAMES, "test_long", "test_all"] and "left to --long" not in texts["long"]
+    assert (
+        passed["long"] == [*NUMBERS, *NAMES, *OTHERS, "test_long", "test_all"] and "left to --long" not in texts["long"]
+    )
     assert len(passed["seeded"]) == len(usual) and passed["seeded"] != usual
     assert "part() names ['e']; the cases are ['a', 'b', 'c', 'd']" in done.stderr + texts["unknown"]

@@ -36,7 +36,7 @@ def _step(compiled: nn.Module, x: Tensor) -> list[Tensor]:
     return [t.detach().clone() for t in (*results, x.grad, *(p.grad for p in compiled.parameters()))]  # type: ignore[union-attr]
 
 
-@pytest.mark.part("LSTM of two layers, both directions, projected", "RNN of tanh")
+@pytest.mark.part("LSTM, batch first, without biases", "RNN of tanh")
 @pytest.mark.parametrize("name", _LAYERS)
 def test_layers_have_the_bits_of_the_unrolled_formulas(name: str) -> None:
     torch.manual_seed(0)

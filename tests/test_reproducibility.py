@@ -48,6 +48,7 @@ def test_stochastic_training_resumes_in_another_process_from_other_machine_code(
     require_stated(found, "cnn", "stochastic", "early")
 
 
+@pytest.mark.long
 def test_texts_of_a_gpu_train_to_the_stated_bits(compiler: str, tmp_path: Path) -> None:
     """The other runs are those of ``python tests/support/host_hashes.py``."""
     with launching(HostLauncher(tmp_path, compiler)):

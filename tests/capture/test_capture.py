@@ -351,6 +351,7 @@ def test_batch_norm_averages_all_batches_where_its_momentum_is_none() -> None:
     assert model[0].momentum is None and model[0].running_mean.tolist() == [5.0, 5.0]
 
 
+@pytest.mark.long
 def test_a_distribution_is_captured_whatever_was_captured_before() -> None:
     command = "import math, torch, fxround; f = lambda x: torch.distributions.Normal(0.0, 1.0).log_prob(x)\n"
     # At 0 the density is 1 / sqrt(2 pi): one constant, rounded once.

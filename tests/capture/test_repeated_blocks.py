@@ -198,7 +198,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 50, (2, 5)), "use_cache": False}
 
 
-@pytest.mark.part("gpt2-False")
+@pytest.mark.long
 @pytest.mark.parametrize("build, gradients", [(bert, True), (gpt2, False)])
 def test_transformers_have_the_graphs_of_a_full_trace(build: Any, gradients: bool, runs: list[int]) -> None:
     model, kwargs = build()

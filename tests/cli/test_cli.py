@@ -37,6 +37,7 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in ("seconds", "slowdown")}
 
 
+@pytest.mark.long
 def test_the_demo_repeats_itself_with_one_thread_as_with_two(found: demo.Demo) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)

@@ -208,6 +208,7 @@ class Drawing(nn.Module):
         return self.last(self.drop(F.gelu(self.norm(self.first(x))))).softmax(1)
 
 
+@pytest.mark.long
 def test_create_graph_changes_no_bit_and_the_gradients_are_computed_again_with_the_bits_they_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

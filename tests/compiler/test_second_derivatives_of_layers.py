@@ -97,6 +97,7 @@ def second(call: Callable[..., Any], sources: list[Tensor], args: list[Any]) -> 
     return list(first), list(torch.autograd.grad(_weighted(squares), sources, allow_unused=True))
 
 
+@pytest.mark.part("second")
 @pytest.mark.parametrize("names", [_CHOSEN[0::2], _CHOSEN[1::2]], ids=["first", "second"])
 def test_second_derivatives_of_layers(names: list[str]) -> None:
     layers, arguments, oracles = [], [], []

@@ -130,6 +130,7 @@ def test_a_number_that_changes_at_each_call_meets_the_limit_of_graphs(monkeypatc
         compiled(X)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", sorted(LAYERS)[::9])
 def test_equal_calls_are_captured_once(name: str) -> None:
     layer, args = LAYERS[name]

@@ -139,6 +139,7 @@ def test_the_doctor_finds_a_version_that_fails(
 # ---- the probe ----
 
 
+@pytest.mark.long
 def test_the_probe_passes_in_a_new_process() -> None:
     assert torch_version._run() == b""
 

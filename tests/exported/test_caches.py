@@ -149,6 +149,7 @@ def test_a_program_with_gradients_takes_a_cache(tmp_path: Path) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.long
 def test_another_process_needs_only_transformers(reader: tuple[Any, Path]) -> None:
     compiled, path = reader
     code = (

@@ -445,6 +445,7 @@ def test_which_operators_round(func: Any, args: tuple[Any, ...], wanted: bool) -
     assert rounds(func, args, kwargs, func(*args, **kwargs)) is wanted
 
 
+@pytest.mark.long
 def test_a_transformers_model_generates_with_the_rounded_forward() -> None:
     pytest.importorskip("transformers")
     transformers = hugging_face()
@@ -486,6 +487,7 @@ def test_a_model_with_a_buffer_of_fxrounds_name_is_exported_and_so_is_a_method(t
         compiled.export(tmp_path / "model.pt2", X)
         with torch.no_grad():
             assert same(fxround.load(tmp_path / "model.pt2")(X), compiled(X))
+
 
 class Layered(nn.Module):
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ import fxround
 MODELS = looking.sample()
 
 
+@pytest.mark.part(without=("layers",))
 @pytest.mark.parametrize("name", MODELS)
 def test_looking_changes_nothing(name: str) -> None:
     """``python tests/support/looking.py`` looks at every model of the suite."""

@@ -225,6 +225,7 @@ def test_policies_in_every_form(model: nn.Module, x: Tensor, tmp_path: Path) -> 
     assert torch.equal(fxround.round(results[0], "bfloat16"), results[0])
 
 
+@pytest.mark.part(without=("cestac", "binary16"))
 @pytest.mark.parametrize("policy", list(fxround.policies))
 def test_every_preset_runs(policy: str, model: nn.Module, x: Tensor) -> None:
     rounded = fxround.compile(model, policy, example_inputs=x)

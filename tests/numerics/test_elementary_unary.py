@@ -60,6 +60,7 @@ def test_every_16_bit_input_is_rounded_once(name: str, fmt: str) -> None:
         assert right.all(), (mode, x[~torch.from_numpy(right)][:5], y[~torch.from_numpy(right)][:5])
 
 
+@pytest.mark.part(3)
 @UNARY
 @pytest.mark.parametrize("fmt", NARROW)
 def test_every_16_bit_input_has_the_cell_of_the_exact_value(name: str, fmt: str) -> None:

@@ -173,6 +173,7 @@ def test_options_mean_what_they_mean_in_pytorch(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.long
 def test_concatenated_targets_of_lengths_in_a_tensor() -> None:
     x = log_probs(6, 3, 5, torch.float32)
     padded, joined = torch.tensor([[1, 1], [2, 0], [4, 3]]), torch.tensor([1, 1, 2, 4, 3])
@@ -183,12 +184,14 @@ def test_concatenated_targets_of_lengths_in_a_tensor() -> None:
         compiled(x, joined, steps, torch.tensor([2, 1, 1]))
 
 
+@pytest.mark.long
 def test_the_function_of_torch_has_its_own_default() -> None:
     x = log_probs(5, 4, 3)
     found = fxround.compile(torch.ctc_loss, "reproducible")(x, TARGETS, STEPS, SIZES)
     assert torch.equal(found, fxround.compile(each_row, "reproducible")(x, TARGETS, STEPS, SIZES))
 
 
+@pytest.mark.long
 def test_one_row_without_a_batch() -> None:
     x, y = log_probs(6, 1, 5), torch.tensor([1, 1, 2])
     compiled = fxround.compile(each_row, "reproducible")

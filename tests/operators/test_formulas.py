@@ -409,6 +409,7 @@ def silu(x: Array) -> Array:
     return x * once(lambda v: 1 / (1 + np.exp(-v)), x)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "ours, specified",
     [

@@ -91,6 +91,7 @@ def test_geometry() -> None:
     assert geometry((0, 4), (1, 2)) is None
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "dtype, carrier, step",
     [

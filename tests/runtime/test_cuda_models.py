@@ -110,6 +110,7 @@ def test_a_training_step_has_the_bits_of_the_cpu(
     same(host, run, monkeypatch)
 
 
+@pytest.mark.long
 def test_a_unet_has_the_bits_of_the_cpu(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     example = models.build("unet")
     compiled = fxround.compile(example.model, "stochastic")
@@ -141,7 +142,7 @@ def test_models_of_other_dtypes_have_the_bits_of_the_cpu(
     same(host, run, monkeypatch)
 
 
-@pytest.mark.part("stochastic")
+@pytest.mark.part("reproducible")
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_an_optimizer_has_the_bits_of_the_cpu(host: HostLauncher, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of two dtypes, with parameters of many chunks, of no elements, and one that is not aligned."""
@@ -221,6 +222,7 @@ def test_rounding_a_tensor_has_the_bits_of_the_cpu(
     same(host, lambda: [fxround.round(x, format)], monkeypatch)
 
 
+@pytest.mark.long
 def test_the_selftest_holds_the_texts_to_the_specification(host: HostLauncher) -> None:
     with launching(host):
         report = fxround.selftest()

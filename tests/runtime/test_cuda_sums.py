@@ -39,6 +39,7 @@ def leaving(*shape: int) -> Tensor:
     return torch.from_numpy(x).float()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "accumulate, rounding", [("stochastic", "bfloat16/stochastic"), ("up_down", "binary32/up_down")]
 )

@@ -25,6 +25,7 @@ ENCODINGS = [
 ]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.format.said[:20])
 def test_codes_flip_as_the_specification_says(encoding: Encoding, dtype: torch.dtype) -> None:

@@ -59,7 +59,7 @@ def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -
         same(got, reference.map_(map_kernel(program, ("f32",), "f32"), [stored(x)], KEY))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_equals_the_reference(name: str) -> None:
     arity = OPERATORS[name].arity
@@ -180,7 +180,7 @@ def test_a_long_body_is_cut_into_stages_that_change_no_bit(name: str, isa: str) 
         same(a, b)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("accumulate, isa", in_turn(ACCUMULATORS))
 def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
     for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):

@@ -54,7 +54,7 @@ EXACT = [(mode, torch.float32) for mode in MODES]
 EXACT += [(mode, t) for t in STORAGES for mode in ("nearest_even", "stochastic", "up_down") if t != torch.float32]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode, dtype", EXACT)
 def test_exact_sums_equal_rational_arithmetic(mode: str, dtype: torch.dtype) -> None:
     own = "tf32" if dtype == torch.float64 else FORMAT_OF[dtype]

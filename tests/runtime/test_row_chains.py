@@ -133,6 +133,7 @@ def test_a_result_lies_where_a_dead_input_was(kept: bool, policy: str) -> None:
     assert all(plan is not None and bool(plan.over) is not kept for plan in chain.plans.values())
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("longest", [3, 6, 9, 11])
 def test_a_chain_that_ends_between_a_list_of_results_and_its_parts(
     longest: int, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def test_contractions_and_sums_accumulate_in_binary32_and_round_once(dtype: torc
         assert np.array_equal(bits(prefixes), expected.view(np.int16)), policy
 
 
+@pytest.mark.part("stochastic")
 @pytest.mark.parametrize("policy", ["stochastic", "up_down", "cestac"])
 def test_perturbed_accumulators_of_bfloat16_models_are_binary32s(policy: str) -> None:
     layer, x = linear(torch.bfloat16), torch.rand(3, 4096, generator=seeded(2)).bfloat16()

@@ -64,6 +64,7 @@ def surprise(logits: Tensor) -> float:
     return math.exp(float(lost) / TOKENS[:, 1:].numel())
 
 
+@pytest.mark.long
 def test_values_are_those_of_the_policies_and_24_bits_to_nearest_change_none() -> None:
     model = reader()
     report = fxround.perplexity(model, TOKENS, (4, 24), 3, seed=5)

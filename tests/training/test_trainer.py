@@ -85,6 +85,7 @@ def equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.long
 def test_a_trainer_has_the_bits_of_a_plain_loop_and_resumes_with_them(
     compiled: Any, state: dict[str, Tensor], tmp_path: Path
 ) -> None:
