@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -133,11 +134,20 @@ def test_a_test_draws_the_same_numbers_in_every_order_and_others_with_a_seed(tmp
         "def test_two(): print('DRAW two', *drawn())\n"
     )
 
-    def lines(*options: str) -> set[str]:
-        command = [sys.executable, "-m", "pytest", "-qs", "-p", "no:cacheprovider", "--rootdir", ".", *options, "."]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return {line[line.index("DRAW") :] for line in done.stdout.splitlines() if "DRAW" in line}
-
-    usual = lines()
-    assert len(usual) == 4 and len(lines("--shuffle", "3", "-k", "two or 2") & usual) == 2
-    assert not lines("--seed", "5") & usual
+    # Forks: PyTorch is imported once, and the file by each.
+    runs = [[], ["--shuffle", "3", "-k", "two or 2"], ["--seed", "5"]]
+    program = f"""
+import os, sys, hypothesis, pytest, torch
+for options in {runs}:
+    print("RUN", flush=True)
+    child = os.fork()
+    if not child:
+        status = pytest.main(["-qs", "-p", "no:cacheprovider", "--rootdir", ".", *options, "."])
+        sys.stdout.flush()
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    usual, shuffled, seeded = (set(re.findall("DRAW.*", text)) for text in done.stdout.split("RUN\n")[1:])
+    assert len(usual) == 4 and len(shuffled) == len(shuffled & usual) == 2
+    assert len(seeded) == 4 and not seeded & usual

@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
-@pytest.mark.part(without=("resnet18", "bert", "encoder", "vit"))
+@pytest.mark.part("digits_cnn", "unet", "recurrent")
 def test_identity_gives_the_bits_of_the_captured_graph(case: Case) -> None:
     compiled = case.stochastic.with_policy("identity")
     result = case.run(compiled)
@@ -47,7 +47,7 @@ def test_identity_gives_the_bits_of_the_captured_graph(case: Case) -> None:
     assert torch.equal(result, case.example.result(pytree.tree_unflatten(kept, entry.captured.out_spec)))
 
 
-@pytest.mark.part(without=("resnet18", "bert", "encoder", "vit"))
+@pytest.mark.part("digits_cnn", "unet", "recurrent")
 def test_the_captured_graph_computes_the_model(case: Case) -> None:
     # A tolerance: formulas order their operations differently from the stock kernels.
     torch.testing.assert_close(case.run(case.stochastic), case.run(case.example.model), rtol=1e-4, atol=1e-5)
@@ -57,7 +57,7 @@ def test_no_float_operation_is_left_unrounded(case: Case) -> None:
     assert case.stochastic.coverage().unrounded == ()
 
 
-@pytest.mark.part(without=("resnet18", "bert", "encoder", "vit"))
+@pytest.mark.part("digits_cnn", "unet", "recurrent")
 def test_fusion_changes_no_bit(case: Case) -> None:
     compiled = unfused(case.stochastic)
     assert compiled._called().fused is compiled._called().lowered

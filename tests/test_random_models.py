@@ -56,6 +56,7 @@ FOUND = {
 
 
 # .ci/run draws 1,000 more, from a fixed seed.
+@pytest.mark.long
 @settings(max_examples=80, suppress_health_check=QUIET)
 @example(recipe=FOUND["skip"])
 @example(recipe=FOUND["clamp"])

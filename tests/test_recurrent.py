@@ -118,6 +118,7 @@ def test_a_training_step_needs_no_new_capture() -> None:
     assert len(compiled.captures()) == 1
 
 
+@pytest.mark.long
 def test_gates_of_every_step_are_operations_of_an_unrolled_layer() -> None:
     torch.manual_seed(0)
     layer, x = nn.LSTM(3, 4).eval(), torch.rand(3, 2, 3)

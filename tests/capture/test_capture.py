@@ -273,6 +273,7 @@ def test_attention_becomes_products_and_softmax() -> None:
     assert found.count("aten.bmm.default") == 2 and not [name for name in found if "attention" in name]
 
 
+@pytest.mark.part("encoder")
 @pytest.mark.parametrize("name", ["recurrent", "encoder"])
 def test_no_fused_kernel_hides_arithmetic(name: str) -> None:
     example = build(name)

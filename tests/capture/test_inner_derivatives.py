@@ -40,7 +40,7 @@ def positions() -> Tensor:
     return torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, 2.0]]).requires_grad_()
 
 
-@pytest.mark.part("stochastic-True", "reproducible-False", "identity-True")
+@pytest.mark.part("stochastic-False", "reproducible-False", "identity-True")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("policy", EXACT)
 def test_forces_are_the_formulas_and_train(policy: str, training: bool) -> None:

@@ -92,6 +92,7 @@ class Stack(nn.Module):
         return (self.head(x), *seen) if self.every else self.head(x)
 
 
+@pytest.mark.part("False")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_equal_blocks_are_copied(gradients: bool, runs: list[int]) -> None:
     model = Stack()
@@ -126,12 +127,14 @@ def shapes(blocks: nn.ModuleList) -> None:
     blocks[3].scale = nn.Parameter(torch.ones(1))
 
 
+@pytest.mark.part("tied")
 @pytest.mark.parametrize("change", [differing, tied, shapes])
 def test_blocks_that_differ_are_traced(change: Any, runs: list[int]) -> None:
     captured(Stack(change), X)
     assert runs == []
 
 
+@pytest.mark.part("frozen-8")
 @pytest.mark.parametrize("change, equal", [(common, BLOCKS), (frozen, BLOCKS - 1)])
 def test_blocks_with_a_common_parameter_or_before_another_block_are_copied(
     change: Any, equal: int, runs: list[int]

@@ -22,7 +22,7 @@ X = torch.linspace(-1, 2, 12).reshape(3, 4)
 CASES = state_changes.drawn(25, seed=0) | state_changes.OTHERS | state_verdicts.STATE | state_verdicts.drawn(10, seed=0)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_is_used_exactly_where_key_and_guards_allow_it_and_it_is_right(name: str) -> None:
     """See the first lines of ``state_verdicts``, whose command tries all changes and more drawn ones."""

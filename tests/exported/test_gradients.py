@@ -152,6 +152,7 @@ print([value.hex() for p in program.parameters() for value in p.grad.flatten().t
 """
 
 
+@pytest.mark.long
 def test_another_process_trains_without_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))

@@ -126,6 +126,13 @@ def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
         fxround.load(file, imports=["named_results"])
 
 
+@pytest.fixture(scope="module", params=[False, True])
+def linear(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A compiled layer and the program that was exported of it, without and with gradients."""
+    compiled, path = fxround.compile(nn.Linear(3, 3), "reproducible"), tmp_path_factory.mktemp("linear") / "m.pt2"
+    return compiled, fxround.load(compiled.export(path, torch.rand(2, 3), gradients=request.param))
+
+
 @pytest.mark.parametrize(
     "args, kwargs, said",
     [
@@ -141,12 +148,8 @@ def test_a_program_with_results_of_a_users_type_is_loaded_by_another_process(
         ((), {"y": torch.rand(3)}, "got 0 positional arguments, and these keywords: y"),
     ],
 )
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_loaded_program_refuses_other_arguments(
-    tmp_path: Path, args: Any, kwargs: Any, said: str, gradients: bool
-) -> None:
-    compiled = fxround.compile(nn.Linear(3, 3), "reproducible")
-    loaded = fxround.load(compiled.export(tmp_path / "m.pt2", torch.rand(2, 3), gradients=gradients))
+def test_a_loaded_program_refuses_other_arguments(linear: tuple[Any, Any], args: Any, kwargs: Any, said: str) -> None:
+    compiled, loaded = linear
     with pytest.raises(TypeError, match=said.replace("'x'", "'input'").replace(" x,", " input,")):
         loaded(*args, **kwargs)
     assert torch.equal(loaded(torch.ones(5, 3)), compiled(torch.ones(5, 3)))

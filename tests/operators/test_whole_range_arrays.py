@@ -227,7 +227,7 @@ def averaged(o: again.Arrays, x: again.Array, index: torch.Tensor, s: again.Arra
     return o.div(added(o, begin, index, s), divisor)
 
 
-@pytest.mark.part("products-dtype1", "losses-dtype0")
+@pytest.mark.part("products-dtype1", "losses-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cases", [NORMS | LOSSES, PRODUCTS | SCATTERS], ids=["losses", "products"])
 def test_arrays_round_every_operation(cases: dict[str, Case], dtype: torch.dtype) -> None:

@@ -88,27 +88,51 @@ def test_code_is_found_by_its_instruction_set(place: Path, run: Run) -> None:
     assert len({identity(isa) for isa in instruction_sets()}) == len(instruction_sets())
 
 
-def test_code_that_calls_the_c_library_runs_in_another_process(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_calls_the_c_library_runs_in_another_process(place: Path) -> None:
     """Without an fma instruction the code calls fma: its address differs from process to process."""
     script = (
-        "import torch, fxround\n"
-        "from fxround.runtime.cpu.code import instruction_set, origins\n"
         "a, b = torch.arange(12.0).reshape(3, 4) / 7, torch.arange(20.0).reshape(4, 5) / 3\n"
         "with instruction_set('sse2'):\n"
         "    rng, native = torch.tensor([0, 0]), 'binary32/nearest_even/inf'\n"
         "    print(fxround.hash(torch.ops.fxround.matmul(a, b, native, native, rng, 0)), origins())\n"
     )
-    first, second = script_output(script, place), script_output(script, place)
+    first, second = outputs(place, [script], [script])
     assert first[0] == second[0]
     assert "'compiled': 1" in first[1] and "'stored': 1" in second[1]
     assert any(b"fma" in entry.read_bytes() for entry in entries(place))
 
 
-def script_output(script: str, place: Path) -> tuple[str, str]:
+FORKS = """
+import os, sys, torch, fxround
+from fxround.runtime.cpu.code import instruction_set, origins
+for scripts in {groups!r}:
+    children = []
+    for script in scripts:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.dup2(write, 1)
+            exec(script)
+            sys.stdout.flush()
+            os._exit(0)
+        os.close(write)
+        children.append((child, read))
+    for child, read in children:
+        print(open(read).read(), end="", flush=True)
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def outputs(place: Path, *groups: list[str]) -> list[tuple[str, str]]:
+    """The hash and the origins that each script prints in a process of its own: those of a group run at once.
+
+    The processes are forks of one that has only imported PyTorch and fxround.
+    """
     environment = {**os.environ, disk_cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    digest, _, origins = done.stdout.strip().partition(" ")
-    return digest, origins
+    command = [sys.executable, "-c", FORKS.format(groups=groups)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return [(digest, origins) for digest, _, origins in lines]
 
 
 def truncated(content: bytes) -> bytes:
@@ -170,23 +194,13 @@ def test_every_byte_of_an_entry_is_checked() -> None:
 
 
 def test_processes_may_fill_one_directory_at_once(place: Path) -> None:
-    script = (
-        "import torch, fxround\n"
-        "from fxround.runtime.cpu.code import origins\n"
-        f"print(fxround.hash(fxround.round(torch.linspace(-3, 3, 97), {SR!r})), origins())\n"
-    )
-    environment = {**os.environ, disk_cache.VARIABLE: str(place), "PYTHONPATH": str(ROOT)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate()[0].split(" ")[0] for process in started]
-    assert [process.returncode for process in started] == [0] * 2
-    assert len(set(outputs)) == 1 and outputs[0]
+    script = f"print(fxround.hash(fxround.round(torch.linspace(-3, 3, 97), {SR!r})), origins())"
+    *several, last = outputs(place, [script] * 3, [script])
+    assert len(several) == 3 and {digest for digest, _ in several} == {last[0]}
     # Nothing is left aside, and what is there is whole.
     (entry,) = entries(place)
     assert entry.suffix == ".code"
-    assert script_output(script, place) == (outputs[0], "{'compiled': 0, 'stored': 1}")
+    assert last[1] == "{'compiled': 0, 'stored': 1}"
 
 
 def keep(place: Path, number: int, size: int, age: float) -> Path:

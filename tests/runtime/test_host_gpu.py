@@ -40,11 +40,9 @@ def problems(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: py
 
 @pytest.mark.part(
     "training, stochastic",
-    "observe",
     "torch_compile",
     "exported",
     "state_on_the_device",
-    "commands",
     "moved",
     "moved_without_arguments",
     "autocast",

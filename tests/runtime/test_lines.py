@@ -91,7 +91,7 @@ def test_sums_of_lines_that_lie_anyhow(name: str, order: str) -> None:
         same(total(x, dims, order, accumulate), by_reference(x, dims, order, accumulate))
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_every_loop_is_the_same_in_every_width_and_number_of_threads(isa: str, many_pieces: None) -> None:
     before = torch.get_num_threads()

@@ -130,7 +130,7 @@ def rows() -> list[Text]:
     return found
 
 
-@pytest.mark.part("sm_100")
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_texts_compile_without_spills(arch: str) -> None:
     """Fewer than 64 bytes of spilled registers; a stack only for an exact sum, and between a contraction and a map."""
