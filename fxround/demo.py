@@ -295,8 +295,8 @@ def _rows(labels: torch.Tensor, stock: torch.Tensor, logits: torch.Tensor) -> It
     bits = significant_bits(logits.numpy(), PRECISION)
     mean, sigma = logits.double().mean(0), logits.double().std(0, correction=0)
     predicted = [sorted(set(column)) for column in logits.argmax(-1).T.tolist()]
-    for (image, label), found in zip(np.ndindex(*bits.shape), bits.flat, strict=True):
-        evidence = "" if np.isnan(found) else f"{found:.2f}"
+    for (image, label), significant in zip(np.ndindex(*bits.shape), bits.flat, strict=True):
+        evidence = "" if np.isnan(significant) else f"{significant:.2f}"
         value, middle, spread = stock[image, label], mean[image, label], sigma[image, label]
         classes = " ".join(map(str, predicted[image]))
         yield image, int(labels[image]), label, f"{value:.9g}", f"{middle:.12g}", f"{spread:.6g}", evidence, classes

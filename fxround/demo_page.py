@@ -13,28 +13,28 @@ from fxround.significance.bits import PROBABILITY, penalty, require
 BAR = 24
 
 
-def demo(found: Demo, folder: Path) -> None:
+def demo(run: Demo, folder: Path) -> None:
     """Print a demo's findings and the paths of its files. Raises ImportError without rich."""
     console = require("rich.console", "report").Console(highlight=False)
-    seconds = found.seconds
+    seconds = run.seconds
     console.print()
     console.print(
-        f"[bold]fxround demo[/]  policy [bold cyan]{found.policy}[/], {found.samples} samples, seed {found.seed}"
+        f"[bold]fxround demo[/]  policy [bold cyan]{run.policy}[/], {run.samples} samples, seed {run.seed}"
     )
     console.print(
-        f"A CNN of {found.parameters:,} parameters learned {found.trained_on:,} digits with stock PyTorch in "
+        f"A CNN of {run.parameters:,} parameters learned {run.trained_on:,} digits with stock PyTorch in "
         f"{seconds['training']:.1f} s;\n"
-        f"it was compiled in {seconds['compiling']:.1f} s and run on {found.images} test images.",
+        f"it was compiled in {seconds['compiling']:.1f} s and run on {run.images} test images.",
         style="dim",
     )
     console.print()
-    console.print(_grid(_facts(found)))
+    console.print(_grid(_facts(run)))
     console.print()
-    console.print(_layers(found))
+    console.print(_layers(run))
     console.print()
     console.print(
         f"Bits: CNH's lower bound, probability and confidence {PROBABILITY:.0%};\n"
-        f"{found.samples} samples lower every figure by {penalty(found.samples):.2f} bits.\n"
+        f"{run.samples} samples lower every figure by {penalty(run.samples):.2f} bits.\n"
         "Evidence: elements whose samples differ; only these count.",
         style="dim",
     )
@@ -42,20 +42,20 @@ def demo(found: Demo, folder: Path) -> None:
     console.print(f"Report     {folder / 'report.json'}\nGraph      {folder / 'graph.svg'}", soft_wrap=True)
 
 
-def _facts(found: Demo) -> list[tuple[str, str]]:
-    mean, spread = float(np.mean(found.accuracy)), float(np.std(found.accuracy))
-    changed = f"{len(found.changed)} of {found.images} images"
-    stock, perturbed = 1e3 * found.seconds["stock"], 1e3 * found.seconds["perturbed"]
-    names = ", ".join(map(str, found.changed[:6])) + (", ..." if len(found.changed) > 6 else "")
-    left = f"{len(found.unrounded)} left to stock kernels" if found.unrounded else "none left to stock kernels"
-    unrounded = f"[bold red]{left}[/]" if found.unrounded and found.rounded else left
+def _facts(run: Demo) -> list[tuple[str, str]]:
+    mean, spread = float(np.mean(run.accuracy)), float(np.std(run.accuracy))
+    changed = f"{len(run.changed)} of {run.images} images"
+    stock, perturbed = 1e3 * run.seconds["stock"], 1e3 * run.seconds["perturbed"]
+    names = ", ".join(map(str, run.changed[:6])) + (", ..." if len(run.changed) > 6 else "")
+    left = f"{len(run.unrounded)} left to stock kernels" if run.unrounded else "none left to stock kernels"
+    unrounded = f"[bold red]{left}[/]" if run.unrounded and run.rounded else left
     return [
-        ("Accuracy", f"[bold]{mean:.2f} %[/]  spread {spread:.2f}  [dim](stock {found.stock_accuracy:.2f} %)[/]"),
-        ("Significant bits", _bits(found.bits)),
+        ("Accuracy", f"[bold]{mean:.2f} %[/]  spread {spread:.2f}  [dim](stock {run.stock_accuracy:.2f} %)[/]"),
+        ("Significant bits", _bits(run.bits)),
         ("Labels that changed", f"[bold]{changed}[/]" + (f"  [dim](images {names})[/]" if names else "")),
-        ("Mean against stock", _agreement(found)),
-        ("Slowdown", f"[bold]{found.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms, one thread)[/]"),
-        ("Operations rounded", f"[bold]{found.rounded}[/], {unrounded}"),
+        ("Mean against stock", _agreement(run)),
+        ("Slowdown", f"[bold]{run.slowdown:.1f}x[/]  [dim]({stock:.1f} ms stock, {perturbed:.1f} ms, one thread)[/]"),
+        ("Operations rounded", f"[bold]{run.rounded}[/], {unrounded}"),
     ]
 
 
@@ -66,8 +66,8 @@ def _bits(bits: Bits) -> str:
     return f"{mean}, [bold]{bits.worst:.1f}[/] in the worst"
 
 
-def _agreement(found: Demo) -> str:
-    return "equal" if found.agreement is None else f"{found.agreement:.1f} leading bits agree"
+def _agreement(run: Demo) -> str:
+    return "equal" if run.agreement is None else f"{run.agreement:.1f} leading bits agree"
 
 
 def _grid(rows: list[tuple[str, str]]) -> Any:
@@ -77,7 +77,7 @@ def _grid(rows: list[tuple[str, str]]) -> Any:
     return grid
 
 
-def _layers(found: Demo) -> Any:
+def _layers(run: Demo) -> Any:
     rich = require("rich.table", "report")
     box = require("rich.box", "report")
     table = rich.Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
@@ -86,7 +86,7 @@ def _layers(found: Demo) -> Any:
         table.add_column(heading, justify="right")
     table.add_column("0" + " " * (BAR - 3) + str(PRECISION), no_wrap=True)
     table.add_column("evidence", justify="right")
-    for name, bits in found.layers.items():
+    for name, bits in run.layers.items():
         share = f"{100 * bits.evidence / max(bits.elements, 1):.0f} %"
         if bits.mean is None or bits.worst is None:
             table.add_row(name, "-", "-", "", share)

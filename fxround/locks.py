@@ -25,11 +25,11 @@ def waited_for(lock: Any = None) -> Any:
     waited: list[bool] = []
 
     def before() -> None:
-        found = False
+        acquired = False
         try:
-            found = taken.acquire(timeout=_PATIENCE)
+            acquired = taken.acquire(timeout=_PATIENCE)
         finally:
-            waited.append(found)
+            waited.append(acquired)
 
     def in_parent() -> None:
         if waited.pop():

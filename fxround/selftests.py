@@ -139,11 +139,11 @@ def selftest(device: str | torch.device = "cpu") -> SelftestReport:
     """
     where = torch.device(device)
     checks = (_roundings, _contractions, _sums, _elementary)
-    found = (*_generators(), *(comparison for check in checks for comparison in check(where)))
+    comparisons = (*_generators(), *(comparison for check in checks for comparison in check(where)))
     if where.type != "cuda":
-        return SelftestReport(processor(), current_set(), found)
+        return SelftestReport(processor(), current_set(), comparisons)
     name, (major, minor) = torch.cuda.get_device_name(where), torch.cuda.get_device_capability(where)
-    return SelftestReport(name, f"sm_{major}{minor}", found)
+    return SelftestReport(name, f"sm_{major}{minor}", comparisons)
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
@@ -208,8 +208,8 @@ def _roundings(device: torch.device) -> Iterator[Comparison]:
         program = Program(tuple(Statement(f"t{i}", "identity", ("x0",), r) for i, r in enumerate(roundings)))
         program = Program(program.statements, tuple(s.target for s in program.statements))
         kernel = fused_kernel(program, ("f32",), ("f32",) * len(roundings))
-        found = run_kernel(kernel, (x,), _DRAW.keys(range(1, 1 + len(drawing))))
-        for rounding, got in zip(roundings, found, strict=True):
+        results = run_kernel(kernel, (x,), _DRAW.keys(range(1, 1 + len(drawing))))
+        for rounding, got in zip(roundings, results, strict=True):
             node = 1 + drawing.index(rounding) if rounding in drawing else 0
             bits = 1 if rounding.mode.random_bits == 1 else 32
             want = [round_float(v, rounding, word(i, node, bits) if node else 0) for i, v in enumerate(x.tolist())]
@@ -287,9 +287,9 @@ def _elementary(device: torch.device) -> Iterator[Comparison]:
     for name, expected in STORED.items():
         program = Program((Statement("t0", name, ("x0",), _BINARY32),))
         x = arguments(name).to(device)
-        found = hash(run_map(program, (x,), torch.float32, _DRAW))
-        if found != expected:
-            raise SelftestFailed(f"{name} of {x.numel()} numbers has {found}, stored is {expected}. {_advice()}")
+        digest = hash(run_map(program, (x,), torch.float32, _DRAW))
+        if digest != expected:
+            raise SelftestFailed(f"{name} of {x.numel()} numbers has {digest}, stored is {expected}. {_advice()}")
         yield Comparison(name, x.numel(), "the hash of its correctly rounded values")
 
 
@@ -307,10 +307,10 @@ def _numbers(name: str, count: int) -> Tensor:
 
 def _equal(what: str, got: Tensor, want: Sequence[float], where: Callable[[int], str]) -> None:
     """Raise SelftestFailed at the first element that is not the same number, the sign of zero included."""
-    for i, (found, expected) in enumerate(zip(got.tolist(), want, strict=True)):
-        same = found == expected and math.copysign(1, found) == math.copysign(1, expected)
-        if not same and not (math.isnan(found) and math.isnan(expected)):
-            raise SelftestFailed(f"{what}, {where(i)}: got {found!r}, the specification says {expected!r}. {_advice()}")
+    for i, (value, expected) in enumerate(zip(got.tolist(), want, strict=True)):
+        same = value == expected and math.copysign(1, value) == math.copysign(1, expected)
+        if not same and not (math.isnan(value) and math.isnan(expected)):
+            raise SelftestFailed(f"{what}, {where(i)}: got {value!r}, the specification says {expected!r}. {_advice()}")
 
 
 def _same(what: str, got: Any, want: Any) -> None:

@@ -76,11 +76,11 @@ def _layers() -> nn.Module:
 
 def _trained(model: Any) -> str:
     """Return a hash of the results for two batch sizes, of all gradients and of the model's state."""
-    found = []
+    results = []
     for rows in (4, 3):
         result = model(torch.arange(6 * rows, dtype=torch.float32).reshape(rows, 6) / 8)
         result.square().sum().backward()
-        found.append(result.detach().reshape(-1))
-    found += [parameter.grad.reshape(-1) for parameter in model.parameters()]
-    found += [buffer.float().reshape(-1) for name, buffer in model.named_buffers() if "running" in name]
-    return hash(torch.cat(found))
+        results.append(result.detach().reshape(-1))
+    results += [parameter.grad.reshape(-1) for parameter in model.parameters()]
+    results += [buffer.float().reshape(-1) for name, buffer in model.named_buffers() if "running" in name]
+    return hash(torch.cat(results))

@@ -195,7 +195,7 @@ def _variability(arguments: argparse.Namespace) -> int:
     asked = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     require_bounds(**asked)
     model, inputs = _loaded(arguments)
-    found = fxround.variability(
+    report = fxround.variability(
         model,
         inputs,
         arguments.policy,
@@ -211,14 +211,14 @@ def _variability(arguments: argparse.Namespace) -> int:
         n_jobs=arguments.jobs,
         progress=False if arguments.json == "-" else None,
     )
-    put(found, arguments.json)
+    put(report, arguments.json)
     if arguments.html:
-        found.to_html(arguments.html)
+        report.to_html(arguments.html)
     try:
-        found.check(**asked, allow_nonfinite=not asked)
+        report.check(**asked, allow_nonfinite=not asked)
     except CheckFailed as error:
         print(f"fxround: {error}", file=sys.stderr)
-        return 1 if found.complete else INTERRUPTED
+        return 1 if report.complete else INTERRUPTED
     return 0
 
 
@@ -232,36 +232,36 @@ def _demo(arguments: argparse.Namespace) -> int:
     progress = partial(tracked, shown=not arguments.json)
     drawing = arguments.output / "graph.svg"
     device = _device(arguments.device)
-    found = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing, device=device)
-    found.write_rows(arguments.output / "table.csv")
-    text = json.dumps(found.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
+    result = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing, device=device)
+    result.write_rows(arguments.output / "table.csv")
+    text = json.dumps(result.to_dict() | {"table": str(arguments.output / "table.csv")}, indent=2)
     write_file(arguments.output / "report.json", text + "\n")
-    print(text) if arguments.json else demo_page.demo(found, arguments.output)
+    print(text) if arguments.json else demo_page.demo(result, arguments.output)
     return 0
 
 
 def _describe(arguments: argparse.Namespace) -> int:
     from fxround.views.descriptions import describe
 
-    found = describe(arguments.format)
-    print(found.to_json() if arguments.json else found)
+    description = describe(arguments.format)
+    print(description.to_json() if arguments.json else description)
     return 0
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
     import fxround
 
-    found = fxround.selftest(_device(arguments.device))
-    print(found.to_json() if arguments.json else found)
+    report = fxround.selftest(_device(arguments.device))
+    print(report.to_json() if arguments.json else report)
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from fxround.cli.doctor import diagnose
 
-    found = diagnose()
-    print(found.to_json() if arguments.json else found)
-    return 1 if found.problems else 0
+    diagnosis = diagnose()
+    print(diagnosis.to_json() if arguments.json else diagnosis)
+    return 1 if diagnosis.problems else 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -383,8 +383,8 @@ def _named(spec: str) -> Callable[..., Any]:
     build = getattr(_module(name), attribute, None)
     if not callable(build):
         raise ValueError(f"{name} has no callable {attribute!r}")
-    found: Callable[..., Any] = build
-    return found
+    builder: Callable[..., Any] = build
+    return builder
 
 
 def _examples(shapes: Sequence[str]) -> tuple[Any, ...]:

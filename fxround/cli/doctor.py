@@ -66,7 +66,7 @@ class Diagnosis(Tabled):
     def table(self) -> Table:
         """Return a table with one row per fact."""
         versions = {**self.versions, "torch": f"{self.torch.version}, {_STANDING[self.torch.verdict]}"}
-        rows: list[tuple[str, str]] = [(name, found or "missing") for name, found in versions.items()]
+        rows: list[tuple[str, str]] = [(name, version or "missing") for name, version in versions.items()]
         rows += [(name, str(value)) for name, value in self.machine.items()]
         rows.append(("cache", self._cached()))
         rows += [("GPU", f"{name}: {problem or 'usable'}") for name, problem in self.gpus.items()]
@@ -92,7 +92,7 @@ def diagnose() -> Diagnosis:
 
     A version of PyTorch that is not tested is probed first, which takes some seconds, once.
     """
-    found, standing = disk_cache.usage(), standing_of(str(torch.__version__))
+    usage, standing = disk_cache.usage(), standing_of(str(torch.__version__))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = {
         "system": platform.platform(),
@@ -105,7 +105,7 @@ def diagnose() -> Diagnosis:
         {"python": platform.python_version(), "fxround": VERSION, **{name: version_of(name) for name in CORE}},
         standing,
         machine,
-        asdict(found) | {"directory": str(found.directory or "")},
+        asdict(usage) | {"directory": str(usage.directory or "")},
         {f"cuda:{i}, {torch.cuda.get_device_name(i)}": problem_of(i) for i in range(torch.cuda.device_count())},
         {extra: tuple(name for name in packages if not version_of(name)) for extra, packages in _extras().items()},
         tuple(_problems(standing)),

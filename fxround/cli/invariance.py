@@ -37,7 +37,7 @@ def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any
 
 def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
     """Check, print, and return the exit status."""
-    found = check_invariance(
+    report = check_invariance(
         model,
         inputs,
         [name.strip() for name in arguments.axes.split(",")],
@@ -45,5 +45,5 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
         gradients=arguments.gradients,
         dim=arguments.dim,
     )
-    put(found, arguments.json)
-    return 0 if found.invariant else 1
+    put(report, arguments.json)
+    return 0 if report.invariant else 1

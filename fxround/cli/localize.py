@@ -79,12 +79,12 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[
     }
     quietly = arguments.json == "-"
     try:
-        found = localize(model, inputs, check, arguments.policy, progress=False if quietly else None, **asked)
+        report = localize(model, inputs, check, arguments.policy, progress=False if quietly else None, **asked)
     except NothingFails as answer:
         print(json.dumps({"sets": [], "reason": str(answer)}) if quietly else f"Nothing to localize: {answer}")
         return 0
-    put(found, arguments.json)
-    return INTERRUPTED if found.ended == "interrupted" else FAILS
+    put(report, arguments.json)
+    return INTERRUPTED if report.ended == "interrupted" else FAILS
 
 
 def _threshold(name: str, text: str) -> tuple[str, float]:

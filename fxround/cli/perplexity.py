@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
     """Measure, print, and return the exit status."""
     from fxround.significance.perplexity import MODES, perplexity
 
-    found = perplexity(
+    report = perplexity(
         model,
         inputs,
         arguments.widths,
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
         seed=arguments.seed,
         progress=False if arguments.json == "-" else None,
     )
-    put(found, arguments.json)
-    return 0 if found.complete else INTERRUPTED
+    put(report, arguments.json)
+    return 0 if report.complete else INTERRUPTED
 
 
 def widths_of(text: str) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ class Geometry:
         back = Geometry(self.stride, self.padding, self.dilation, True, none, self.groups)
         reached = [self._extent(size, w[d + 2], d) for d, size in enumerate(x[2:])]
         again = [back._extent(size, w[d + 2], d) for d, size in enumerate(reached)]
-        extra = tuple(size - found for size, found in zip(x[2:], again, strict=True))
+        extra = tuple(size - other for size, other in zip(x[2:], again, strict=True))
         return Geometry(self.stride, self.padding, self.dilation, True, extra, self.groups)
 
 

@@ -113,8 +113,8 @@ def is_complex(node: fx.Node) -> bool:
 
 def site(node: fx.Node) -> Site | None:
     """Return the node's Site; None before classification and for nodes that yield no tensor."""
-    found: Site | None = node.meta.get(META)
-    return found
+    place: Site | None = node.meta.get(META)
+    return place
 
 
 def located(node: fx.Node) -> Site:

@@ -141,8 +141,8 @@ def _described(value: Any) -> tuple[Any, ...]:
 
 def outputs_of(graph: fx.GraphModule) -> list[Any]:
     """Return what the graph returns as a list, whether it returns one value or several."""
-    found: Any = graph.graph.output_node().args[0]
-    return list(found) if isinstance(found, list | tuple) else [found]
+    returned: Any = graph.graph.output_node().args[0]
+    return list(returned) if isinstance(returned, list | tuple) else [returned]
 
 
 def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:

@@ -78,11 +78,11 @@ def check_invariance(
     call = next(calls(getattr(model, "source", model), inputs))
     _require_dim(dim, call)
     comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first)
-    found = tuple(comparison.axis(axis) for axis in asked)
-    if not any(axis.distinct for axis in found):
-        reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in found)
+    compared = tuple(comparison.axis(axis) for axis in asked)
+    if not any(axis.distinct for axis in compared):
+        reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in compared)
         raise ValueError(f"no axis applies to {comparison.subject.name} and these inputs: {reasons}")
-    return InvarianceReport(comparison.subject.name, comparison.subject.policy, gradients, found)
+    return InvarianceReport(comparison.subject.name, comparison.subject.policy, gradients, compared)
 
 
 def _axes(names: Sequence[str]) -> list[Axis]:
@@ -171,7 +171,7 @@ class _Comparison:
             return AxisResult(axis, 0, len(ran), group.what, refused=tuple(refused), reason=_refusal(refused))
         (reference, expected), *others = ran
         digests = [digest(outcome) for _, outcome in ran]
-        wrong = [(case, found) for (case, found), d in zip(others, digests[1:], strict=True) if d != digests[0]]
+        wrong = [(case, got) for (case, got), d in zip(others, digests[1:], strict=True) if d != digests[0]]
         share, gap = largest(expected, wrong[0][1]) if wrong else (0.0, 0.0)
         place = self._first(reference, wrong[0][0]) if wrong and self.first else None
         labels = tuple(case.label for case, _ in wrong)
@@ -183,9 +183,9 @@ class _Comparison:
     def _outcome(self, case: Case) -> Outcome:
         setting = case.setting
         if setting.process:
-            found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=False)
-            assert isinstance(found, dict)
-            return found
+            result = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=False)
+            assert isinstance(result, dict)
+            return result
         subject, call = self._placed(case)
         with _set(setting):
             return {name: value.cpu() for name, value in subject.outcome(call).items()}
@@ -193,9 +193,9 @@ class _Comparison:
     def _steps(self, case: Case) -> Iterator[Observation]:
         setting = case.setting
         if setting.process:
-            found = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=True)
-            assert isinstance(found, list)
-            yield from found
+            steps = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=True)
+            assert isinstance(steps, list)
+            yield from steps
             return
         subject, call = self._placed(case)
         with _set(setting):

@@ -57,7 +57,7 @@ def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
     if rows is None or row is None:
         return outcome
     cuts = {name: rows.cut(name, value, row) for name, value in outcome.items() if rows.holds(name)}
-    return {name: found[0] for name, found in cuts.items() if found}
+    return {name: cut[0] for name, cut in cuts.items() if cut}
 
 
 def digest(outcome: Outcome) -> tuple[tuple[str, str], ...]:
@@ -68,9 +68,9 @@ def digest(outcome: Outcome) -> tuple[tuple[str, str], ...]:
 def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
     """Return the number of distinct values of each name."""
     seen: dict[str, set[str]] = {}
-    for name, found in itertools.chain.from_iterable(digests):
-        seen.setdefault(name, set()).add(found)
-    return {name: len(found) for name, found in seen.items()}
+    for name, value in itertools.chain.from_iterable(digests):
+        seen.setdefault(name, set()).add(value)
+    return {name: len(values) for name, values in seen.items()}
 
 
 def shapes(steps: Iterable[Observation]) -> dict[str, tuple[int, ...]]:

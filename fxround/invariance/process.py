@@ -56,8 +56,8 @@ def elsewhere(
                 "its class in a module that can be imported, install cloudpickle (pip install "
                 f"'fxround[distributed]'), or {_WAYS_OUT}"
             )
-        found: Outcome | list[Observation] = pickle.loads(answer.read_bytes())
-        return found
+        result: Outcome | list[Observation] = pickle.loads(answer.read_bytes())
+        return result
 
 
 def serve(request: str, answer: str) -> None:
@@ -65,8 +65,8 @@ def serve(request: str, answer: str) -> None:
     made, call, isa, trace = pickle.loads(Path(request).read_bytes())
     subject: Subject = made() if isinstance(made, _Rebuilt) else made
     with instruction_set(isa) if isa else nullcontext():
-        found = list(subject.steps(call)) if trace else subject.outcome(call)
-    Path(answer).write_bytes(pickle.dumps(found))
+        result = list(subject.steps(call)) if trace else subject.outcome(call)
+    Path(answer).write_bytes(pickle.dumps(result))
 
 
 class _Rebuilt:
@@ -88,8 +88,8 @@ class _Rebuilt:
         model.load_state_dict(self.state)
         for name, part in model.named_modules():
             part.training = self.training.get(name, part.training)
-        found: Subject = replace(self.subject, module=RoundedModule(model, *self.policy) if self.policy else model)
-        return found
+        subject: Subject = replace(self.subject, module=RoundedModule(model, *self.policy) if self.policy else model)
+        return subject
 
 
 def _portable(subject: Subject, build: Build | None) -> Any:

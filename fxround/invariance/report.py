@@ -88,10 +88,10 @@ class InvarianceReport(Tabled):
 
     def __getitem__(self, name: str) -> AxisResult:
         """The axis of that name. Raises KeyError listing the axes of the report."""
-        found = next((axis for axis in self.axes if axis.axis == name), None)
-        if found is None:
+        named = next((axis for axis in self.axes if axis.axis == name), None)
+        if named is None:
             raise KeyError(f"no axis {shown(name)} in this report; it has {', '.join(axis.axis for axis in self.axes)}")
-        return found
+        return named
 
     def check(self) -> InvarianceReport:
         """Return the report. Raises NotInvariant if an axis changed bits."""
@@ -124,5 +124,5 @@ class InvarianceReport(Tabled):
 def _where(axis: AxisResult) -> str:
     if axis.invariant:
         return ""
-    found = f"{axis.differing[0]}: {axis.share:.1%} of elements, by {axis.largest:.2g}"
-    return f"{found}; {axis.first}" if axis.first else found
+    difference = f"{axis.differing[0]}: {axis.share:.1%} of elements, by {axis.largest:.2g}"
+    return f"{difference}; {axis.first}" if axis.first else difference

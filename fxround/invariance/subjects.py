@@ -180,8 +180,8 @@ class Eager:
 
 def _places(graph: fx.GraphModule) -> dict[str, OperationPlace]:
     """Return the place of every node by its name."""
-    found = ((node.name, described(node)) for node in graph.graph.nodes)
-    return {n: OperationPlace(n, s.operator, s.path, s.source, s.code) if s else OperationPlace(n) for n, s in found}
+    sites = ((node.name, described(node)) for node in graph.graph.nodes)
+    return {n: OperationPlace(n, s.operator, s.path, s.source, s.code) if s else OperationPlace(n) for n, s in sites}
 
 
 def outcome_of(module: nn.Module, call: ModelCall, gradients: bool) -> Outcome:
@@ -195,16 +195,16 @@ def outcome_of(module: nn.Module, call: ModelCall, gradients: bool) -> Outcome:
     seen = _differentiable(call)
     with torch.enable_grad():
         result = _run(module, seen)
-    found = _named("output", result)
-    leading = [t for t in found.values() if t.requires_grad]
+    outcome = _named("output", result)
+    leading = [t for t in outcome.values() if t.requires_grad]
     wanted: Outcome = {f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
     given = _named("gradient of arguments", seen.args) | _named("gradient of keywords", seen.kwargs)
     wanted |= {name: t for name, t in given.items() if t.requires_grad}
     if not leading or not wanted:
         raise ValueError("no result depends on anything that requires a gradient: leave out gradients=True")
     grads = torch.autograd.grad(leading, list(wanted.values()), [tangent(t) for t in leading], allow_unused=True)
-    found |= {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
-    return {name: t.detach() for name, t in found.items()}
+    outcome |= {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+    return {name: t.detach() for name, t in outcome.items()}
 
 
 def tangent(result: Tensor) -> Tensor:
@@ -232,10 +232,10 @@ def _named(head: str, result: Any) -> Outcome:
     return {f"{head}{pytree.keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _required(found: Outcome) -> Outcome:
-    if not found:
+def _required(outcome: Outcome) -> Outcome:
+    if not outcome:
         raise ValueError("the model returned no tensor: there is nothing to compare")
-    return found
+    return outcome
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:

@@ -32,9 +32,9 @@ def blocks_kernel(figure: Program, elements: Program | None, storage: Storage) -
     if elements is not None and is_long(str(elements), (storage, carrier), (storage,)):
         return None
     powers = ("x1",) if _makes_powers(figure) else ()
-    found = map_kernel(figure, (carrier,) * figure.arity, carrier)
+    kernel = map_kernel(figure, (carrier,) * figure.arity, carrier)
     mapped = None if elements is None else map_kernel(elements, (storage, carrier), storage, powers)
-    return Blocks(found, mapped, (storage,))
+    return Blocks(kernel, mapped, (storage,))
 
 
 def _makes_powers(figure: Program) -> bool:

@@ -60,7 +60,7 @@ def contract_kernel(
     general = _contract_step(how, step, accumulator, carriers)
     combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers, how.flips)
     last, short = after_faults(combine or step, how.flips), "f64" not in carriers
-    found = Contract(
+    kernel = Contract(
         lifts=(
             lift_function(loads[0], accumulator, step, how.product),
             lift_function(loads[1], accumulator, step, how.product),
@@ -77,7 +77,7 @@ def contract_kernel(
         coins=_tosses_coins(how),
         quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
     )
-    return replace(found, single=_single_contract(how, step, found))
+    return replace(kernel, single=_single_contract(how, step, kernel))
 
 
 def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
@@ -142,14 +142,14 @@ def _single_contract(how: Accumulation, step: Rounding, general: Contract) -> Co
     a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
     wide = dict(zip(general.step.params, (widen(a), widen(b), widen(acc), random), strict=True))
     (value,) = substitute(general.step.results, wide)
-    found = single_step(step, a, b, acc, random, narrow(value))
-    if found is None:
+    result = single_step(step, a, b, acc, random, narrow(value))
+    if result is None:
         return None
     last, drawn = general.finish.params
     return replace(
         general,
         lifts=(lift_function(general.loads[0], "f32", step), lift_function(general.loads[1], "f32", step)),
-        step=Function("step", (a, b, acc, random), (found.value, found.inside)),
+        step=Function("step", (a, b, acc, random), (result.value, result.inside)),
         finish=Function("finish", (acc, drawn), substitute(general.finish.results, {last: widen(acc)})),
         accumulator="f32",
         quick=None,
@@ -168,10 +168,10 @@ def _quick_contract(
     if not simple or chain_rounding(how.step, "f64", ("f32",)) == how.step:
         return None
     a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
-    found = directed_step(how.step, a, b, acc, random)
-    if found is None:
+    directed = directed_step(how.step, a, b, acc, random)
+    if directed is None:
         return None
-    direction, value = found
+    direction, value = directed
     finish = finish_function(how.step, rounding, "f32", result)
     if any(node.op in HARDWARE_ROUNDED for node in finish.schedule):
         return None

@@ -46,7 +46,7 @@ class Part:
 def parts(text: str) -> tuple[Part, ...]:
     """The program as statements of their own, in order."""
     program = parsed.program(text)
-    alive, found = set(program.results), []
+    alive, cut = set(program.results), []
     for statement in reversed(program.statements):
         names = {o for o in statement.operands if isinstance(o, str)} | {statement.target}
         read = _read(statement)
@@ -54,9 +54,9 @@ def parts(text: str) -> tuple[Part, ...]:
         numbers = (f"x{i}" for i, o in enumerate(read) if not isinstance(o, str))
         operands = tuple(places[o] if isinstance(o, str) else next(numbers) for o in statement.operands)
         alone = str(replace(statement, target="t0", operands=operands))
-        found.append(Part(alone, statement.target, read, tuple(names - alive)))
+        cut.append(Part(alone, statement.target, read, tuple(names - alive)))
         alive |= names
-    return tuple(found[::-1])
+    return tuple(cut[::-1])
 
 
 def _read(statement: Statement) -> tuple[str | float, ...]:

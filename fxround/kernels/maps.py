@@ -95,11 +95,11 @@ def _map_kernel(
     words: tuple[Word, ...],
     powers: tuple[str, ...] = (),
 ) -> Map:
-    found = _map_of(program, loads, results, words, powers)
+    kernel = _map_of(program, loads, results, words, powers)
     stepped = [s for s in program.statements if s.rounding is not None and has_single_value(s.operator, s.rounding)]
     if not stepped or {CARRIER_OF[s] for s in (*loads, *results)} != {"f32"}:
-        return found
-    return replace(found, single=_map_of(program, loads, results, words, powers, single=True))
+        return kernel
+    return replace(kernel, single=_map_of(program, loads, results, words, powers, single=True))
 
 
 def _map_of(
@@ -170,10 +170,10 @@ def _grids(program: Program, loads: tuple[Storage, ...], carrier: Type) -> dict[
     widest = FORMAT_OF["f32" if carrier == "f32" else "f64"]
     grids = {f"x{i}": FORMAT_OF[s] for i, s in enumerate(loads)}
     for s in program.statements:
-        found = [grids[o] for o in s.operands if isinstance(o, str)]
+        known = [grids[o] for o in s.operands if isinstance(o, str)]
         numbers = [o for o in s.operands if not isinstance(o, str)]
-        candidates = (*found, FORMAT_OF["bf16"], FORMAT_OF["f16"])
-        holds = next((f for f in candidates if _holds(f, found, numbers)), widest)
+        candidates = (*known, FORMAT_OF["bf16"], FORMAT_OF["f16"])
+        holds = next((f for f in candidates if _holds(f, known, numbers)), widest)
         grids[s.target] = s.rounding.format if s.rounding is not None else holds
     return grids
 

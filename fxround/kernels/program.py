@@ -45,11 +45,11 @@ class Statement:
     @staticmethod
     def parse(text: str) -> Statement:
         """Parse one statement; ValueError shows the statement and the expected form."""
-        found = _STATEMENT.fullmatch(text) if len(text) <= _LONGEST else None
-        if not found:
+        match = _STATEMENT.fullmatch(text) if len(text) <= _LONGEST else None
+        if not match:
             expected = "t0 = add(x0, 0x1.8p+0) @ binary32/nearest_even/inf"
             raise ValueError(f"{shown(text)} is not a statement; expected: {expected}")
-        target, operator, operands, rounding = found.groups()
+        target, operator, operands, rounding = match.groups()
         values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
         return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
 

@@ -89,7 +89,7 @@ def chain_kernel(
     accumulator = accumulator_of(how.step, (CARRIER_OF[load_as],))
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
     last = after_faults(step, how.flips)
-    found = Reduce(
+    kernel = Reduce(
         step=add_function("step", step, accumulator, load_as, load_as != "f64", how.flips),
         combine=add_function("combine", step, accumulator, None, load_as != "f64", how.flips),
         finish=finish_function(last, rounding, accumulator, result),
@@ -101,14 +101,14 @@ def chain_kernel(
         finish_draws=finish_draws(last, rounding),
     )
     if not _has_single_sums(how, step):
-        return found
+        return kernel
     single = replace(
-        found,
-        step=_single_sum("step", step, found.step, load_as),
-        combine=_single_sum("combine", step, found.combine, None),
-        finish=_single_finish(how.step, rounding, found.finish, result),
+        kernel,
+        step=_single_sum("step", step, kernel.step, load_as),
+        combine=_single_sum("combine", step, kernel.combine, None),
+        finish=_single_finish(how.step, rounding, kernel.finish, result),
     )
-    return replace(found, single=single)
+    return replace(kernel, single=single)
 
 
 def _has_single_sums(how: Accumulation, step: Rounding) -> bool:
@@ -238,7 +238,7 @@ def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Sca
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[storage],), how.flips)
     last = after_faults(step, how.flips)
     store_rounding = Rounding.parse(str(FORMAT_OF[storage]))
-    found = Scatter(
+    kernel = Scatter(
         lift=lift_function(storage, accumulator, step),
         step=add_function("step", step, accumulator, storage, storage != "f64", how.flips, on_grid=False),
         finish=finish_function(last, store_rounding, accumulator, storage),
@@ -248,15 +248,15 @@ def scatter_kernel(accumulate: Accumulation | Rounding, storage: Storage) -> Sca
         draws=how.of_sums.random,
     )
     if not _has_single_sums(how, step):
-        return found
-    (element,) = found.lift.params
+        return kernel
+    (element,) = kernel.lift.params
     single = replace(
-        found,
+        kernel,
         lift=Function("lift", (element,), (held(load(element, storage)),)),
-        step=_single_sum("step", step, found.step, storage),
-        finish=_single_finish(how.step, store_rounding, found.finish, storage),
+        step=_single_sum("step", step, kernel.step, storage),
+        finish=_single_finish(how.step, store_rounding, kernel.finish, storage),
     )
-    return replace(found, single=single)
+    return replace(kernel, single=single)
 
 
 @lru_cache(maxsize=1024)

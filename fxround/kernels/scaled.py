@@ -144,15 +144,16 @@ def clamped_program(rounding: ScaledRounding, stored: Format) -> Program:
     wide = unclamped(rounding.element)
     least, most = form.span or (-form.element.maximum, form.element.maximum)
     if scaling is None:
-        found = written.add("identity", "x0", wide) if form.unit is None else written.add("div", "x0", form.unit, wide)
+        whole = form.unit is None
+        quotient = written.add("identity", "x0", wide) if whole else written.add("div", "x0", form.unit, wide)
     elif scaling.how == "inverse":
-        found = written.add("mul", "x0", "x1", wide)
+        quotient = written.add("mul", "x0", "x1", wide)
     else:
-        found = written.add("div", "x0", "x1", wide)
+        quotient = written.add("div", "x0", "x1", wide)
     if scaling is not None and scaling.how == "affine":
-        found, least = written.add("add", found, "x2", _nearest(carrier_of(stored))), 0.0
-    below = written.add("where_lt", found, least, 1.0, 0.0, None)
-    written.add("where_lt", most, found, 1.0, below, None)
+        quotient, least = written.add("add", quotient, "x2", _nearest(carrier_of(stored))), 0.0
+    below = written.add("where_lt", quotient, least, 1.0, 0.0, None)
+    written.add("where_lt", most, quotient, 1.0, below, None)
     return Program(tuple(written.statements))
 
 
@@ -289,14 +290,14 @@ def _unscaled(written: _Statements, rounding: ScaledRounding, stored: Format) ->
             f"{form.element.precision} significant bits, and a {stored} tensor cannot store all; use a wider dtype"
         )
     used = rounding.multiples(carrier) if rounding.overflow == "wrap" else rounding.element
-    found = written.add("identity", "x0", used) if form.unit is None else written.add("div", "x0", form.unit, used)
+    quotient = written.add("identity", "x0", used) if form.unit is None else written.add("div", "x0", form.unit, used)
     if rounding.overflow == "wrap":
-        found = _wrapped(written, found, form, stored if form.unit is None else carrier, carrier)
+        quotient = _wrapped(written, quotient, form, stored if form.unit is None else carrier, carrier)
     elif form.span is not None:
-        found = written.add("clamp", found, *form.span, None)
+        quotient = written.add("clamp", quotient, *form.span, None)
     if form.unit is not None:
-        written.add("mul", found, form.unit, _nearest(stored))
-    return found
+        written.add("mul", quotient, form.unit, _nearest(stored))
+    return quotient
 
 
 def _wrapped(written: _Statements, value: str, form: ScaledFormat, result: Format, carrier: Format) -> str:

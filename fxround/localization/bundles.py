@@ -40,12 +40,12 @@ class Bundle:
     @property
     def site(self) -> Site | None:
         """The Site of the captured node."""
-        return next((found for found in map(site, self.nodes) if found is not None and found.number >= 0), None)
+        return next((place for place in map(site, self.nodes) if place is not None and place.number >= 0), None)
 
     @property
     def random(self) -> bool:
         """Whether any of its roundings draws random bits."""
-        places = [found for found in map(site, self.nodes) if found is not None and found.status == "rounded"]
+        places = [own for own in map(site, self.nodes) if own is not None and own.status == "rounded"]
         return any(_draws(place) for place in places)
 
     def run(self, value: Callable[[str], Any], given: Callable[[fx.Node], Any], rng: Tensor) -> Any:
@@ -75,11 +75,11 @@ def origin(node: fx.Node) -> str:
 
 def bundles(graph: fx.GraphModule) -> dict[str, Bundle]:
     """Return the bundles of a lowered graph by the name of their origin."""
-    found: dict[str, list[fx.Node]] = {}
+    grouped: dict[str, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.op != "output" and ORIGIN in node.meta:
-            found.setdefault(origin(node), []).append(node)
-    return {name: Bundle(graph, tuple(nodes)) for name, nodes in found.items()}
+            grouped.setdefault(origin(node), []).append(node)
+    return {name: Bundle(graph, tuple(nodes)) for name, nodes in grouped.items()}
 
 
 def _draws(place: Site) -> bool:

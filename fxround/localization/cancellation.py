@@ -90,24 +90,24 @@ def cancellations(
     elements that lose more. Raises what ``fxround.compile`` raises.
     """
     masked = Masked(model, policy, inputs, quiet="identity", memory=0)
-    found = cancelled(masked, masked.sites, bits=bits, seed=seed, sample=sample)
-    return CancellationReport(tuple(sorted(found, key=lambda n: (-n.lost, -n.many))), bits, masked.policy.name)
+    losses = cancelled(masked, masked.sites, bits=bits, seed=seed, sample=sample)
+    return CancellationReport(tuple(sorted(losses, key=lambda n: (-n.lost, -n.many))), bits, masked.policy.name)
 
 
 def cancelled(
     masked: Masked, on: Collection[str] = (), *, bits: float = 10, seed: int = 0, sample: int = 0
 ) -> list[Cancellation]:
     """Return the nodes that add, in the order of the graph, with their bits that cancel in a run with ``on``."""
-    found: list[Cancellation] = []
+    losses: list[Cancellation] = []
 
     def note(node: fx.Node, operands: Operands, value: Any) -> None:
         place = masked.place(node.name)
         largest = _largest(node, operands) if place is not None and place.kind != "coordinate" else None
         if largest is not None and float_value(node) is not None and value.numel():
-            found.append(_cancellation(node, largest.expand(value.shape).double(), value, bits))
+            losses.append(_cancellation(node, largest.expand(value.shape).double(), value, bits))
 
     masked.run(on, seed=seed, sample=sample, observe=note)
-    return found
+    return losses
 
 
 def _largest(node: fx.Node, operands: Operands) -> Tensor | None:

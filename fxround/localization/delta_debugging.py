@@ -31,9 +31,9 @@ def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
     while len(failing) > 1:
         pieces = divide(failing, min(parts, len(failing)))
         rests = [_without(failing, piece) for piece in pieces] if len(pieces) > 2 else []
-        found = next((tried for tried in (*pieces, *rests) if fails(tried)), None)
-        if found is not None:
-            failing, parts = found, 2 if found in pieces else max(len(pieces) - 1, 2)
+        smaller = next((tried for tried in (*pieces, *rests) if fails(tried)), None)
+        if smaller is not None:
+            failing, parts = smaller, 2 if smaller in pieces else max(len(pieces) - 1, 2)
         elif len(pieces) == len(failing):
             return failing
         else:
@@ -45,9 +45,9 @@ def disjoint(units: Sequence[str], fails: Fails, search: Callable[[Units], Units
     """Yield failing sets without a common unit, found by ``search`` in the units that remain, until the rest passes."""
     rest = tuple(units)
     while rest and fails(rest):
-        found = search(rest)
-        yield found
-        rest = _without(rest, found)
+        failing = search(rest)
+        yield failing
+        rest = _without(rest, failing)
 
 
 def halves(units: Units, parts: int) -> list[Units]:

@@ -100,8 +100,8 @@ class Masked:
     @property
     def output(self) -> fx.Node:
         """The output node of the captured graph."""
-        found: fx.Node = self.captured.graph.graph.output_node()
-        return found
+        node: fx.Node = self.captured.graph.graph.output_node()
+        return node
 
     @property
     def random(self) -> bool:
@@ -165,14 +165,14 @@ class Masked:
     @cached_property
     def shapes(self) -> Mapping[str, torch.Size]:
         """The shape of every site's result, from one quiet run."""
-        found: dict[str, torch.Size] = {}
+        sizes: dict[str, torch.Size] = {}
 
         def note(node: fx.Node, operands: Any, value: Any) -> None:
             if node.name in self.sites:
-                found[node.name] = value.shape
+                sizes[node.name] = value.shape
 
         self.run(observe=note)
-        return found
+        return sizes
 
     def flow(self) -> nx.DiGraph:
         """Return the data flow of the captured graph over names of nodes, the output included."""
@@ -214,8 +214,8 @@ class Masked:
         return torch.where(blocks[node.name].reshape(loud.shape), loud, quiet)
 
     def _result(self, known: Mapping[str, Any]) -> Any:
-        found = fx.map_arg(self.output.args[0], lambda used: known[used.name])
-        results = [v for port, v in zip(self.captured.outputs, found, strict=True) if not port.mutation]  # type: ignore[arg-type]
+        returned = fx.map_arg(self.output.args[0], lambda used: known[used.name])
+        results = [v for port, v in zip(self.captured.outputs, returned, strict=True) if not port.mutation]  # type: ignore[arg-type]
         return pytree.tree_unflatten(results, self.captured.out_spec)
 
     @contextlib.contextmanager
@@ -249,10 +249,10 @@ def _given(model: nn.Module, captured: Captured, leaves: list[Any]) -> Values:
 
 def _place(node: fx.Node, bundle: Bundle) -> Site:
     """Return the Site of a captured node; the code of a parameter is its name."""
-    found = bundle.site or located(node)
+    place = bundle.site or located(node)
     port: Port | None = node.meta.get(PORT)
     return replace(
-        found, operator=operator_name(node), code=port.name or f"argument {port.index}" if port else found.code
+        place, operator=operator_name(node), code=port.name or f"argument {port.index}" if port else place.code
     )
 
 

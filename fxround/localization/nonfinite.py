@@ -104,8 +104,8 @@ def first_nonfinite(
     def note(node: fx.Node, operands: Operands, value: Any) -> None:
         if not all(map(_finite, _floats(value))):
             tainted.add(node.name)
-            found = _birth(node, operands, value)
-            births.update({node.name: found} if found else {})
+            birth = _birth(node, operands, value)
+            births.update({node.name: birth} if birth else {})
 
     output = masked.run(masked.sites, seed=seed, sample=sample, observe=note)
     reaching = nx.ancestors(masked.flow().subgraph(tainted), masked.output.name)
@@ -144,10 +144,10 @@ def _birth(node: fx.Node, operands: Operands, value: Any) -> Birth | None:
 
 def _any(given: list[Tensor], value: Tensor, kind: Any, pointwise: bool) -> Tensor:
     """Tell where an operand is of the kind: at the element itself, or anywhere."""
-    found = torch.zeros((), dtype=torch.bool, device=value.device)
+    mask = torch.zeros((), dtype=torch.bool, device=value.device)
     for x in given:
-        found = found | (kind(x) if pointwise else kind(x).any())
-    return found.expand(value.shape)
+        mask = mask | (kind(x) if pointwise else kind(x).any())
+    return mask.expand(value.shape)
 
 
 def _numbers(node: fx.Node) -> list[Tensor]:

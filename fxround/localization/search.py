@@ -218,8 +218,8 @@ class Search:
     def _amplifier(self, name: str) -> Cancellation | None:
         """Return the operation, the node or a later one, in which most bits cancel; None if few do."""
         after = {name, *nx.descendants(self.masked.flow(), name)}
-        found = [one for one in self._cancelled if one.node in after and one.lost > AMPLIFIES]
-        return max(found, key=lambda one: one.lost, default=None)
+        candidates = [one for one in self._cancelled if one.node in after and one.lost > AMPLIFIES]
+        return max(candidates, key=lambda one: one.lost, default=None)
 
     @cached_property
     def _cancelled(self) -> list[Cancellation]:

@@ -111,14 +111,14 @@ class Verdicts:
 def _read(file: Path) -> dict[tuple[str, int], bool]:
     if not file.exists():
         return {}
-    found: dict[tuple[str, int], bool] = {}
+    recorded: dict[tuple[str, int], bool] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # cut off when the search was interrupted
-        found[row["on"], row["sample"]] = row["passes"]
-    return found
+        recorded[row["on"], row["sample"]] = row["passes"]
+    return recorded
 
 
 def _mask(ranges: Ranges, count: int) -> Tensor:

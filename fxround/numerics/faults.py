@@ -81,8 +81,8 @@ class Faults:
     @property
     def possible(self) -> Faults | None:
         """The faults of a probability above zero; None if there are none."""
-        found = tuple(fault for fault in self.faults if fault.probability)
-        return Faults(found) if found else None
+        faults = tuple(fault for fault in self.faults if fault.probability)
+        return Faults(faults) if faults else None
 
     @property
     def of_scales(self) -> tuple[Fault, ...]:
@@ -105,15 +105,15 @@ class Faults:
         if isinstance(text, Faults):
             return text
         words = text.split() if isinstance(text, str) else []
-        found = []
+        faults = []
         for word in words:
             field, _, number = word.partition(":")
             if _part(field) in FIELDS and not _is_number(number):
                 raise ValueError(f"{shown(number)} is no probability; expected {field}:1e-6")
-            found.append(Fault(field, float(number) if _is_number(number) else math.nan))
-        if not found or len({fault.field for fault in found}) < len(found):
+            faults.append(Fault(field, float(number) if _is_number(number) else math.nan))
+        if not faults or len({fault.field for fault in faults}) < len(faults):
             raise ValueError(f"{shown(text)}: expected faults like 'significand:1e-6 sign:1e-9', each field once")
-        return Faults(tuple(found))
+        return Faults(tuple(faults))
 
 
 def _part(field: str) -> str:
@@ -150,5 +150,5 @@ def operator_of(fault: Fault, encoding: Encoding) -> str:
 
 def numbers_of(name: str) -> tuple[int, int, int] | None:
     """Return the lowest bit, the number of bits and q of an operator; None for an operator that is no fault."""
-    found = _OPERATOR.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+    match = _OPERATOR.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))

@@ -61,10 +61,10 @@ class Gradient:
         near = get_close_matches(rest[0][:40], (STRAIGHT, ZEROED), n=1) if rest else []
         if near:
             raise ValueError(f"no gradient is named {shown(rest[0])}; did you mean {near[0]!r}?")
-        found = any_rounding(rest[0]) if rest else None
-        if isinstance(found, ScaledRounding) and found.of_products:
-            raise ValueError(f"{found}: a transform and a delayed scale belong to operands of products")
-        return Gradient(zeroed, found)
+        rounding = any_rounding(rest[0]) if rest else None
+        if isinstance(rounding, ScaledRounding) and rounding.of_products:
+            raise ValueError(f"{rounding}: a transform and a delayed scale belong to operands of products")
+        return Gradient(zeroed, rounding)
 
 
 def clamps(rounding: Rounding) -> bool:

@@ -46,9 +46,8 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         dtype = FORMAT_OF[values[0].dtype]
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=_of_an_integer(node, assignment))
-    found = everywhere
     matched.update(i for i, rule in enumerate(plan.policy.rules) if not rule.speaks_of_results)
-    plan.policy.require_matched(matched, [p.path for _, p in found], {p.direction for _, p in found})
+    plan.policy.require_matched(matched, [p.path for _, p in everywhere], {p.direction for _, p in everywhere})
 
 
 def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:

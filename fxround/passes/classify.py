@@ -130,13 +130,13 @@ def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
     output = graph.graph.output_node()
     results = outputs_of(graph)
     ports: tuple[Port, ...] = output.meta.get(PORTS) or ()
-    found = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient" and port.name}
+    gradients = {value for value, port in zip(results, ports, strict=False) if port.kind == "gradient" and port.name}
     for node in reversed(graph.graph.nodes):
-        if node not in found and node.users and all(user in found and _carries(user) for user in node.users):
-            found.add(node)
-        elif node in found and _is_moved(node):
-            found.update(node.all_input_nodes)
-    return {node for node in found if isinstance(node, fx.Node) and direction_of(node) == "backward"}
+        if node not in gradients and node.users and all(user in gradients and _carries(user) for user in node.users):
+            gradients.add(node)
+        elif node in gradients and _is_moved(node):
+            gradients.update(node.all_input_nodes)
+    return {node for node in gradients if isinstance(node, fx.Node) and direction_of(node) == "backward"}
 
 
 def direction_of(node: fx.Node) -> Direction:
@@ -170,13 +170,13 @@ def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
         entering = node.op in ("placeholder", "get_attr") and bool(float_values(node))
         if entering or any(used in data for used in node.all_input_nodes):
             data.add(node)
-    found: set[fx.Node] = set()
+    coordinates: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or (node in data and node not in whole) or not float_values(node):
             continue
-        if any(user in found or _becomes_integer(user) for user in node.users):
-            found.add(node)
-    return found | _indices_as_numbers(graph, found)
+        if any(user in coordinates or _becomes_integer(user) for user in node.users):
+            coordinates.add(node)
+    return coordinates | _indices_as_numbers(graph, coordinates)
 
 
 def _integer_parts(graph: fx.GraphModule) -> set[fx.Node]:
@@ -184,17 +184,17 @@ def _integer_parts(graph: fx.GraphModule) -> set[fx.Node]:
 
     Reflected coordinates divide such values, and take the integer part of the quotient: that quotient is one of them.
     """
-    found: set[fx.Node] = set()
+    parts: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op != "call_function" or not float_values(node):
             continue
         numbers = [x for x in node.args if not isinstance(x, fx.Node) or float_values(x)]
-        computed = any(x in found for x in node.all_input_nodes) and all(x in found or _is_small(x) for x in numbers)
+        computed = any(x in parts for x in node.all_input_nodes) and all(x in parts or _is_small(x) for x in numbers)
         closed = _is_moved(node) or _base(node) in _CLOSED
         divided = _base(node) == "div" and all(_base(user) in _INTEGER_PARTS for user in node.users)
         if _base(node) in _INTEGER_PARTS or (computed and (closed or divided)):
-            found.add(node)
-    return found
+            parts.add(node)
+    return parts
 
 
 def _base(node: fx.Node) -> str:
@@ -209,12 +209,15 @@ def _is_small(x: Any) -> bool:
     return not isinstance(x, float) or (2 * x).is_integer()
 
 
-def _indices_as_numbers(graph: fx.GraphModule, found: set[fx.Node]) -> set[fx.Node]:
-    """Return the indices made of ``found`` that are converted to floating point, as in weight = coordinate - index."""
+def _indices_as_numbers(graph: fx.GraphModule, coordinates: set[fx.Node]) -> set[fx.Node]:
+    """Return the indices made of ``coordinates`` that are converted to floating point.
+
+    An example is weight = coordinate - index.
+    """
     indices: set[fx.Node] = set()
     numbers: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if not any(used in found or used in indices for used in node.all_input_nodes):
+        if not any(used in coordinates or used in indices for used in node.all_input_nodes):
             continue
         if _yields_tensor(node) and not float_values(node):
             indices.add(node)

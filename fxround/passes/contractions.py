@@ -49,13 +49,13 @@ def _arguments(graph: fx.GraphModule, node: fx.Node, cls: type[ContractionCall[f
     """Return the arguments before ``accumulate``: the operands, a gradient's size, a convolution's geometry."""
     source = cast(fx.Node, node.args[0]) if node.target is operator.getitem else node
     named = {field.name for field in fields(cls)}
-    found = [argument(source, name) for name in cls.sums]
-    image = found[0]
+    arguments = [argument(source, name) for name in cls.sums]
+    image = arguments[0]
     if "size" in named:
         # A gradient has the size of the operand that it does not read.
         operand = argument(source, "weight" if "input" in cls.sums else "input")
-        found.append([size_of(graph, node, operand, d) for d in range(operand.meta["val"].dim())])
-    return [*found, _geometry(source, image)] if "geometry" in named else found
+        arguments.append([size_of(graph, node, operand, d) for d in range(operand.meta["val"].dim())])
+    return [*arguments, _geometry(source, image)] if "geometry" in named else arguments
 
 
 def _geometry(convolution: fx.Node, image: fx.Node) -> Geometry:
@@ -81,10 +81,10 @@ def summed_dims(node: fx.Node, operand: fx.Node) -> list[tuple[int, tuple[int, .
         return [(i, (cls.sums[declared[i]],), 1) for i in positions if declared[i] in cls.sums]
     transposed, groups = bool(argument(node, "transposed")), argument(node, "groups")
     spatial = tuple(range(2, operand.meta["val"].dim()))
-    found = []
+    summed = []
     for i, name in ((i, declared[i]) for i in positions if declared[i] in cls.sums):
         weight = name == "weight"
         channels = 1 - cls.sums[name] if weight and transposed else cls.sums[name]
         # Channels of all groups are dimension 1 of an image, and dimension 0 of a weight.
-        found.append((i, (channels, *spatial), groups if (channels == 0) == weight else 1))
-    return found
+        summed.append((i, (channels, *spatial), groups if (channels == 0) == weight else 1))
+    return summed

@@ -92,12 +92,12 @@ def _size(n: Any) -> int:
 
 def _numbers(shape: list[int], sizes: Sequence[int]) -> Tensor:
     """Return the number of its block for each element of a tensor."""
-    found = torch.zeros([1] * len(shape), dtype=torch.int64)
+    numbers = torch.zeros([1] * len(shape), dtype=torch.int64)
     for dim, (length, size) in enumerate(zip(shape, sizes, strict=True)):
         blocks = torch.arange(length) // (size or max(length, 1))
         count = 1 if not size else -(-length // size)
-        found = found * max(count, 1) + blocks.view([-1 if d == dim else 1 for d in range(len(shape))])
-    return found
+        numbers = numbers * max(count, 1) + blocks.view([-1 if d == dim else 1 for d in range(len(shape))])
+    return numbers
 
 
 def _together(numbers: Tensor, size: int) -> bool:

@@ -158,8 +158,8 @@ def _integers(graph: fx.GraphModule, shape: tuple[int, ...]) -> Any:
 
 
 def _begin(body: fx.GraphModule) -> fx.Node:
-    found: fx.Node = next(node for node in body.graph.nodes if node.op != "placeholder")
-    return found
+    first: fx.Node = next(node for node in body.graph.nodes if node.op != "placeholder")
+    return first
 
 
 def _first(body: fx.GraphModule, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:

@@ -99,11 +99,11 @@ def _depend_on_tangents(joint: fx.GraphModule) -> set[fx.Node]:
 
 def _needed(joint: fx.GraphModule, wanted: Iterable[Any]) -> set[fx.Node]:
     """Return the operators that compute the wanted values."""
-    found = {value for value in wanted if isinstance(value, fx.Node)}
+    needed = {value for value in wanted if isinstance(value, fx.Node)}
     for node in reversed(joint.graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return {node for node in found if node.op == "call_function"}
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return {node for node in needed if node.op == "call_function"}
 
 
 def _effects(joint: fx.GraphModule, late: set[fx.Node]) -> list[fx.Node]:
@@ -159,8 +159,8 @@ def _extracted(
 def _reached(
     joint: fx.GraphModule, tangents: Sequence[fx.Node], gradients: Sequence[Any]
 ) -> tuple[frozenset[int], ...]:
-    found = {node: frozenset([i]) for i, node in enumerate(tangents)}
+    reached = {node: frozenset([i]) for i, node in enumerate(tangents)}
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            found[node] = frozenset().union(*(found.get(used, frozenset()) for used in node.all_input_nodes))
-    return tuple(found.get(value, frozenset()) for value in gradients)
+            reached[node] = frozenset().union(*(reached.get(used, frozenset()) for used in node.all_input_nodes))
+    return tuple(reached.get(value, frozenset()) for value in gradients)

@@ -41,8 +41,8 @@ Pass = Callable[[fx.GraphModule, Plan], None]
 
 def sites(graph: fx.GraphModule) -> list[tuple[fx.Node, Site]]:
     """Return the nodes that have a Site, in graph order, with their Sites."""
-    found = [(node, site(node)) for node in graph.graph.nodes]
-    return [(node, place) for node, place in found if place is not None]
+    pairs = [(node, site(node)) for node in graph.graph.nodes]
+    return [(node, place) for node, place in pairs if place is not None]
 
 
 def decided(place: Site) -> tuple[Assignment, Rounding] | None:
@@ -53,8 +53,8 @@ def decided(place: Site) -> tuple[Assignment, Rounding] | None:
 
 def rng_of(graph: fx.GraphModule) -> fx.Node:
     """Return the placeholder of (seed, sample)."""
-    found: fx.Node = next(node for node in graph.graph.nodes if is_random_state(node))
-    return found
+    rng: fx.Node = next(node for node in graph.graph.nodes if is_random_state(node))
+    return rng
 
 
 def is_random_state(node: fx.Node) -> bool:

@@ -147,8 +147,8 @@ def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Fo
     wanted = decided(place)
     if place.status == "rounded":
         return wanted[1].format if wanted else own
-    found = [grids[source] for source in node.all_input_nodes if source in grids]
-    widest = next((f for f in found if all(other.within(f) for other in found)), None)
+    formats = [grids[source] for source in node.all_input_nodes if source in grids]
+    widest = next((f for f in formats if all(other.within(f) for other in formats)), None)
     return widest if widest is not None and _holds(widest, node) else own
 
 

@@ -104,8 +104,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
         return
     streams: dict[fx.Node, list[str]] = {}
     matched: set[int] = set()
-    found, scales = [(part, *pair) for part in graphs_of(graph) for pair in sites(part)], DelayedScales(graph)
-    for part, node, place in found:
+    rounded_sites, scales = [(part, *pair) for part in graphs_of(graph) for pair in sites(part)], DelayedScales(graph)
+    for part, node, place in rounded_sites:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder", "loop"):
             continue
         turned: list[Hadamard | None] = []
@@ -140,7 +140,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 node.update_arg(position, _in_groups(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
-    plan.policy.require_matched(matched | others, [p.path for _, _, p in found], {p.direction for _, _, p in found})
+    at = [place for _, _, place in rounded_sites]
+    plan.policy.require_matched(matched | others, [p.path for p in at], {p.direction for p in at})
 
 
 def _require_one_transform(place: Site, turned: Sequence[Hadamard | None]) -> None:
@@ -247,8 +248,8 @@ class _Nodes:
     def flips_scales(self) -> bool:
         """Whether the policy flips bits of the scales."""
         wanted = self.place.assignment
-        found = wanted.faults if wanted is not None else None
-        return found is not None and bool(found.of_scales or found.of_tensors)
+        faults = wanted.faults if wanted is not None else None
+        return faults is not None and bool(faults.of_scales or faults.of_tensors)
 
     def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
         """Return the scales with flipped bits."""
@@ -294,10 +295,10 @@ def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site
         moved = _rounded(graph, near, before, place, stream)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(graph, near, operand.target, args, **operand.kwargs)
-    found = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
+    result = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
     with locating(place):
         encoding = Encoding(wanted[1].format)
-    return _flipped(graph, near, found, place, encoding, stream)
+    return _flipped(graph, near, result, place, encoding, stream)
 
 
 def _said(wanted: Assignment) -> str:
@@ -308,7 +309,7 @@ def _said(wanted: Assignment) -> str:
 def _flipped(
     graph: fx.GraphModule,
     near: fx.Node,
-    found: fx.Node,
+    flip: fx.Node,
     place: Site,
     encoding: Encoding,
     stream: int,
@@ -328,8 +329,8 @@ def _flipped(
     }[part]
     first = streams + 4 * (stream - _OPERAND_STREAMS)
     for i, fault in enumerate(faults):
-        call = flip_of(graph, found, at, fault, encoding, first + i)
-        found = insert(graph, near, call.overload, call.arguments())
-        found._rename(f"{near.name}_{part}_flipped")
-        found.meta[META] = site_of(at, fault, encoding.format)
-    return found
+        call = flip_of(graph, flip, at, fault, encoding, first + i)
+        flip = insert(graph, near, call.overload, call.arguments())
+        flip._rename(f"{near.name}_{part}_flipped")
+        flip.meta[META] = site_of(at, fault, encoding.format)
+    return flip

@@ -108,15 +108,16 @@ class _After:
     def flips_scales(self) -> bool:
         """Whether the policy flips bits of the scales."""
         wanted = self.place.assignment
-        found = wanted.faults if wanted is not None else None
-        return found is not None and bool(found.of_scales or found.of_tensors)
+        faults = wanted.faults if wanted is not None else None
+        return faults is not None and bool(faults.of_scales or faults.of_tensors)
 
     def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
         """Return the scales with flipped bits."""
         wanted = self.place.assignment
         assert wanted is not None and wanted.faults is not None
-        found = wanted.faults
-        faults, streams = (found.of_tensors, TENSOR_FAULT_STREAMS) if whole else (found.of_scales, SCALE_FAULT_STREAMS)
+        faults, streams = wanted.faults.of_scales, SCALE_FAULT_STREAMS
+        if whole:
+            faults, streams = wanted.faults.of_tensors, TENSOR_FAULT_STREAMS
         return self._with_flips(scale, faults, Encoding(fmt), streams)
 
     def _with_flips(self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, streams: int) -> fx.Node:

@@ -88,11 +88,11 @@ def rounded_in_blocks(
     if sizes is None:
         raise LookupError(f"{rounding.format} has scales of blocks, and the sizes of blocks are missing")
     scales = _Scales(x, dtype, rounding, sizes, writer)
-    found = scales.affine() if scaling.how == "affine" else [scales.best() if scaling.fit else scales.scale()]
-    wide = [writer.call(BlockExpand(f, x, sizes)) for f in found]
+    factors = scales.affine() if scaling.how == "affine" else [scales.best() if scaling.fit else scales.scale()]
+    wide = [writer.call(BlockExpand(f, x, sizes)) for f in factors]
     if not writer.flips_scales:
         return writer.elements(program, [x, *wide], wide)
-    held = writer.call(BlockExpand(scales.held(found[0]), x, sizes))
+    held = writer.call(BlockExpand(scales.held(factors[0]), x, sizes))
     return writer.elements(program, [x, *wide], [held, *wide[1:]])
 
 

@@ -156,13 +156,13 @@ class Policy:
         path, operator and kind are the operation's, role and direction the operand's; result is the role of the
         operation's result. Raises PolicyError if ``dtype`` lacks values of the rounding's format.
         """
-        found = self.matching_operand(
+        matching = self.matching_operand(
             path=path, operator=operator, kind=kind, role=role, direction=direction, result=result
         )
-        text = self.rules[found[-1]].operands if found else None
+        text = self.rules[matching[-1]].operands if matching else None
         if text is None or text == IDENTITY:
             return None
-        rule, said = str(self.rules[found[-1]]), self.rules[found[-1]].faults
+        rule, said = str(self.rules[matching[-1]]), self.rules[matching[-1]].faults
         faults = Faults.parse(said).possible if said else None
         _require_scales(faults, text, rule)
         if is_scaled(text):

@@ -281,18 +281,18 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
         _refuse_integers(str(text))
     fixed_steps = field == "accumulate" and re.match(r"u?fixed\(", str(text)) is not None
     if not fixed_steps and _parsed(is_scaled, str(text), field):
-        found: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
+        rounding: ScaledRounding = _parsed(ScaledRounding.parse, str(text), field)
         if field == "accumulate":
             why = "a scale depends on values that are not known before a sum has ended"
-            why = why if found.format.scaling is not None else "the quantum of an accumulator is a power of two"
+            why = why if rounding.format.scaling is not None else "the quantum of an accumulator is a power of two"
             raise PolicyError(
                 f"{field} = {shown(str(text))}: {why}; expected a floating-point format, or fixed(bits,fraction)"
             )
-        if field == "rounding" and found.of_products:
+        if field == "rounding" and rounding.of_products:
             raise PolicyError(
                 f"{field} = {shown(str(text))}: a transform and a delayed scale belong to operands; write operands="
             )
-        return str(found)
+        return str(rounding)
     if field != "accumulate":
         if str(text).partition("/")[0] == WIDE:
             raise PolicyError(
@@ -312,10 +312,10 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
 
 def _refuse_integers(text: str) -> None:
     """Raise PolicyError for an accumulator, a product or a combination of integers, whose words are fixed point."""
-    found = re.search(r"(?:^|=)((u?)int([0-9]{1,2}))(?![0-9(:])", text)
-    if found is None:
+    match = re.search(r"(?:^|=)((u?)int([0-9]{1,2}))(?![0-9(:])", text)
+    if match is None:
         return
-    word, sign, bits = found[1], found[2], int(found[3])
+    word, sign, bits = match[1], match[2], int(match[3])
     raise PolicyError(
         f"accumulate = {shown(text)}: {word} is scaled, and a scale depends on values that are not known before a sum "
         f"has ended; an accumulator of integers is {sign}fixed({min(bits, 52)},0), with up to 52 bits, and "
@@ -325,8 +325,8 @@ def _refuse_integers(text: str) -> None:
 
 def faults_of(accumulate: str | None) -> str | None:
     """Return the faults in the text of an accumulation, or None."""
-    found = [word.partition("=")[2] for word in (accumulate or "").split() if word.startswith("faults=")]
-    return found[0].replace(",", " ") if found else None
+    written = [word.partition("=")[2] for word in (accumulate or "").split() if word.startswith("faults=")]
+    return written[0].replace(",", " ") if written else None
 
 
 def _full_rounding(text: str) -> str:

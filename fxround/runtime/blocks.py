@@ -38,13 +38,13 @@ def block_maximum(call: BlockMaximum[Tensor]) -> Tensor:
     if not x.numel():
         return buffers.empty(blocks, x.dtype, x.device).zero_()
     one = not any(call.sizes) and x.is_contiguous()
-    found = run_blocks(MAXIMA, None, x.view(-1) if one else x, [_PART] if one else call.sizes)
-    if found is not None and not one and found.dtype == x.dtype:
-        return found
+    maxima = run_blocks(MAXIMA, None, x.view(-1) if one else x, [_PART] if one else call.sizes)
+    if maxima is not None and not one and maxima.dtype == x.dtype:
+        return maxima
     result = buffers.empty(blocks, x.dtype, x.device)
-    if found is not None:
-        result.copy_(found.amax() if one else found)
-        buffers.release(found)
+    if maxima is not None:
+        result.copy_(maxima.amax() if one else maxima)
+        buffers.release(maxima)
         return result
     magnitudes = _magnitudes(x, 0.0)
     for d, (count, n) in enumerate(zip(blocks, call.sizes, strict=True)):
@@ -67,8 +67,8 @@ def block_percentile(call: BlockPercentile[Tensor]) -> Tensor:
     counts = ordered.isfinite().sum(-1)
     percent = Fraction(call.percentile)
     places = _ranks(counts, percent.numerator, 100 * percent.denominator, ordered.shape[-1])
-    found = ordered.gather(-1, places.unsqueeze(-1)).squeeze(-1)
-    return result.copy_(torch.where(counts > 0, found, 0.0))
+    chosen = ordered.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+    return result.copy_(torch.where(counts > 0, chosen, 0.0))
 
 
 def _ranks(counts: Tensor, numerator: int, denominator: int, most: int) -> Tensor:

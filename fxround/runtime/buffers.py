@@ -48,11 +48,11 @@ class _Pool(threading.local):
         """A kept buffer of ``size`` bytes, or None after making room for a fresh one."""
         self.used += size
         self.peak = max(self.peak, self.used)
-        found = self.waiting.get(size)
-        if found:
+        free = self.waiting.get(size)
+        if free:
             self.kept -= size
-            buffer = found.pop()
-            if not found:
+            buffer = free.pop()
+            if not free:
                 del self.waiting[size]
             return buffer
         self.shrink()

@@ -240,19 +240,19 @@ class Plain:
         """The contraction of the weight with the windows of the padded input."""
         w, geometry, size, groups = self.w, self.geometry, self.size, self.geometry.groups
         x = padded(self.x, geometry.padding, geometry.padding)
-        found = windows_of(x.shape, w.shape[2:], tuple(size[2:]), geometry, x.device)
-        k = _sums([found.channels, found.taps])
+        windows = windows_of(x.shape, w.shape[2:], tuple(size[2:]), geometry, x.device)
+        k = _sums([windows.channels, windows.taps])
         weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
-        pixels = found.pixels.numel()
+        pixels = windows.pixels.numel()
         if pixels < _FEW and x.shape[0] > 1:
             # The windows of all images are one row of columns; the result has them image by image.
             places = _placed(x.shape[0], w.shape[0] * pixels, pixels, x.device)
             out = Placing(weights.shape[1] * pixels, pixels, places, pixels)
-            right = Right(groups, found.group_step, k, _sums([found.images, found.pixels]), out)
+            right = Right(groups, windows.group_step, k, _sums([windows.images, windows.pixels]), out)
             return Product(self.kernel, weights, x, right, 0, self.draw, size)
         # Each batch of the contraction is a group of an image: groups are group_step apart, and images follow the
         # groups.
-        right = Right(x.shape[0] * groups, found.group_step, k, found.pixels)
+        right = Right(x.shape[0] * groups, windows.group_step, k, windows.pixels)
         return Product(self.kernel, weights, x, right, groups, self.draw, size)
 
 
@@ -298,11 +298,11 @@ def weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
     small, image = (call.x, call.grad) if geometry.transposed else (call.grad, call.x)
     kernel = call.kernel((storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input")))
     image = padded(image.detach(), geometry.padding, geometry.padding)
-    found = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry, image.device)
-    k = _sums([found.images, found.pixels])
+    windows = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry, image.device)
+    k = _sums([windows.images, windows.pixels])
     groups = geometry.groups
     along = geometry.stride[-1] == 1
-    right = Right(groups, found.group_step, k, _sums([found.channels, found.taps]), along=along)
+    right = Right(groups, windows.group_step, k, _sums([windows.channels, windows.taps]), along=along)
     pixels = small.shape[2:].numel()
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
     return Product(kernel, left, image, right, groups, Draw.unread(call.rng, call.node), size)

@@ -41,13 +41,13 @@ def contributions_of(call: ScatterCall[Tensor]) -> Contributions:
     """The contributions of a call's source. Raises what the operator raises for its arguments."""
     call.require()
     if isinstance(call, ScatterAdd):
-        parts, found = (call.x, call.src), partial(scatter_rows, call.x, call.dim, call.index, call.src)
+        parts, made = (call.x, call.src), partial(scatter_rows, call.x, call.dim, call.index, call.src)
     else:
         assert isinstance(call, IndexPut)
-        parts, found = (call.x, call.values), partial(put_rows, call.x, call.indices, call.values)
+        parts, made = (call.x, call.values), partial(put_rows, call.x, call.indices, call.values)
     for x, what in zip(parts, ("destination", "source"), strict=True):
         storage_of(x, f"{call.name}'s {what}")
-    return found()
+    return made()
 
 
 def _in_range(index: Tensor, size: int, dim: int, what: str) -> Tensor:

@@ -157,9 +157,9 @@ def fetch(key: bytes | None, make: Callable[[], bytes]) -> tuple[bytes, bool]:
     place = directory()
     if key is None or place is None:
         return make(), False
-    found = _read(place, key)
-    if found is not None:
-        return found, True
+    content = _read(place, key)
+    if content is not None:
+        return content, True
     made = make()
     try:
         _write(place, key, made)
@@ -246,7 +246,7 @@ def _is_due(written: int) -> bool:
 def _evict(place: Path) -> None:
     """Remove abandoned temporary files and, beyond the limit, the entries used longest ago."""
     with os.scandir(place) as listing:
-        files = [(status, Path(found.path)) for found in listing if (status := _status(found)) is not None]
+        files = [(status, Path(entry.path)) for entry in listing if (status := _status(entry)) is not None]
     now = time.time()
     _remove(path for status, path in files if path.suffix == PARTIAL and now - status.st_mtime > _ABANDONED)
     entries = sorted((status.st_mtime, status.st_size, path) for status, path in files if path.suffix == _ENTRY)
@@ -262,10 +262,10 @@ def _evict(place: Path) -> None:
     _remove(doomed)
 
 
-def _status(found: os.DirEntry[str]) -> os.stat_result | None:
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
     """The status of a file; None if another process removed it in the meantime."""
     try:
-        return found.stat(follow_symlinks=False)
+        return entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
 

@@ -41,6 +41,6 @@ def iterations(call: Iterations[Tensor]) -> Tensor:
     if counters.size and not 0 <= counters.min() <= counters.max() < _MOST:
         raise ValueError(f"a loop has iterations {counters.min()} to {counters.max()}; expected 0 to 2^48 - 1")
     seeds = np.frombuffer(_seeds(draw, counters.tobytes()), np.int64).reshape(counters.shape)
-    found = buffers.empty((*counters.shape, 2), torch.int64)
-    found.numpy()[..., 0], found.numpy()[..., 1] = seeds, draw.sample
-    return found
+    keys = buffers.empty((*counters.shape, 2), torch.int64)
+    keys.numpy()[..., 0], keys.numpy()[..., 1] = seeds, draw.sample
+    return keys

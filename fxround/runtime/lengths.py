@@ -12,13 +12,13 @@ def packed_lengths(call: PackedLengths[Tensor]) -> Tensor:
 
     PyTorch's kernel would read memory that is not the padded tensor's.
     """
-    found = call.fake()
-    found.copy_(call.lengths)
+    lengths = call.fake()
+    lengths.copy_(call.lengths)
     steps = call.padded.shape[0]
-    longest = int(found.max()) if found.numel() else 0
+    longest = int(lengths.max()) if lengths.numel() else 0
     if longest > steps:
         raise RuntimeError(
             f"pack_padded_sequence: a sequence has length {longest}, but the padded tensor has {steps} steps. Expected "
             f"lengths from 1 to {steps}: shorten the sequence, or pad all of them to {longest} steps."
         )
-    return found
+    return lengths

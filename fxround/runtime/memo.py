@@ -55,10 +55,10 @@ class Memo(Generic[P, T]):
                 return self.function(*args, **kwargs)
             key = key, torch.cuda.current_stream(device).cuda_stream
         with self.lock:
-            found = self.known.get(key)
-            if found is not None:
+            entry = self.known.get(key)
+            if entry is not None:
                 self.known.move_to_end(key)
-                return found[0]
+                return entry[0]
         value = self.function(*args, **kwargs)
         self._keep(key, value, _ENTRY + held(value))
         return value

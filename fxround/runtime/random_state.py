@@ -74,9 +74,9 @@ def of_rank(rng: Tensor, rank: int) -> Tensor:
     if rng.is_cpu:
         seed, sample = rng.tolist()
         return random_state(seed, sample + rank)
-    found = rng.clone()
-    found[1] += rank
-    return found
+    own = rng.clone()
+    own[1] += rank
+    return own
 
 
 def of_submodule(rng: Tensor, path: str) -> Tensor:

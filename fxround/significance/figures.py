@@ -326,9 +326,9 @@ def _where(index: int, shape: tuple[int, ...], row: int) -> tuple[int, ...]:
 def _quantiles(bins: NDArray[np.int64]) -> dict[str, float]:
     """Return quantiles, each the middle of its bin."""
     below = np.cumsum(bins)
-    found = {f"{q:g}": int(np.searchsorted(below, q * below[-1], side="left")) for q in QUANTILES}
+    reached = {f"{q:g}": int(np.searchsorted(below, q * below[-1], side="left")) for q in QUANTILES}
     last = (len(bins) - 1) / BINS
-    return {q: min((i + 0.5) / BINS, last) for q, i in found.items()}
+    return {q: min((i + 0.5) / BINS, last) for q, i in reached.items()}
 
 
 def _whole_bits(bins: NDArray[np.int64]) -> tuple[int, ...]:

@@ -107,9 +107,9 @@ def positive(name: str, number: int) -> int:
 def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     """Return the call of a loader's batch; the last of its parts is a target if forward does not take it."""
     if isinstance(batch, Tensor | Mapping):
-        found = _whole(batch)
-        assert found is not None
-        return found
+        whole = _whole(batch)
+        assert whole is not None
+        return whole
     if not isinstance(batch, list | tuple):
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)

@@ -119,7 +119,7 @@ def perplexity(
     started = time.perf_counter()
     texts = [_without_cache(model, call) for call in calls(model, inputs, batch_size)]
     rounded = compile(model, base, seed=seed)
-    found: list[Perplexity] = []
+    perplexities: list[Perplexity] = []
     runs = {rounding: samples if rounding.mode.random_bits else 1 for _, rounding in roundings}
     total = 1 + len(places) * sum(runs[rounding] for _, rounding in roundings)
     with shown_progress("perplexity", total, progress) as tick, interruptible() as stopping:
@@ -137,7 +137,7 @@ def perplexity(
                 values.append(value)
                 tick()
             if values:
-                found.append(Perplexity(site, width, str(rounding.mode), tuple(values), confidence))
+                perplexities.append(Perplexity(site, width, str(rounding.mode), tuple(values), confidence))
         complete = not stopping()
     facts = provenance(model, base, seed, 1, time.perf_counter() - started, {})
     return PerplexityReport(
@@ -150,7 +150,7 @@ def perplexity(
         seed=seed,
         complete=complete,
         rows=sum(call.rows for call in texts),
-        figures=tuple(found),
+        figures=tuple(perplexities),
         provenance=facts,
     )
 
@@ -158,13 +158,13 @@ def perplexity(
 def sites_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the default sites of a model, with their globs: everything, and the kinds of ``NAMES`` that it has."""
     paths = [path for path, _ in model.named_modules() if path]
-    found: dict[str, tuple[str, ...]] = {EVERYTHING: ("*",)}
+    sites: dict[str, tuple[str, ...]] = {EVERYTHING: ("*",)}
     for site, names in NAMES.items():
         here = [path for path in paths if path.rpartition(".")[2] in names]
         globs = {f"*.{path.rpartition('.')[2]}" if "." in path else path for path in here}
         if globs:
-            found[site] = tuple(sorted(globs))
-    return found
+            sites[site] = tuple(sorted(globs))
+    return sites
 
 
 def _policy(base: Policy, globs: Sequence[str], rounding: Rounding, accumulate: str | None) -> Policy:

@@ -140,10 +140,10 @@ class PerplexityReport:
         fields = ("baseline", "accumulate", "samples", "confidence", "seed", "complete", "rows", "provenance")
         data = {name: getattr(self, name) for name in fields}
         figures = [dict(zip(COLUMNS, _row(f), strict=True)) | {"values": f.values} for f in self.figures]
-        found: dict[str, Any] = plain(
+        report: dict[str, Any] = plain(
             data | {"rest": self.rest.to_dict(), "sites": dict(self.sites), "figures": figures}
         )
-        return found
+        return report
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return ``to_dict`` as JSON text; ``indent`` as for ``json.dumps``."""

@@ -73,11 +73,11 @@ class Recorder:
     def take(self, number: int, sample: Any, reference: Any, call: ModelCall) -> float:
         """Measure sample ``number`` of the batch; returns its value in this batch (NaN for a metric of pairs)."""
         if self.metric.pairs:
-            found = labels(sample)
+            predicted = labels(sample)
             classes = primary(sample).shape[class_dimension(primary(sample))]
             for i, earlier in enumerate(self._maps):
-                self._add((i, number), dice_sums(earlier, found, classes))
-            self._maps.append(found.to(torch.int16 if classes < 1 << 15 else torch.int32))
+                self._add((i, number), dice_sums(earlier, predicted, classes))
+            self._maps.append(predicted.to(torch.int16 if classes < 1 << 15 else torch.int32))
             return math.nan
         sums = self.metric.measure(sample, reference, call)
         self._add(number, sums)

@@ -133,8 +133,8 @@ class Study:
         if number == 0:
             self._warn_of_other_randomness()
             self._warn_of_what_draws_nothing()
-        found = places(self.runs.perturbed.graph, self.plan.capture)
-        watch = {node: (place.kind, place.name) for node, place in found.items()}
+        watched = places(self.runs.perturbed.graph, self.plan.capture)
+        watch = {node: (place.kind, place.name) for node, place in watched.items()}
         batch = Batch(call, watch, self._unperturbed(call))
         if self.recorders is None:
             self.recorders = tuple(Recorder(metric) for metric in chosen(self.plan.metrics, batch.result))
@@ -144,7 +144,7 @@ class Study:
         for recorder in self.recorders:
             recorder.end(call)
         if batch.taken >= 2:
-            self._tally(batch, {(place.kind, place.name): place for place in found.values()})
+            self._tally(batch, {(place.kind, place.name): place for place in watched.values()})
             self._compare(batch)
         if self.plan.isolate and not self.stopping():
             self._isolate(batch, number)

@@ -81,8 +81,8 @@ def average_program(policy: Policy, path: str, dtype: torch.dtype, world_size: i
 
     def rounding(operator: str) -> str:
         place = {"path": path, "operator": f"aten.{operator}.Tensor", "kind": "pointwise", "role": "gradient"}
-        found = policy.assign(**place, dtype=own, direction="backward")
-        return str(found.rounding) if found is not None and found.rounding is not None else f"{own}/nearest_even"
+        rule = policy.assign(**place, dtype=own, direction="backward")
+        return str(rule.rounding) if rule is not None and rule.rounding is not None else f"{own}/nearest_even"
 
     others = range(1, world_size)
     sums = [f"t{r - 1} = add({'x0' if r == 1 else f't{r - 2}'}, x{r}) @ {rounding('add')}" for r in others]

@@ -70,19 +70,19 @@ class Generator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned. Raises ValueError if names or numbers of groups differ."""
-        found = state.get("parts")
-        if not isinstance(found, Mapping) or set(found) != set(self.parts) or not isinstance(state.get(_SEED), int):
-            names = sorted(found) if isinstance(found, Mapping) else "no parts"
+        parts = state.get("parts")
+        if not isinstance(parts, Mapping) or set(parts) != set(self.parts) or not isinstance(state.get(_SEED), int):
+            names = sorted(parts) if isinstance(parts, Mapping) else "no parts"
             raise ValueError(f"the state is of {names}; this generator has {sorted(self.parts)}")
         for name, part in self.parts.items():
-            if len(found[name]) != len(_state(part)):
-                raise ValueError(f"{name}: the state has {len(found[name])} groups, the part {len(_state(part))}")
+            if len(parts[name]) != len(_state(part)):
+                raise ValueError(f"{name}: the state has {len(parts[name])} groups, the part {len(_state(part))}")
         self.seed = state[_SEED]
         for name, part in self.parts.items():
             if isinstance(part, RoundedModule):
-                part.reseed(*found[name][0])
+                part.reseed(*parts[name][0])
             else:
-                for group, own in zip(part.param_groups, found[name], strict=True):
+                for group, own in zip(part.param_groups, parts[name], strict=True):
                     group[RNG_KEY] = list(own)
 
 

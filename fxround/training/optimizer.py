@@ -193,17 +193,17 @@ class RoundedOptimizer(torch.optim.Optimizer):
         """Raise PolicyError for a rule of updates alone that matches no operation of any parameter's step."""
         if len(self._compiled) == self._checked or not self._compiled:
             return
-        found = [place for c in self._compiled.values() for node in c.lowered.graph.nodes if (place := site(node))]
+        places = [place for c in self._compiled.values() for node in c.lowered.graph.nodes if (place := site(node))]
         matched = {
             i
             for i, rule in enumerate(self.policy.rules)
             if rule.directions != {"update"}
             or any(
                 rule.matches(path=p.path, operator=p.operator, kind=p.kind, role=p.role, direction="update")
-                for p in found
+                for p in places
             )
         }
-        self.policy.require_matched(matched, [p.path for p in found])
+        self.policy.require_matched(matched, [p.path for p in places])
         self._checked = len(self._compiled)
 
     def reseed(self, seed: int, step: int = 0) -> RoundedOptimizer:

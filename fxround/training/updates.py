@@ -122,9 +122,9 @@ class Adam(Update):
     def numbers(self, group: Group, step: int) -> Numbers:
         b1, b2 = (float(b) for b in group["betas"])
         lr, decay = float(group["lr"]), group["weight_decay"]
-        found = {"weight_decay": decay, "shrink": 1 - lr * decay, "first": 1 - b1, "kept": b1, "second": b2}
+        values = {"weight_decay": decay, "shrink": 1 - lr * decay, "first": 1 - b1, "kept": b1, "second": b2}
         rate, scale = -(lr / (1 - power(b1, step))), math.sqrt(1 - power(b2, step))
-        return found | {"rest": 1 - b2, "rate": rate, "scale": scale, "eps": group["eps"]}
+        return values | {"rest": 1 - b2, "rate": rate, "scale": scale, "eps": group["eps"]}
 
     def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
         g = self.gradient(p, g, n)
@@ -132,10 +132,10 @@ class Adam(Update):
         difference = g - s["exp_avg"]
         m = s["exp_avg"] + difference * n["first"] if self.near else g - difference * n["kept"]
         v = s["exp_avg_sq"] * n["second"] + (g * n["rest"]) * g
-        found = {"exp_avg": m, "exp_avg_sq": v}
+        state = {"exp_avg": m, "exp_avg_sq": v}
         if self.amsgrad:
-            v = found["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
-        return p + (m * n["rate"]) / (v.sqrt() / n["scale"] + n["eps"]), found
+            v = state["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
+        return p + (m * n["rate"]) / (v.sqrt() / n["scale"] + n["eps"]), state
 
     @staticmethod
     def of(group: Group, first: bool) -> Adam:
@@ -154,10 +154,10 @@ class RepDLAdam(Adam):
         g = self.gradient(p, g, n)
         m = s["exp_avg"] * n["kept"] + g * n["first"]
         v = s["exp_avg_sq"] * n["second"] + (g * g) * n["rest"]
-        found = {"exp_avg": m, "exp_avg_sq": v}
+        state = {"exp_avg": m, "exp_avg_sq": v}
         if self.amsgrad:
-            v = found["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
-        return p + (m / (v.sqrt() / n["scale"] + n["eps"])) * n["rate"], found
+            v = state["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
+        return p + (m / (v.sqrt() / n["scale"] + n["eps"])) * n["rate"], state
 
     @staticmethod
     def of(group: Group, first: bool) -> RepDLAdam:
@@ -214,16 +214,16 @@ class RMSprop(Update):
     def formula(self, p: Tensor, g: Tensor, s: States, n: dict[str, Tensor]) -> tuple[Tensor, States]:
         g = self.gradient(p, g, n)
         v = s["square_avg"] * n["alpha"] + (g * n["rest"]) * g
-        found = {"square_avg": v}
+        state = {"square_avg": v}
         if self.centered:
             d = g - s["grad_avg"]
-            m = found["grad_avg"] = s["grad_avg"] + d * n["rest"] if self.near else g - d * n["alpha"]
+            m = state["grad_avg"] = s["grad_avg"] + d * n["rest"] if self.near else g - d * n["alpha"]
             v = v - m * m
         scale = v.sqrt() + n["eps"]
         if not self.momentum:
-            return p + (g * n["rate"]) / scale, found
-        found["momentum_buffer"] = s["momentum_buffer"] * n["momentum"] + g / scale
-        return p + found["momentum_buffer"] * n["rate"], found
+            return p + (g * n["rate"]) / scale, state
+        state["momentum_buffer"] = s["momentum_buffer"] * n["momentum"] + g / scale
+        return p + state["momentum_buffer"] * n["rate"], state
 
     @staticmethod
     def of(group: Group, first: bool) -> RMSprop:

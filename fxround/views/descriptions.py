@@ -238,14 +238,14 @@ def _how(scaling: Scaling) -> str:
 def _element(rounding: ScaledRounding) -> FormatDescription:
     """Return the description of the elements within their bounds."""
     form = rounding.format
-    found = _described(rounding.element)
+    description = _described(rounding.element)
     affine = form.scaling is not None and form.scaling.how == "affine"
     span = (0.0, form.element.maximum) if affine else form.span
     if span is None:
-        return found
-    text = found.rounding.rpartition("/")[0] + f"/{rounding.overflow}"
-    values = tuple(v for v in found.values if v <= span[1])
-    return replace(found, rounding=text, lowest=span[0], largest=span[1], values=values)
+        return description
+    text = description.rounding.rpartition("/")[0] + f"/{rounding.overflow}"
+    values = tuple(v for v in description.values if v <= span[1])
+    return replace(description, rounding=text, lowest=span[0], largest=span[1], values=values)
 
 
 def _block(scaling: Scaling) -> str:

@@ -38,10 +38,10 @@ _UNCLASSIFIED: Final = "not classified"
 
 def described(node: fx.Node) -> Site | None:
     """Return the node's Site; one with "not classified" if a float value has none; None for other values."""
-    found = site(node)
-    if found is None and node.op == "call_function" and _floats(node):
+    place = site(node)
+    if place is None and node.op == "call_function" and _floats(node):
         return replace(located(node), status="native", reason=_UNCLASSIFIED)
-    return found if node.op != "output" else None
+    return place if node.op != "output" else None
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -73,8 +73,8 @@ def summary(gm: fx.GraphModule, *, movement: bool = False, backward: bool | None
     movement: whether to include data movement and integer operations. backward: True for the backward pass alone, False
     for the other operations, None for all.
     """
-    found = _listed(gm, backward)
-    return summary_of((o for o in found if movement or o.status not in SILENT), note=counted(found))
+    operations = _listed(gm, backward)
+    return summary_of((o for o in operations if movement or o.status not in SILENT), note=counted(operations))
 
 
 def coverage(gm: fx.GraphModule, *, backward: bool | None = None) -> Coverage:

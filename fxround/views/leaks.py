@@ -208,6 +208,6 @@ def _written(rule: Rule) -> str:
     return f"Rule({', '.join([*said, *(f'{key}={getattr(rule, key)!r}' for key in keys)])})"
 
 
-def _number(found: Immediate) -> str:
-    place = site(found.node)
-    return f"{found.number!r} in {place or found.node.name}: not {found.declared}"
+def _number(immediate: Immediate) -> str:
+    place = site(immediate.node)
+    return f"{immediate.number!r} in {place or immediate.node.name}: not {immediate.declared}"

@@ -181,13 +181,13 @@ def summary_of(operations: Iterable[Operation], note: str | None = None) -> Summ
 def coverage_of(operations: Iterable[Operation]) -> Coverage:
     """Return the coverage of these operations, data movement included."""
     kept = tuple(operations)
-    found: defaultdict[tuple[Status, str, str], list[int]] = defaultdict(list)
+    grouped: defaultdict[tuple[Status, str, str], list[int]] = defaultdict(list)
     for o in kept:
-        found[o.status, o.operator if o.status == "native" else "", o.reason].append(o.operations)
-    total = sum(map(sum, found.values())) or 1
+        grouped[o.status, o.operator if o.status == "native" else "", o.reason].append(o.operations)
+    total = sum(map(sum, grouped.values())) or 1
     groups = tuple(
         Group(status, operator, len(counts), sum(counts), 100 * sum(counts) / total, reason)
-        for (status, operator, reason), counts in sorted(found.items(), key=lambda item: _ORDER.index(item[0][0]))
+        for (status, operator, reason), counts in sorted(grouped.items(), key=lambda item: _ORDER.index(item[0][0]))
     )
     return _coverage(groups, kept)
 

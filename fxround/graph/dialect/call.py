@@ -86,11 +86,11 @@ class Call(ABC, Generic[T]):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the arguments in the order of the schema."""
-        found: list[Any] = []
+        flat: list[Any] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            found += [_plain(getattr(value, f.name)) for f in fields(value)] if field.name == "geometry" else [value]
-        return tuple(found)
+            flat += [_plain(getattr(value, f.name)) for f in fields(value)] if field.name == "geometry" else [value]
+        return tuple(flat)
 
     @property
     def operands(self) -> Sequence[T]:

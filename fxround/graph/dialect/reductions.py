@@ -34,10 +34,10 @@ def dims_of(x: Tensor, dims: Sequence[int]) -> list[int]:
         raise IndexError(f"dims {list(dims)} of a tensor with {x.dim()} dimensions: out of range")
     if x.dim() == 0:
         return []
-    found = sorted(d % x.dim() for d in wanted)
-    if len(set(found)) != len(found):
+    places = sorted(d % x.dim() for d in wanted)
+    if len(set(places)) != len(places):
         raise ValueError(f"dims {list(dims)} name a dimension twice")
-    return found
+    return places
 
 
 class ChainCall(Call[T]):

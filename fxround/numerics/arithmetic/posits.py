@@ -102,9 +102,9 @@ def code_of_posit(x: Expr, posit: tuple[int, int]) -> Expr:
     positive, kept, dropped = _places(encoding, posit, carrier)
     # The regime: ones and a zero, or zeros and a one. That of the largest posit has no room for the zero.
     head = select(positive, const(code, top) - (const(code, 2) << kept), const(code, 1) << kept)
-    found = head | ((encoding >> dropped) & ((const(code, 1) << kept) - 1))
-    found = select(ordinal.equals(0), 0, select(inside.equals(carrier.ordinal(2.0**last)), top - 1, found))
-    return select(ordinal.equals(bits(x)), found, (const(code, 2 * top) - found) & (2 * top - 1))
+    word = head | ((encoding >> dropped) & ((const(code, 1) << kept) - 1))
+    word = select(ordinal.equals(0), 0, select(inside.equals(carrier.ordinal(2.0**last)), top - 1, word))
+    return select(ordinal.equals(bits(x)), word, (const(code, 2 * top) - word) & (2 * top - 1))
 
 
 def posit_of_code(code: Expr, posit: tuple[int, int], carrier: Carrier) -> Expr:
@@ -127,5 +127,5 @@ def posit_of_code(code: Expr, posit: tuple[int, int], carrier: Carrier) -> Expr:
     encoding = (regime << low) | (tail << (const(code.type, low) - after))
     ordinal = encoding - (1 << carrier.trailing)
     sign = select(negative, 1 << (WIDTH[code.type] - 1), const(code.type, 0))
-    found = select(code.equals(0), 0, ordinal | sign)
-    return from_bits(select(code.equals(top), carrier.nan, found))
+    word = select(code.equals(0), 0, ordinal | sign)
+    return from_bits(select(code.equals(top), carrier.nan, word))

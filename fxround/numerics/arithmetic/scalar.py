@@ -117,12 +117,12 @@ _INTERNED: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 def _make(op: str, type: Type, args: tuple[Expr, ...], attr: str | int | None = None) -> Expr:
     key = (op, type, args, attr)
-    found = _INTERNED.get(key)
-    if found is None:
-        found = Expr.__new__(Expr)
-        found.op, found.type, found.args, found.attr = op, type, args, attr
-        _INTERNED[key] = found
-    return found
+    expression = _INTERNED.get(key)
+    if expression is None:
+        expression = Expr.__new__(Expr)
+        expression.op, expression.type, expression.args, expression.attr = op, type, args, attr
+        _INTERNED[key] = expression
+    return expression
 
 
 def _apply(op: str, *args: Expr) -> Expr:
@@ -488,13 +488,13 @@ def substitute(roots: Iterable[Expr], values: dict[Expr, Expr]) -> tuple[Expr, .
 
 
 def _parameters(roots: tuple[Expr, ...]) -> list[Expr]:
-    found: dict[Expr, None] = {}
+    parameters: dict[Expr, None] = {}
     stack, seen = list(roots), set(roots)
     while stack:
         node = stack.pop()
         if node.op == "param":
-            found[node] = None
+            parameters[node] = None
         fresh = [a for a in node.args if a not in seen]
         seen.update(fresh)
         stack.extend(fresh)
-    return list(found)
+    return list(parameters)

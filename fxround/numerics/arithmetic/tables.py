@@ -44,15 +44,15 @@ def round_to_table(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
     carrier, values, mode = CARRIERS[x.type], rounding.format.values, rounding.mode
     if mode.jitter:
         assert random is not None
-        found = _moved(x, values, mode, random)
+        rounded = _moved(x, values, mode, random)
     elif mode.deterministic:
         bounds = _bounds(values, mode, carrier)
-        found = _choose(x, bounds, [values])[0]
+        rounded = _choose(x, bounds, [values])[0]
     else:
         assert random is not None
-        found = _by_chance(x, values, mode, random)
+        rounded = _by_chance(x, values, mode, random)
     # A comparison with a NaN is false.
-    return select(is_nan_code(bits(x), carrier), from_bits(const(carrier.code, carrier.nan)), found)
+    return select(is_nan_code(bits(x), carrier), from_bits(const(carrier.code, carrier.nan)), rounded)
 
 
 def _bounds(values: Sequence[float], mode: Mode, carrier: Carrier) -> list[float]:
@@ -102,11 +102,11 @@ def _next_above(bound: Fraction, carrier: Carrier) -> float:
 def _choose(x: Expr, bounds: Sequence[float], columns: Sequence[Sequence[float]]) -> list[Expr]:
     """Return from each column the entry whose number is how many bounds x reaches. The bounds ascend."""
     if len(bounds) < _SHORT:
-        found = [const(x.type, column[0]) for column in columns]
+        chosen = [const(x.type, column[0]) for column in columns]
         for number, bound in enumerate(bounds, 1):
             reached = const(x.type, bound) <= x
-            found = [select(reached, const(x.type, c[number]), f) for c, f in zip(columns, found, strict=True)]
-        return found
+            chosen = [select(reached, const(x.type, c[number]), f) for c, f in zip(columns, chosen, strict=True)]
+        return chosen
     index, size = _reached(x, bounds), 1 << len(bounds).bit_length()
     return [_entries([*c, *[c[-1]] * (size - len(c))], x)(index) for c in columns]
 
@@ -157,9 +157,9 @@ def _moved(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Expr:
             inside = ends[0] <= number + step <= ends[1]
             column.append(value if value == 0 else values[number + (step if inside else -step)])
     up, down = _choose(x, _bounds(values, mode, CARRIERS[x.type]), columns)
-    found = select((random >> 31).equals(1), up, down)
-    found = select(x.equals(math.inf), values[-1], found)
-    return select(x.equals(-math.inf), values[0], found)
+    moved = select((random >> 31).equals(1), up, down)
+    moved = select(x.equals(math.inf), values[-1], moved)
+    return select(x.equals(-math.inf), values[0], moved)
 
 
 def _by_chance(x: Expr, values: Sequence[float], mode: Mode, random: Expr) -> Expr:

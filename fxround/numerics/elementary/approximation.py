@@ -121,8 +121,8 @@ def _stay_finite(scaled: Expr, value: Expr) -> Expr:
     code = bits(absolute(scaled))
     lost_above = code.equals(_INFINITY_BITS) & ~bits(absolute(value)).equals(_INFINITY_BITS)
     lost_below = code.equals(0) & ~bits(absolute(value)).equals(0)
-    found = select(lost_above, const("u64", _INFINITY_BITS - 1), select(lost_below, const("u64", 1), code))
-    return from_bits(found | (bits(scaled) & SIGN))
+    held = select(lost_above, const("u64", _INFINITY_BITS - 1), select(lost_below, const("u64", 1), code))
+    return from_bits(held | (bits(scaled) & SIGN))
 
 
 def _scale(value: Expr, exponent: Expr | None) -> Expr:

@@ -62,10 +62,10 @@ class Elementary:
         """SHA-256 of the code that binary32 arguments run: a proof by enumeration holds for this code only."""
         params = tuple(param(f"x{i}", "f32") for i in range(self.arity))
         args = tuple(map(widen, params))
-        found = self.quick(*args) if self.quick else None
-        short = [found.value, found.doubtful()] if found else []
-        if found and found.vanishes is not None:
-            short.append(found.vanishes)
+        quick = self.quick(*args) if self.quick else None
+        short = [quick.value, quick.doubtful()] if quick else []
+        if quick and quick.vanishes is not None:
+            short.append(quick.vanishes)
         if self.single:
             first = self.single(*params)
             short += [first.value, first.doubtful()]

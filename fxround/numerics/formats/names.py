@@ -57,8 +57,8 @@ _OTHER_TYPES: Final = re.compile(
 
 def other_numbers(name: str) -> str:
     """Return what kind of numbers a dtype holds that is not floating-point, for messages; "" for any other name."""
-    found = _OTHER_TYPES.fullmatch(name)
-    return "" if not found else "complex numbers" if found["complex"] else "integers or truth values"
+    match = _OTHER_TYPES.fullmatch(name)
+    return "" if not match else "complex numbers" if match["complex"] else "integers or truth values"
 
 
 def own_name(name: str) -> str:

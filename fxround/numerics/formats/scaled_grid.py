@@ -59,11 +59,11 @@ def outside_grid(
         overflown = np.isinf(values)
         quotients = np.where(overflown, np.copysign(np.finfo(np.float64).max, values * scale), values / scale)
         for mode in _TOWARDS:
-            found = _rounded(quotients, element, mode)
-            found = np.where(overflown, np.clip(found, least - zero, most - zero), found)
-            bounded = (least <= found + zero) & (found + zero <= most)
+            steps = _rounded(quotients, element, mode)
+            steps = np.where(overflown, np.clip(steps, least - zero, most - zero), steps)
+            bounded = (least <= steps + zero) & (steps + zero <= most)
             # The product of an element and a scale is exact in binary64, or rounded to it as the tensor is.
-            inside |= bounded & (_rounded(found * scale, stored) == values)
+            inside |= bounded & (_rounded(steps * scale, stored) == values)
     # A fault can make a scale zero, infinite or NaN.
     inside |= ((values == 0) & (scale == 0)) | (np.isinf(values) & np.isinf(scale))
     return ~(inside | (np.isinf(values) & element.inf))

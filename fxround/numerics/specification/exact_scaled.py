@@ -122,18 +122,18 @@ def _affine(
     nearest = Rounding(element.format, MODES["nearest_even"], "saturate")
     zero = int(round_exact(below / scale, False, nearest))
     wide = replace(element, format=fixed_point(element.format.precision + 2, 0))
-    found = []
+    results = []
     for value, random in zip(values, bits, strict=True):
         if math.isfinite(value):
             kept = round_exact(Fraction(value) / scale, math.copysign(1.0, value) < 0, wide, random)
         else:
             kept = round_float(value, wide, random)
         if math.isnan(kept):
-            found.append(kept)
+            results.append(kept)
         else:
             integer = min(max(int(kept) + zero, 0), most) - zero
-            found.append(round_exact(integer * scale, integer < 0, _own(stored)))
-    return found
+            results.append(round_exact(integer * scale, integer < 0, _own(stored)))
+    return results
 
 
 def scale_of(
@@ -158,8 +158,8 @@ def scale_of(
 
 def _positive(value: Fraction, rounding: Rounding) -> Fraction:
     """Return R(value), or the smallest positive value of the format for a zero."""
-    found = Fraction(round_exact(value, False, rounding))
-    return found or Fraction(2) ** rounding.format.quantum_exponent
+    rounded = Fraction(round_exact(value, False, rounding))
+    return rounded or Fraction(2) ** rounding.format.quantum_exponent
 
 
 def _nearest(value: Fraction, fmt: Format) -> float:

@@ -78,9 +78,9 @@ def amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
     """amax(x) = the largest one, -0 below +0; NaN if any is"""
     if _RAW.get():
         return NotImplemented
-    found = largest(x, dim, keepdim)
+    extreme = largest(x, dim, keepdim)
     positive = ((x == 0) & ~x.signbit()).any(reduced_dims(x, dim), keepdim)
-    return one_nan(_zeros(found, found == 0, positive))
+    return one_nan(_zeros(extreme, extreme == 0, positive))
 
 
 @formula(aten.amin.default)
@@ -88,21 +88,21 @@ def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
     """amin(x) = the smallest one, -0 below +0; NaN if any is"""
     if _RAW.get():
         return NotImplemented
-    found = smallest(x, dim, keepdim)
+    extreme = smallest(x, dim, keepdim)
     negative = ((x == 0) & x.signbit()).any(reduced_dims(x, dim), keepdim)
-    return one_nan(_zeros(found, found == 0, ~negative))
+    return one_nan(_zeros(extreme, extreme == 0, ~negative))
 
 
-def one_nan(found: Tensor) -> Tensor:
-    """Return ``found`` with the one quiet NaN in place of any NaN.
+def one_nan(values: Tensor) -> Tensor:
+    """Return ``values`` with the one quiet NaN in place of any NaN.
 
     Where PyTorch's kernels use vectors they return the NaN 0xffffffff.
     """
-    return found.masked_fill(found.isnan(), math.nan)
+    return values.masked_fill(values.isnan(), math.nan)
 
 
-def _zeros(found: Tensor, zero: Tensor, positive: Tensor) -> Tensor:
-    return found.masked_fill(zero & positive, 0.0).masked_fill(zero & ~positive, -0.0)
+def _zeros(values: Tensor, zero: Tensor, positive: Tensor) -> Tensor:
+    return values.masked_fill(zero & positive, 0.0).masked_fill(zero & ~positive, -0.0)
 
 
 @formula(aten.max.default)

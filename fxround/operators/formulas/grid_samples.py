@@ -59,17 +59,17 @@ def grid_sample(
 def _bicubic(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:
     """Return samples of (N, C, H, W) at (N, h, w, 2): rows of four neighbours first, and then the four rows."""
     height, width = image.shape[2:]
-    found, slopes = [], []
+    neighbours, slopes = [], []
     for i, size in ((0, width), (1, height)):
         position = grid[..., i].unsqueeze(1) * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
         begin = position.floor()
         slopes.append(_cubic_weights(position - begin))
-        found.append([_neighbour(begin + step, size, padding, align) for step in (-1, 0, 1, 2)])
+        neighbours.append([_neighbour(begin + step, size, padding, align) for step in (-1, 0, 1, 2)])
     pixels, shape = image.flatten(2), (*image.shape[:2], *grid.shape[1:3])
     rows = []
-    for inside_y, y in found[1]:
+    for inside_y, y in neighbours[1]:
         values = []
-        for inside_x, x in found[0]:
+        for inside_x, x in neighbours[0]:
             at = (y * width + x).flatten(2).expand(-1, image.shape[1], -1)
             value = pixels.gather(2, at).reshape(shape)
             # Beyond the borders, other paddings read a pixel; there is none for a NaN alone, and its weights are NaNs.

@@ -69,12 +69,12 @@ def _weights(kernel: _Filter, size: int, out: int, align: bool, scale: float | N
 
 def _transposed(rows: _Rows, size: int) -> _Rows:
     """Return, for every source element, the first result that it enters and its weights from there on."""
-    found: list[tuple[int, list[float]]] = [(0, []) for _ in range(size)]
+    columns: list[tuple[int, list[float]]] = [(0, []) for _ in range(size)]
     for i, (start, weights) in enumerate(rows):
         for j, weight in enumerate(weights, start):
-            first, column = found[j]
-            found[j] = (first if column else i, [*column, weight])
-    return found
+            first, column = columns[j]
+            columns[j] = (first if column else i, [*column, weight])
+    return columns
 
 
 def _weighted(x: Tensor, dim: int, rows: _Rows) -> Tensor:

@@ -90,13 +90,13 @@ def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
 
 def _foreign() -> dict[Any, Formula]:
     """Return the formulas of the operators of other packages that this process has imported."""
-    found = {}
+    functions = {}
     for name, function in _FOREIGN.items():
         namespace, operator, overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            found[getattr(packet, overload)] = function
-    return found
+            functions[getattr(packet, overload)] = function
+    return functions
 
 
 def _multiplied_and_added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

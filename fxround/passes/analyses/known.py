@@ -84,35 +84,35 @@ Origins = Mapping[fx.Node, Known]
 
 def known(graph: fx.GraphModule) -> dict[fx.Node, Origins]:
     """Return what is known of every floating-point value of a lowered graph, those in the bodies of its loops too."""
-    found: dict[fx.Node, Origins] = {}
-    _find(graph, found)
-    return found
+    origins: dict[fx.Node, Origins] = {}
+    _find(graph, origins)
+    return origins
 
 
-def _find(graph: fx.GraphModule, found: dict[fx.Node, Origins]) -> None:
+def _find(graph: fx.GraphModule, origins: dict[fx.Node, Origins]) -> None:
     """Add what is known of a graph's values. What enters the body of a loop is known already."""
     results: dict[fx.Node, list[Origins]] = {}
     bodies = {loop.node: (loop, parts) for loop, parts in loops_of(graph)}
     for node in graph.graph.nodes:
         if node in bodies:
-            results[node] = _of_loop(*bodies[node], found)
+            results[node] = _of_loop(*bodies[node], origins)
         elif node.target is operator.getitem and node.args[0] in results:
             if float_values(node):
-                found[node] = results[node.args[0]][node.args[1]]
-        elif node.op != "output" and float_values(node) and not (node.op == "placeholder" and node in found):
-            found[node] = _origins(graph, node, found)
+                origins[node] = results[node.args[0]][node.args[1]]
+        elif node.op != "output" and float_values(node) and not (node.op == "placeholder" and node in origins):
+            origins[node] = _origins(graph, node, origins)
 
 
-def _of_loop(loop: Loop, bodies: tuple[fx.GraphModule, ...], found: dict[fx.Node, Origins]) -> list[Origins]:
+def _of_loop(loop: Loop, bodies: tuple[fx.GraphModule, ...], origins: dict[fx.Node, Origins]) -> list[Origins]:
     """Return what is known of a loop's results. What a step returns enters the next one, until nothing new is found."""
-    operands = [found.get(x, {}) if isinstance(x, fx.Node) else {} for x in loop.operands]
+    operands = [origins.get(x, {}) if isinstance(x, fx.Node) else {} for x in loop.operands]
     step, carries = bodies[-1], len(loop.carries)
     while True:
         for body in bodies:
             entries = body.graph.find_nodes(op="placeholder")
-            found.update({node: own for node, own in zip(entries, operands, strict=True) if float_values(node)})
-            _find(body, found)
-        ends = [[found.get(x, {}) for x in outputs_of(body)] for body in bodies]
+            origins.update({node: own for node, own in zip(entries, operands, strict=True) if float_values(node)})
+            _find(body, origins)
+        ends = [[origins.get(x, {}) for x in outputs_of(body)] for body in bodies]
         if loop.predicate is not None:
             return [merged(pair) for pair in zip(*ends, strict=True)]
         entering = [merged([a, b]) for a, b in zip(operands[:carries], ends[-1], strict=False)]
@@ -152,10 +152,10 @@ def declaration(node: fx.Node) -> Rounding | Format | None:
 
 def merged(origins: Iterable[Origins]) -> dict[fx.Node, Known]:
     """Return the union of what is known of several values."""
-    found: dict[fx.Node, Known] = {}
+    union: dict[fx.Node, Known] = {}
     for each in origins:
-        found.update({node: found.get(node, Known()) | own for node, own in each.items()})
-    return found
+        union.update({node: union.get(node, Known()) | own for node, own in each.items()})
+    return union
 
 
 def joined(origins: Origins) -> Known:
@@ -163,12 +163,12 @@ def joined(origins: Origins) -> Known:
     return reduce(Known.__or__, origins.values(), Known())
 
 
-def _origins(graph: fx.GraphModule, node: fx.Node, found: Mapping[fx.Node, Origins]) -> Origins:
-    operands = merged(found[used] for used in _read(node) if used in found)
+def _origins(graph: fx.GraphModule, node: fx.Node, origins: Mapping[fx.Node, Origins]) -> Origins:
+    operands = merged(origins[used] for used in _read(node) if used in origins)
     if not passes_on(node):
         return {node: _made(graph, node, joined(operands))}
     if str(node.target) in _FILLS:
-        operands = merged(found[used] for used in _read(node)[1:] if used in found)
+        operands = merged(origins[used] for used in _read(node)[1:] if used in origins)
     selected = _selected(node, joined(operands))
     if selected is None:
         return operands
@@ -268,10 +268,10 @@ def _selected(node: fx.Node, operands: Known) -> Known | None:
         return operands if all(f.subnormals for f in operands.formats) and operands.formats else own
     if name == "aten._to_copy.default" and not operands.formats | operands.numbers:
         return Known(numbers=frozenset((0.0, 1.0)))  # a mask: an integer is no selection
-    found = {_stored(n, dtype) for n in _scalars(node)} | ({0.0} if name in _ZEROS else set())
+    numbers = {_stored(n, dtype) for n in _scalars(node)} | ({0.0} if name in _ZEROS else set())
     if name in _SIGNS:
-        found |= {-1.0, 0.0, 1.0}
-    return Known(numbers=frozenset(found)) if found else None
+        numbers |= {-1.0, 0.0, 1.0}
+    return Known(numbers=frozenset(numbers)) if numbers else None
 
 
 def _has_integers(fmt: Format) -> bool:

@@ -81,14 +81,14 @@ def edges(graph: fx.GraphModule, policy: Policy, declared: Format | None = None)
     declared: a format for all edges in place of the policy's declarations; None for the policy's own.
     """
     origins = known(graph)
-    found: list[Edge] = []
+    listed: list[Edge] = []
     nodes = [node for part in graphs_of(graph) for node in part.graph.nodes if node.op != "output" or part is graph]
     for node in nodes:
         if declared is None:
-            found += _accumulators(node)
+            listed += _accumulators(node)
         if _computes(node):
-            found += _read_by(node, origins, policy, declared)
-    return _with_rules(found)
+            listed += _read_by(node, origins, policy, declared)
+    return _with_rules(listed)
 
 
 def immediates(graph: fx.GraphModule, declared: Format | None = None) -> list[Immediate]:
@@ -96,7 +96,7 @@ def immediates(graph: fx.GraphModule, declared: Format | None = None) -> list[Im
 
     They are part of an operation and cross no edge, and no rule rounds them.
     """
-    found = []
+    listed = []
     for node in [node for part in graphs_of(graph) for node in part.graph.nodes]:
         call, own = read(node), declaration(node)
         if not isinstance(call, Pointwise) or _rounds_only(node) or (own is None and declared is None):
@@ -104,8 +104,8 @@ def immediates(graph: fx.GraphModule, declared: Format | None = None) -> list[Im
         wanted = declared or _format_of(own)
         assert wanted is not None
         numbers = {o for s in Program.parse(call.program).statements for o in s.operands if isinstance(o, float)}
-        found += [Immediate(node, n, wanted) for n in sorted(numbers) if not wanted.contains(n)]
-    return found
+        listed += [Immediate(node, n, wanted) for n in sorted(numbers) if not wanted.contains(n)]
+    return listed
 
 
 def _format_of(declared: Rounding | Format | None) -> Format | None:
@@ -205,8 +205,8 @@ def _keeps(rounding: ScaledRounding, own: Known, origin: fx.Node) -> bool:
 def _returned(output: fx.Node) -> list[fx.Node]:
     """Return the values that a graph returns to its caller: results and gradients, no magnitudes for scales."""
     pairs = zip(output.args[0], output.meta[PORTS], strict=True)  # type: ignore[arg-type]
-    found = dict.fromkeys(value for value, port in pairs if port.kind != "magnitude")
-    return [value for value in found if isinstance(value, fx.Node)]
+    returned = dict.fromkeys(value for value, port in pairs if port.kind != "magnitude")
+    return [value for value in returned if isinstance(value, fx.Node)]
 
 
 def _required(
@@ -267,9 +267,9 @@ def _declared_operands(node: fx.Node, policy: Policy) -> Iterator[tuple[fx.Node,
             continue
         asked = {"path": place.path, "operator": place.operator, "kind": kind}
         asked |= {"role": own.role, "direction": own.direction, "result": place.role}
-        found = policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
-        if found is not None and found.rounding is not None:
-            yield used, found.scaled or found.rounding
+        assigned = policy.assign_operand(**asked, dtype=FORMAT_OF[value.dtype])
+        if assigned is not None and assigned.rounding is not None:
+            yield used, assigned.scaled or assigned.rounding
 
 
 def operand_source(node: fx.Node) -> fx.Node:
@@ -428,7 +428,7 @@ def _accumulators(node: fx.Node) -> Iterator[Edge]:
     yield Edge(node, node, declared, steps, steps.within(declared), accumulator=True)
 
 
-def _with_rules(found: list[Edge]) -> list[Edge]:
+def _with_rules(listed: list[Edge]) -> list[Edge]:
     """Return the edges with rules that together close every leak that a rule can close.
 
     One rule for a role serves all of its values if they need one format. A value that is read in two formats is rounded
@@ -436,7 +436,7 @@ def _with_rules(found: list[Edge]) -> list[Edge]:
     """
     needed: dict[fx.Node, set[str | None]] = {}
     by_role: dict[str | None, set[str | None]] = {}
-    for edge in found:
+    for edge in listed:
         if edge.rule is not None:
             needed.setdefault(edge.producer, set()).add(edge.rule.rounding)
             by_role.setdefault(edge.rule.role, set()).add(edge.rule.rounding)
@@ -448,4 +448,4 @@ def _with_rules(found: list[Edge]) -> list[Edge]:
             return Rule(reader.path, operator=reader.operator, role=own.role, operands=rule.rounding)
         return replace(rule, match="*") if rule.role in ENTERING and len(by_role[rule.role]) == 1 else rule
 
-    return [edge if edge.rule is None else replace(edge, rule=general(edge, edge.rule)) for edge in found]
+    return [edge if edge.rule is None else replace(edge, rule=general(edge, edge.rule)) for edge in listed]

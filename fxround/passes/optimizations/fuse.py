@@ -75,8 +75,8 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
 
     It shares the attributes of ``graph``.
     """
-    found = {node: _step(node) for node in graph.graph.nodes}
-    steps = {node: step for node, step in found.items() if step is not None}
+    candidates = {node: _step(node) for node in graph.graph.nodes}
+    steps = {node: step for node, step in candidates.items() if step is not None}
     fused = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     programs: dict[str, int] = {}

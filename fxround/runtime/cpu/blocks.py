@@ -79,8 +79,8 @@ def geometry(shape: Sequence[int], sizes: Sequence[int]) -> Geometry | None:
     outer, inner = (math.prod(n for _, run in part for n, _ in run) for part in (runs[:place], runs[place + 1 :]))
     (_, whole), run = runs[place] if blocked else ((False, True), [(1, 1)])
     length = math.prod(n for n, _ in run)
-    found = Geometry(outer, length, length if whole else run[0][1], inner)
-    return found if found.size <= (_TALLEST if inner > 1 else _LONGEST) else None
+    cut = Geometry(outer, length, length if whole else run[0][1], inner)
+    return cut if cut.size <= (_TALLEST if inner > 1 else _LONGEST) else None
 
 
 def run_blocks(
@@ -117,12 +117,12 @@ def _in_memory_order(
     y = x.permute(order)
     if not y.is_contiguous():
         return None
-    found = run_blocks(kernel, y, [sizes[d] for d in order], shared)
-    if found is None:
+    permuted = run_blocks(kernel, y, [sizes[d] for d in order], shared)
+    if permuted is None:
         return None
-    there = found.permute([order.index(d) for d in range(x.dim())])
+    there = permuted.permute([order.index(d) for d in range(x.dim())])
     result = (buffers.empty(there.shape, there.dtype) if out is None else out).copy_(there)
-    buffers.release(found)
+    buffers.release(permuted)
     return result
 
 

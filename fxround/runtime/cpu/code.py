@@ -64,9 +64,9 @@ def signature(integers: int, pointers: int) -> Any:
 def native(digest: str, build: Callable[..., str], subject: Any, name: str, prototype: Any) -> Any:
     """The callable for function ``name`` of ``build(subject)``, compiled or loaded at its first use."""
     key = (digest, _ISA[0])
-    found = _CODE.get(key)
-    if found is not None:
-        return found
+    code = _CODE.get(key)
+    if code is not None:
+        return code
     with _LOCK:
         # Another thread may have compiled it while this one waited for the lock.
         if key not in _CODE:

@@ -243,8 +243,8 @@ def begin_product(product: Product) -> Pending:
     kernel, size = product.kernel, product.size
     if product.is_empty:
         return Pending(size, dtype_of(kernel.result))
-    found = Contraction.of(kernel, product.a.shape, product.a.stride(), product.right, product.groups)
-    return found.of_operands(size, dtype_of(kernel.result), product.a, product.b, product.draw.key())
+    contraction = Contraction.of(kernel, product.a.shape, product.a.stride(), product.right, product.groups)
+    return contraction.of_operands(size, dtype_of(kernel.result), product.a, product.b, product.draw.key())
 
 
 def enough_for(kernel: Contract) -> int:
@@ -254,12 +254,12 @@ def enough_for(kernel: Contract) -> int:
 
 def joined(ranges: Sequence[range]) -> list[range]:
     """Ascending ranges, adjacent ones joined."""
-    found: list[range] = []
+    merged: list[range] = []
     for one in ranges:
-        if found and found[-1].stop == one.start:
-            one = range(found.pop().start, one.stop)
-        found.append(one)
-    return found
+        if merged and merged[-1].stop == one.start:
+            one = range(merged.pop().start, one.stop)
+        merged.append(one)
+    return merged
 
 
 def _cut(

@@ -34,9 +34,9 @@ def _begin(plain: Plain) -> Pending:
     if plain.is_empty:
         return Pending(plain.size, dtype_of(plain.kernel.result))
     x, w, g = plain.x, plain.w, plain.geometry
-    found = planned(plain.kernel, shape_of(x.shape, w.shape, g.stride, g.padding, g.dilation, g.groups))
-    if found is not None:
-        return begin_planes(plain.kernel, found, x, w, plain.draw.key(), plain.size)
+    planes = planned(plain.kernel, shape_of(x.shape, w.shape, g.stride, g.padding, g.dilation, g.groups))
+    if planes is not None:
+        return begin_planes(plain.kernel, planes, x, w, plain.draw.key(), plain.size)
     return begin_product(plain.product())
 
 

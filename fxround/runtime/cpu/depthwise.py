@@ -210,7 +210,7 @@ def _places(shape: ConvolutionSizes, cut: int) -> Tensor:
     return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
 
 
-def begin_planes(kernel: Contract, found: Planes, x: Tensor, w: Tensor, key: Any, size: Sequence[int]) -> Pending:
+def begin_planes(kernel: Contract, planes: Planes, x: Tensor, w: Tensor, key: Any, size: Sequence[int]) -> Pending:
     """The convolution of x (images, groups * channels, *image) with w (groups * outputs, channels, *taps)."""
-    held = (x.contiguous(), w.contiguous(), found.taps, found.places)
-    return Pending(size, dtype_of(kernel.result), found.plan, addresses(held), held, key)
+    held = (x.contiguous(), w.contiguous(), planes.taps, planes.places)
+    return Pending(size, dtype_of(kernel.result), planes.plan, addresses(held), held, key)

@@ -34,9 +34,9 @@ ENOUGH: Final = 1 << 16
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The addresses of elements 0. ValueError for a tensor whose memory is gone (a freed storage, a symbolic zero)."""
-    found = tuple(map(Tensor.data_ptr, tensors))
-    if 0 in found:
-        for x, address in zip(tensors, found, strict=True):
+    pointers = tuple(map(Tensor.data_ptr, tensors))
+    if 0 in pointers:
+        for x, address in zip(tensors, pointers, strict=True):
             if not address and x.numel():
                 if type(x) not in (Tensor, nn.Parameter):
                     raise ValueError(
@@ -44,7 +44,7 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
                         "tensor, such as the local or the full one of a DTensor (.to_local(), .full_tensor())"
                     )
                 raise ValueError(f"a {x.dtype} tensor of shape {tuple(x.shape)} has no memory: its storage was freed")
-    return found
+    return pointers
 
 
 def array(values: Sequence[int]) -> Any:
@@ -87,8 +87,8 @@ def run_part(
     assert call is not None and call.shape == out.shape
     row = x.numel() // x.shape[d]
     blocks = range(start * row // BLOCK, -(-(start + size) * row // BLOCK))
-    found = zip(addresses((x, *parts)), shifts, strict=True)
-    call.over(blocks, array([at - shift for at, shift in found]), array(addresses((out,))), key)
+    starts = zip(addresses((x, *parts)), shifts, strict=True)
+    call.over(blocks, array([at - shift for at, shift in starts]), array(addresses((out,))), key)
 
 
 def run_kernel(

@@ -38,15 +38,15 @@ class Dim:
 
 def _merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
     """The dimensions without those of size 1, neighbours that are walked as one merged; at least one."""
-    found: list[Dim] = []
+    merged: list[Dim] = []
     for d in dims:
         if d.size == 1:
             continue
-        if found and found[-1].spans(d):
-            found[-1] = Dim(found[-1].size * d.size, d.x, d.out, d.line)
+        if merged and merged[-1].spans(d):
+            merged[-1] = Dim(merged[-1].size * d.size, d.x, d.out, d.line)
         else:
-            found.append(d)
-    return tuple(found) or (Dim(1, 0, 0, 0),)
+            merged.append(d)
+    return tuple(merged) or (Dim(1, 0, 0, 0),)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

@@ -69,8 +69,8 @@ def _layout(operands: int) -> Any:
 
 def layout(total: int, sizes: Sequence[int], steps: Sequence[Sequence[int]]) -> Any:
     """A map's sizes, and the steps of its operands in elements."""
-    found = _layout(len(steps))(count=total)
-    found.sizes[: len(sizes)] = sizes
+    structure = _layout(len(steps))(count=total)
+    structure.sizes[: len(sizes)] = sizes
     for n, own in enumerate(steps):
-        found.steps[n][: len(own)] = own
-    return found
+        structure.steps[n][: len(own)] = own
+    return structure

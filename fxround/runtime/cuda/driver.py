@@ -51,14 +51,14 @@ class DeviceLauncher:
         """Run a text on PyTorch's current stream of the device."""
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index):
-            found = self.functions.get((index, text.name)) or self._load(index, text)
+            loaded = self.functions.get((index, text.name)) or self._load(index, text)
             stream = torch.cuda.current_stream(index).cuda_stream
             addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
             driver = _bindings()
             if not int(driver.cuCtxGetCurrent()[1]):
                 _bind(index)
             grid, block = (blocks, 1, 1), (text.threads, 1, 1)
-            code = found[1], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
+            code = loaded[1], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
             (status,) = driver.cuLaunchKernel(*code)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise FxroundError(f"the launch of {text.name} on {device} with {blocks} blocks failed: {status.name}")
@@ -77,8 +77,8 @@ class DeviceLauncher:
     def _load(self, index: int, text: Text) -> Any:
         """Compile or read the text's binary, and load it."""
         with self.lock:
-            found = self.functions.get((index, text.name))
-            if found is None:
+            loaded = self.functions.get((index, text.name))
+            if loaded is None:
                 if torch.cuda.is_current_stream_capturing():
                     raise FxroundError(
                         f"{text.name} was never launched on cuda:{index}, and a CUDA graph is being captured: run the "
@@ -92,8 +92,8 @@ class DeviceLauncher:
                 virtual = arch.startswith("compute")
                 module = ObjectCode.from_ptx(code) if virtual else ObjectCode.from_cubin(code)
                 # The module must live as long as its function.
-                found = self.functions[index, text.name] = module, int(module.get_kernel(text.name).handle)
-            return found
+                loaded = self.functions[index, text.name] = module, int(module.get_kernel(text.name).handle)
+            return loaded
 
 
 def devices_found() -> str:
@@ -121,10 +121,10 @@ def problem_of(index: int) -> str:
 def require_driver() -> None:
     """Raise FxroundError for a driver that is older than NVRTC, whose binaries it may not load."""
     version, (wanted, _) = int(_bindings().cuDriverGetVersion()[1]), map(int, _version().split("."))
-    found = f"{version // 1000}.{version % 1000 // 10}"
+    offered = f"{version // 1000}.{version % 1000 // 10}"
     if version < 1000 * wanted:
         raise FxroundError(
-            f"the driver of this machine is one for CUDA {found}, and fxround's kernels are compiled by NVRTC "
+            f"the driver of this machine is one for CUDA {offered}, and fxround's kernels are compiled by NVRTC "
             f"{_version()}: install a driver for CUDA {wanted} or later"
         )
 

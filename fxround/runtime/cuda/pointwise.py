@@ -126,8 +126,8 @@ def _map_call(
         stored = [storage for storage in (*kernel.loads, *kernel.results) if storage != "mask"]
         whole = 16 // max(dtype_of(storage).itemsize for storage in stored)
         pieces = [_in_pieces(access, whole, sizes, own) for access, own in zip(accesses, steps, strict=True)]
-        found = tuple(access for access in pieces if access is not None)
-        accesses, piece = (found, whole) if len(found) == len(pieces) else (accesses, 1)
+        known = tuple(access for access in pieces if access is not None)
+        accesses, piece = (known, whole) if len(known) == len(pieces) else (accesses, 1)
     variant = CudaMapVariant(kernel, accesses, len(sizes), total >= 1 << 31, piece, in_place)
     text = Text(map_name(variant), lambda: preamble(SHAPE) + LAYOUT + map_text(variant))
     return MapLaunch(text, layout(total, sizes, steps), shape, total, piece)

@@ -72,11 +72,11 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
         kernel = for_device(kernel, x.device)
     if lines:
         x = x.detach()
-        found = _lines(x, (kept,), dims)
-        if found is None:
+        places = _lines(x, (kept,), dims)
+        if places is None:
             x = x.permute(*kept, *dims).contiguous()
-            found = _lines(x, (range(len(kept)),), range(len(kept), x.dim()))
-        _run_lines(kernel, x, found, result, draw)
+            places = _lines(x, (range(len(kept)),), range(len(kept), x.dim()))
+        _run_lines(kernel, x, places, result, draw)
     return result
 
 
@@ -89,11 +89,11 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     if result.numel():
         x = x.reshape(result.shape)
         around = range(axis), range(axis + 1, x.dim())
-        found = _lines(x, around, (axis,))
-        if found is None:
+        lines = _lines(x, around, (axis,))
+        if lines is None:
             x = x.contiguous()
-            found = _lines(x, around, (axis,))
-        _run_lines(kernel, x, found, result, Draw.unread(call.rng, call.node))
+            lines = _lines(x, around, (axis,))
+        _run_lines(kernel, x, lines, result, Draw.unread(call.rng, call.node))
     return result.reshape(call.x.shape)
 
 
@@ -176,9 +176,9 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines | None, re
 def scatter(call: ScatterCall[Tensor]) -> Tensor:
     """``x`` with its contributions added, in the order of their source."""
     kernel = call.kernel(call.loads())
-    found = contributions_of(call)
-    device_of([call.x, found.rows, found.source], call.name)
-    return run_scatter(kernel, call.x, found, Draw.unread(call.rng, call.node))
+    contributions = contributions_of(call)
+    device_of([call.x, contributions.rows, contributions.source], call.name)
+    return run_scatter(kernel, call.x, contributions, Draw.unread(call.rng, call.node))
 
 
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:

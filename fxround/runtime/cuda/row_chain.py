@@ -90,13 +90,13 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> R
         return None
     operands = tuple(Operand(LOADS[dtypes[i]], _along(each[-1])) for i, each in zip(used, own, strict=True))
     stored = tuple(place[i] for i in chain.stored)
-    found = RowChain(tuple(stages), operands, stored, whole[-1], len(sizes))
-    if found.threads is None:
+    row_chain = RowChain(tuple(stages), operands, stored, whole[-1], len(sizes))
+    if row_chain.threads is None:
         return None
-    text = Text(found.name, lambda: preamble(SHAPE) + row_chain_text(found), found.threads, True)
+    text = Text(row_chain.name, lambda: preamble(SHAPE) + row_chain_text(row_chain), row_chain.threads, True)
     first = layout(rows, [*sizes, whole[-1]], [[*step, each[-1]] for step, each in zip(steps, own, strict=True)])
     results = tuple((shapes[i], dtypes[i]) for i in chain.stored)
-    return RowsCall(text, first, used, results, (rows, found.threads // found.group), _nodes(chain, stages))
+    return RowsCall(text, first, used, results, (rows, row_chain.threads // row_chain.group), _nodes(chain, stages))
 
 
 def _kernel(stage: ChainedKernel, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact:
@@ -122,9 +122,9 @@ def _along(step: int) -> Access:
 
 def _nodes(chain: Chain, stages: Sequence[RowStage]) -> tuple[int, ...]:
     """The node numbers of all stages, as many for each as its kernel takes."""
-    found: list[int] = []
+    numbers: list[int] = []
     for stage, own in zip(chain.stages, stages, strict=True):
         call: Any = stage.call
         given = () if call is None else call.nodes if isinstance(call, Fused) else (call.node,)
-        found += [*given, *[0] * own.nodes][: own.nodes]
-    return tuple(found)
+        numbers += [*given, *[0] * own.nodes][: own.nodes]
+    return tuple(numbers)

@@ -118,12 +118,12 @@ def _end_of_use(user: fx.Node, position: dict[fx.Node, int], last: dict[fx.Node,
 
 def _sharing(value: fx.Node) -> set[fx.Node]:
     """The value and all that may share its memory."""
-    found, stack = {value}, [value]
+    sharing, stack = {value}, [value]
     while stack:
-        users = {user for user in stack.pop().users if may_share(user)} - found
-        found |= users
+        users = {user for user in stack.pop().users if may_share(user)} - sharing
+        sharing |= users
         stack += users
-    return found
+    return sharing
 
 
 def _owns(node: fx.Node) -> bool:

@@ -210,15 +210,15 @@ class Epilogue(Part):
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, f"{call.name} and the map after it", [*call.operands, *operands]) from error
         buffers.release(*(inputs[i] for i in self.spent))
-        found = dict(enumerate(made)) | ({} if kept is None else {_CONTRACTION: kept})
-        return [found[number] for number in self.outside]
+        values = dict(enumerate(made)) | ({} if kept is None else {_CONTRACTION: kept})
+        return [values[number] for number in self.outside]
 
     def _following(self, inputs: Sequence[Any], product: Product) -> Following | None:
         """The map as it follows a contraction in its text; None if the graph is to run as it says."""
-        found = self._map_over(inputs, product.size, dtype_of(product.kernel.result))
-        if found is None or product.is_empty or not self.one_rng:
+        mapped = self._map_over(inputs, product.size, dtype_of(product.kernel.result))
+        if mapped is None or product.is_empty or not self.one_rng:
             return None
-        kernel, operands = found
+        kernel, operands = mapped
         if len(kernel.body.schedule) > _LONGEST:
             return None
         nodes = self.map.nodes if isinstance(self.map, Fused) else (self.map.node,)
@@ -247,10 +247,10 @@ class Epilogue(Part):
     def _plan(self, inputs: Sequence[Any]) -> Stepping | None:
         """The plan for inputs of these layouts; None if the graph is to run as it says."""
         pending: Pending = self.begin(*inputs)
-        found = self._map_over(inputs, pending.shape, pending.dtype)
-        if pending.plan is None or found is None or any(isinstance(x, Tensor) and not x.is_cpu for x in inputs):
+        mapped = self._map_over(inputs, pending.shape, pending.dtype)
+        if pending.plan is None or mapped is None or any(isinstance(x, Tensor) and not x.is_cpu for x in inputs):
             return None
-        kernel, operands = found
+        kernel, operands = mapped
         call = MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
         dtypes = tuple(dtype_of(storage) for storage in kernel.results)
         steps = tuple(_steps(pending.plan, math.prod(pending.shape), pending.dtype.itemsize))

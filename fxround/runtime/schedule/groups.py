@@ -49,22 +49,22 @@ def grouped(
         for node in graph.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    found = fx.Graph()
+    outer = fx.Graph()
     for unit in in_order(merged(graph.graph, joins)):
         used = unit.inputs() if len(unit.nodes) > 1 else set()
         inputs = [node for node in graph.graph.nodes if node in used] if used else []
         module = build(unit, inputs) if inputs else None
         if module is None:
             for node in unit.nodes:
-                made[node] = found.node_copy(node, lambda used: made[used])
+                made[node] = outer.node_copy(node, lambda used: made[used])
             continue
-        target = f"{name}_{sum(n.op == 'call_module' for n in found.nodes)}"
+        target = f"{name}_{sum(n.op == 'call_module' for n in outer.nodes)}"
         parts[target] = module
-        whole = found.call_module(target, tuple(made[node] for node in inputs))
+        whole = outer.call_module(target, tuple(made[node] for node in inputs))
         for i, old in enumerate(unit.results()):
-            made[old] = found.call_function(operator.getitem, (whole, i))
+            made[old] = outer.call_function(operator.getitem, (whole, i))
             made[old].meta = dict(old.meta)
-    return module_of(parts, found)
+    return module_of(parts, outer)
 
 
 def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.GraphModule:

@@ -69,9 +69,9 @@ class Value:
     growth: int = 0
     carried: bool = False
 
-    def view(self, found: Tensor) -> Value:
+    def view(self, tensor: Tensor) -> Value:
         """Return a value in the same memory."""
-        return replace(self, tensor=found, shift=self.shift + found.data_ptr() - self.tensor.data_ptr())
+        return replace(self, tensor=tensor, shift=self.shift + tensor.data_ptr() - self.tensor.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -187,14 +187,14 @@ class Planner(ABC):
         place: Any = node.args[0]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: None if used is place else self._number(used))
         target: Any = node.target
-        found = target(value.tensor, *args[1:], **kwargs)
+        viewed = target(value.tensor, *args[1:], **kwargs)
         memory = value.tensor.untyped_storage().data_ptr()
-        parts = [found] if isinstance(found, Tensor) else list(found)
+        parts = [viewed] if isinstance(viewed, Tensor) else list(viewed)
         if any(part.untyped_storage().data_ptr() != memory for part in parts):
             # A reshape that copies.
             value = self._copied(value)
-            found = target(value.tensor, *args[1:], **kwargs)
-        self.env[node] = value.view(found) if isinstance(found, Tensor) else [value.view(part) for part in found]
+            viewed = target(value.tensor, *args[1:], **kwargs)
+        self.env[node] = value.view(viewed) if isinstance(viewed, Tensor) else [value.view(part) for part in viewed]
 
     def _number(self, node: fx.Node) -> Any:
         """Return the number that a node is."""
@@ -237,10 +237,10 @@ class Planner(ABC):
         if kernel is None:
             raise NoPlan
         draw = Draw(*self.state(call.rng), 0 if isinstance(call, Fused) else call.node) if kernel.draws else None
-        found = call_for(kernel, tensors)
-        if found is None:
+        map_call = call_for(kernel, tensors)
+        if map_call is None:
             raise NoPlan
-        results = tuple(self.made(found.shape, dtype_of(storage)) for storage in kernel.results)
+        results = tuple(self.made(map_call.shape, dtype_of(storage)) for storage in kernel.results)
         key = NO_KEY if draw is None else draw.keys(call.nodes) if isinstance(call, Fused) else draw.key()
         self._kernel(kernel, values, results, Key(key, draw is not None))
         self.env[node] = list(results) if isinstance(call, Fused) else results[0]
@@ -278,10 +278,10 @@ class Planner(ABC):
 
     def _factors(self, pending: Pending, operands: Sequence[Value]) -> list[int | Value]:
         """Return the addresses of a contraction's operands, which may have changed places, and of its tables."""
-        found: list[int | Value] = []
+        factors: list[int | Value] = []
         for i, (address, tensor) in enumerate(zip(pending.pointers, pending.held, strict=True)):
             if i >= len(operands):
-                found.append(address)
+                factors.append(address)
                 continue
             values = [x for x in operands if x.tensor.data_ptr() == address]
             # None is at the address of a copy. Values of several homes are at it if arguments are one tensor, which
@@ -289,8 +289,8 @@ class Planner(ABC):
             if len({x.home for x in values}) != 1:
                 raise NoPlan
             assert tensor.untyped_storage().data_ptr() == values[0].tensor.untyped_storage().data_ptr()
-            found.append(values[0])
-        return found
+            factors.append(values[0])
+        return factors
 
     def _argument(self, arg: Any) -> Any:
         """Return an argument of a node with tensors in place of nodes."""
@@ -318,8 +318,8 @@ class Planner(ABC):
             )
         if not isinstance(kernel, Reduce) or x.tensor.is_neg() or not math.prod(x.tensor.shape):
             raise NoPlan
-        found = reduction_for(kernel, x.tensor, dims)
-        if found is None or pieces_of(found.items, found.enough) > 1:
+        reduction = reduction_for(kernel, x.tensor, dims)
+        if reduction is None or pieces_of(reduction.items, reduction.enough) > 1:
             raise NoPlan
         draws = kernel.draws or kernel.finish_draws
         key = NO_KEY
@@ -328,6 +328,6 @@ class Planner(ABC):
         elif isinstance(call, Sum):
             key = Draw(0, 0, call.node).key()
         result = self.made(size, dtype_of(kernel.result))
-        arguments = (ctypes.addressof(found.lines), x, result, Key(key, draws))
-        self.launch(Launch(found.function, found.items, arguments, (found,)))
+        arguments = (ctypes.addressof(reduction.lines), x, result, Key(key, draws))
+        self.launch(Launch(reduction.function, reduction.items, arguments, (reduction,)))
         self.env[node] = result

@@ -23,7 +23,7 @@ from fxround.runtime.schedule.machine_loops import ScanPlans, scanned
 
 def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body]) -> fx.GraphModule:
     """Return the graph with every loop as a call of a module; ``schedule`` prepares a body."""
-    bodies = {loop.node: [schedule(body) for body in found] for loop, found in loops_of(graph)}
+    bodies = {loop.node: [schedule(body) for body in own] for loop, own in loops_of(graph)}
     if not bodies:
         return graph
     parts: dict[str, Any] = {}
@@ -31,12 +31,12 @@ def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body])
         if node.op in ("get_attr", "call_module"):
             parts[str(node.target)] = operator.attrgetter(str(node.target))(graph)
     made: dict[fx.Node, fx.Node] = {}
-    found = fx.Graph()
+    outer = fx.Graph()
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(parts[str(node.target)], fx.GraphModule):
             continue  # the body of a loop
         if node not in bodies:
-            made[node] = found.node_copy(node, made.__getitem__)
+            made[node] = outer.node_copy(node, made.__getitem__)
             continue
         loop = read_loop(node)
         used = {int(user.args[1]) for user in node.users}
@@ -48,8 +48,8 @@ def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body])
             parts[target], given = Choice(bodies[node]), (loop.predicate, *given)
         else:
             parts[target] = Repetition(bodies[node], len(loop.carries))
-        made[node] = found.call_module(target, fx.map_arg(tuple(given), made.__getitem__))
-    return module_of(parts, found)
+        made[node] = outer.call_module(target, fx.map_arg(tuple(given), made.__getitem__))
+    return module_of(parts, outer)
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,16 @@ class Scan(Repeated):
         rows: list[tuple[Tensor, ...]] = []
         mine = [False] * self.carries
         for i, row in enumerate(zip(*(x.unbind(0) for x in xs), strict=True)):
-            found = run(*carries, *row, *others)
+            produced = run(*carries, *row, *others)
             if i == 0:
                 for j in self.stacked:
-                    results[j] = buffers.empty((length, *found[j].shape), found[j].dtype, found[j].device)
+                    results[j] = buffers.empty((length, *produced[j].shape), produced[j].dtype, produced[j].device)
                 rows = [results[j].unbind(0) for j in self.stacked]
             for stack, j in zip(rows, self.stacked, strict=True):
-                stack[i].copy_(found[j])
+                stack[i].copy_(produced[j])
             buffers.release(*(c for c, m in zip(carries, mine, strict=True) if m))
-            buffers.release(*(found[j] for j in range(self.carries, len(own)) if own[j]))
-            carries[:] = found[: self.carries]
+            buffers.release(*(produced[j] for j in range(self.carries, len(own)) if own[j]))
+            carries[:] = produced[: self.carries]
             mine = list(own[: self.carries])
         results[: self.carries] = [c if m else _copied(c) for c, m in zip(carries, mine, strict=True)]
         return results
@@ -140,14 +140,14 @@ class Repetition(Repeated):
         carries, others = operands[: self.carries], operands[self.carries :]
         mine: tuple[bool, ...] = (False,) * self.carries
         while bool(_only(self.test.run(*carries, *others))):
-            found = self.body.run(*carries, *others)
+            produced = self.body.run(*carries, *others)
             buffers.release(*(c for c, m in zip(carries, mine, strict=True) if m))
-            carries, mine = tuple(found), self.body.own
+            carries, mine = tuple(produced), self.body.own
         return [c if m else _copied(c) for c, m in zip(carries, mine, strict=True)]
 
 
-def _only(found: Any) -> Any:
-    return found[0] if isinstance(found, list | tuple) else found
+def _only(result: Any) -> Any:
+    return result[0] if isinstance(result, list | tuple) else result
 
 
 def _copied(x: Any) -> Any:

@@ -100,11 +100,11 @@ class ScanPlan:
         """
         addresses([x for x in operands if isinstance(x, Tensor)])  # an error names a tensor whose memory is gone
         states = operands[self.states].contiguous()
-        steps, found = len(states), list[Any]((None,) * results)
+        steps, outputs = len(states), list[Any]((None,) * results)
         for i, row, dtype in self.stacks:
-            found[i] = empty((steps, *row), dtype)
+            outputs[i] = empty((steps, *row), dtype)
         homes = [0, *(x.data_ptr() if isinstance(x, Tensor) else 0 for x in operands)]
-        homes += [found[i].data_ptr() for i, _, _ in self.stacks]
+        homes += [outputs[i].data_ptr() for i, _, _ in self.stacks]
         for place in self.places:
             place.numbers[place.index] = homes[place.home] + place.shift
         if self.keys:
@@ -119,9 +119,9 @@ class ScanPlan:
         for begin in range(0, steps, _AT_ONCE):
             repeat(begin, min(steps, begin + _AT_ONCE), ctypes.addressof(self.table), states.data_ptr())
         for i, state in enumerate(self.carries):
-            found[i] = empty(state.shape, state.dtype)
-            found[i].copy_(state)
-        return found
+            outputs[i] = empty(state.shape, state.dtype)
+            outputs[i].copy_(state)
+        return outputs
 
 
 class ScanPlanner(Planner):
@@ -338,12 +338,12 @@ class ScanPlans:
             if made is None:
                 return None
             plan = made.pop()
-        found = plan.run(operands, self.results, empty)
+        outputs = plan.run(operands, self.results, empty)
         # PyTorch's NaNs have other signs and payloads.
-        counts = not plan.in_place_of_stock or not any(bool(x.isnan().any()) for x in found if x is not None)
+        counts = not plan.in_place_of_stock or not any(bool(x.isnan().any()) for x in outputs if x is not None)
         if plan.bytes <= _KEPT_BYTES and len(kept) < _AT_A_TIME:
             kept.append(plan)
-        return found if counts else None
+        return outputs if counts else None
 
     def _layout(self, i: int, x: Any) -> Any:
         """What a plan depends on in an operand: not the number of steps."""

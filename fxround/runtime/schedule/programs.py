@@ -62,11 +62,11 @@ class PythonCall:
     def write(self, graph: fx.Graph, slots: dict[int, fx.Node]) -> None:
         """Append the call to a graph, with a check of the result if one is needed."""
         args, kwargs = _filled(tuple(self.args), slots), {k: _filled(arg, slots) for k, arg in self.kwargs.items()}
-        found = graph.call_function(_named(self.function), args, kwargs)
+        result = graph.call_function(_named(self.function), args, kwargs)
         if self.expected is not None:
-            graph.call_function(_requirement(self.expected), (found,))
+            graph.call_function(_requirement(self.expected), (result,))
         for i, slot in enumerate(self.results):
-            slots[slot] = graph.call_function(operator.getitem, (found, i)) if self.parts else found
+            slots[slot] = graph.call_function(operator.getitem, (result, i)) if self.parts else result
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Run:
     def write(self, graph: fx.Graph, slots: dict[int, fx.Node]) -> None:
         """Append the call to a graph."""
         rng = None if self.rng is None else slots[self.rng]
-        found = graph.call_function(self._call(), ([slots[i] for i in self.reads], rng))
+        result = graph.call_function(self._call(), ([slots[i] for i in self.reads], rng))
         for i, (slot, _, _) in enumerate(self.makes):
-            slots[slot] = graph.call_function(operator.getitem, (found, i))
+            slots[slot] = graph.call_function(operator.getitem, (result, i))
 
     def _call(self) -> Callable[[list[Tensor], Tensor | None], list[Tensor]]:
         layouts, run = [(shape, dtype) for _, shape, dtype in self.makes], self.segment.run
@@ -150,33 +150,33 @@ def _named(function: Any) -> Callable[..., Any]:
 
 
 def _requirement(expected: Any) -> Callable[[Any], None]:
-    def require(found: Any) -> None:
-        if assumed(found) != expected:
+    def require(value: Any) -> None:
+        if assumed(value) != expected:
             raise _Unexpected
 
     return require
 
 
-def assumed(found: Any) -> Any:
+def assumed(value: Any) -> Any:
     """Return what a plan assumes of a result of Python: its layout, or the number itself."""
-    if isinstance(found, Tensor):
-        return found.shape, found.stride(), found.dtype, found.is_cpu, found.is_neg()
-    if isinstance(found, list | tuple):
-        return tuple(map(assumed, found))
-    return type(found), found
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_cpu, value.is_neg()
+    if isinstance(value, list | tuple):
+        return tuple(map(assumed, value))
+    return type(value), value
 
 
 # The numbers of rows and steps that come from lengths have no tag.
 _UNSETTLED: Final = (_ATEN.convolution.default, _ATEN._pack_padded_sequence.default)
 
 
-def expectation(target: Any, found: Any) -> Any:
+def expectation(target: Any, value: Any) -> Any:
     """Return what has to be checked of an operator's result; None if the arguments' layouts decide everything."""
     settled = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not _VARYING & {*target.tags}
     # A switch of PyTorch decides the strides of a convolution; a complex result may be a view with a sign.
-    tensors = found if isinstance(found, list | tuple) else [found]
+    tensors = value if isinstance(value, list | tuple) else [value]
     plain = all(isinstance(x, Tensor) and not (x.is_complex() or x.is_neg()) for x in tensors)
-    return None if settled and plain and target not in _UNSETTLED else assumed(found)
+    return None if settled and plain and target not in _UNSETTLED else assumed(value)
 
 
 def binding(target: Any, args: Sequence[Any]) -> Any:

@@ -126,10 +126,10 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
     shapes = {node: _shape(node) for node in graph.graph.nodes}
 
     def joins(a: Unit, b: Unit) -> bool:
-        found = [shapes[node] for node in (*a.nodes, *b.nodes)]
-        known = [shape for shape in found if shape is not None]
+        joined = [shapes[node] for node in (*a.nodes, *b.nodes)]
+        known = [shape for shape in joined if shape is not None]
         lengths = {shape.length for shape in known} - {None}
-        return len(known) == len(found) <= _LONGEST and len({s.rows for s in known}) == 1 and len(lengths) <= 1
+        return len(known) == len(joined) <= _LONGEST and len({s.rows for s in known}) == 1 and len(lengths) <= 1
 
     def build(unit: Unit, inputs: Sequence[fx.Node]) -> Rows | None:
         return Rows(graph, unit.nodes, inputs) if _is_chain(unit) else None

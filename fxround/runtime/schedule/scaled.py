@@ -57,11 +57,11 @@ def _group(node: fx.Node) -> Nodes | None:
     maxima = read(scales.xs[0])
     if not isinstance(maxima, BlockMaximum) or maxima.x is not x or list(maxima.sizes) != list(expanded.sizes):
         return None
-    value, found = float_value(x), float_value(node)
-    found = None if value is None or found is None or value.dtype != found.dtype else found
+    value, result = float_value(x), float_value(node)
+    same = value is not None and result is not None and value.dtype == result.dtype
     group = (scales.xs[0], expanded.scales, wide, node)
     inside = all(set(part.users) <= {*group} for part in group[:3])
-    return group if found is not None and inside and x not in group else None
+    return group if same and inside and x not in group else None
 
 
 class Scaled(Part):
@@ -83,8 +83,8 @@ class Scaled(Part):
     def forward(self, *inputs: Any) -> list[Tensor]:
         """Run one kernel, or as the graph says: the same bits."""
         shared = [inputs[i] for i in self.shared]
-        found = run_blocks(self.figure, self.elements, inputs[self.x].detach(), self.sizes, shared)
-        if found is None:
+        result = run_blocks(self.figure, self.elements, inputs[self.x].detach(), self.sizes, shared)
+        if result is None:
             return list(self.whole.forward(*inputs))
         buffers.release(*(inputs[i] for i in self.spent))
-        return [found]
+        return [result]

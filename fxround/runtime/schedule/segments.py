@@ -93,9 +93,9 @@ class Segment:
 
     def _arguments(self, launch: Launch) -> int:
         """Put what a launch needs into the frame; returns the index of its first argument."""
-        found = [self._argument(argument) for argument in launch.arguments]
+        arguments = [self._argument(argument) for argument in launch.arguments]
         first = len(self._words)
-        for argument in found:
+        for argument in arguments:
             self._put(argument)
         return first
 

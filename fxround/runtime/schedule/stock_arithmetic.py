@@ -48,7 +48,7 @@ def as_program(node: fx.Node) -> Pointwise[fx.Node] | None:
             texts[position] = f"x{operands.index(operand)}"
         else:
             texts[position] = literal(operand, value.dtype)
-    text = re.sub(r"\{(\d+)\}", lambda found: texts[int(found[1])], rule.body)
+    text = re.sub(r"\{(\d+)\}", lambda match: texts[int(match[1])], rule.body)
     rounding = f"{FORMAT_OF[value.dtype]}/nearest_even/inf"
     # Nothing is drawn: the random state is that of no node.
     return Pointwise(operands, f"t0 = {text} @ {rounding}", value.dtype, node, 0)

@@ -87,8 +87,8 @@ class Straight:
             inputs = tuple(resolved(inputs))
             plan = self._plan(inputs)
         if isinstance(plan, CallPlan):
-            found = plan.run(inputs)
-            return self.graph.forward(*inputs) if found is None else found
+            result = plan.run(inputs)
+            return self.graph.forward(*inputs) if result is None else result
         return plan.results if isinstance(plan, _Computed) else self.graph.forward(*inputs)
 
     def _plan(self, inputs: Sequence[Any]) -> CallPlan | _Computed | bool:
@@ -202,16 +202,16 @@ class _StraightPlanner(Planner):
 
     def _call(self, node: fx.Node) -> None:
         """Call a node by Python."""
-        found = self._function(node)(*self._argument(node.args), **self._argument(node.kwargs))
-        if isinstance(found, int) and (node.target in SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
+        result = self._function(node)(*self._argument(node.args), **self._argument(node.kwargs))
+        if isinstance(result, int) and (node.target in SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
             # A size, or what is computed from sizes and numbers, is the same in every call of the plan.
-            self.env[node] = found
+            self.env[node] = result
             return
         self.events.append(node)
-        parts = [self._at_home(x) if isinstance(x, Tensor) else x for x in _parts(found)]
+        parts = [self._at_home(x) if isinstance(x, Tensor) else x for x in _parts(result)]
         if any(isinstance(x, Value) and x.tensor.numel() > _ELEMENTS for x in parts):
             raise _TooLarge
-        self.env[node] = parts if isinstance(found, list | tuple) else parts[0]
+        self.env[node] = parts if isinstance(result, list | tuple) else parts[0]
 
     def _is_tensor(self, node: fx.Node) -> bool:
         return node in self.places or not isinstance(self.env[node], int)
@@ -255,8 +255,8 @@ class _StraightPlanner(Planner):
 
     def results(self) -> Any:
         """Return what the graph returns for the inputs."""
-        found = self.graph.graph.output_node().args[0]
-        return _plain(fx.map_arg(found, lambda node: _tensors(self.env[node])))
+        returned = self.graph.graph.output_node().args[0]
+        return _plain(fx.map_arg(returned, lambda node: _tensors(self.env[node])))
 
     def program(self) -> CallPlan | None:
         """Return the program; None if there is no launch in a graph that rounds."""
@@ -272,8 +272,8 @@ class _StraightPlanner(Planner):
                 self._step(run)
             else:
                 self._segment(run, outside)
-        found = self.graph.graph.output_node().args[0]
-        returned = fx.map_arg(found, self._emitted)
+        output = self.graph.graph.output_node().args[0]
+        returned = fx.map_arg(output, self._emitted)
         return CallPlan(tuple(self.steps), self.inputs, tuple(self.held), _plain(returned))
 
     def _make_as_returned(self) -> None:
@@ -301,19 +301,19 @@ class _StraightPlanner(Planner):
 
     def _outside(self, runs: Sequence[fx.Node | list[Launch]]) -> set[int]:
         """The homes of kernels' results that another run, Python or the caller reads."""
-        found, made = set[int](), dict[int, int]()
+        outside, made = set[int](), dict[int, int]()
         for number, run in enumerate(runs):
             if isinstance(run, fx.Node):
                 for node in run.all_input_nodes:
-                    found |= self._needed(node)
+                    outside |= self._needed(node)
                 continue
             for home in _homes(run):
                 if made.setdefault(home, number) != number:
-                    found.add(home)
+                    outside.add(home)
         for node in outputs_of(self.graph):
             if isinstance(node, fx.Node):
-                found |= self._needed(node)
-        return found
+                outside |= self._needed(node)
+        return outside
 
     def _needed(self, node: fx.Node) -> set[int]:
         """The homes that have to be tensors for Python to read a node."""
@@ -355,8 +355,8 @@ class _StraightPlanner(Planner):
             self.places[node] = self._viewed(node)
         if node in self.places:
             return Slot(self.places[node])
-        found = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in _parts(self.env[node])]
-        return found if isinstance(self.env[node], list) else found[0]
+        emitted = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in _parts(self.env[node])]
+        return emitted if isinstance(self.env[node], list) else emitted[0]
 
     def _viewed(self, node: fx.Node) -> int:
         """The slot of a view, which Python computes."""
@@ -367,10 +367,10 @@ class _StraightPlanner(Planner):
             # What the caller gets is a tensor of its own.
             if unchanged and not self._is_returned(node):
                 return self.slots[value.home]
-            found = view_of(home, value.tensor, Slot(self.slots[value.home]))
-            if found is not None:
+            view = view_of(home, value.tensor, Slot(self.slots[value.home]))
+            if view is not None:
                 slot = self._room()
-                self.steps.append(PythonCall(*found, {}, (slot,)))
+                self.steps.append(PythonCall(*view, {}, (slot,)))
                 return slot
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
         slot = self._room()
@@ -396,8 +396,8 @@ def _draws(launch: Launch) -> bool:
     return any(isinstance(arg, Key) and arg.draws for arg in launch.arguments)
 
 
-def _parts(found: Any) -> list[Any]:
-    return list(found) if isinstance(found, list | tuple) else [found]
+def _parts(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _tensors(value: Any) -> Any:

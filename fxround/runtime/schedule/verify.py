@@ -98,13 +98,13 @@ class _Ledger:
     def release(self, by: fx.Node, value: Any) -> None:
         """Check that ``value`` is alone on memory of ours that was not released, and note its release."""
         # Memory that PyTorch allocated is not in the pool: ``buffers.release`` raises for it.
-        found = [memory for memory in self._readable(value, by) if memory.kind != "stock"]
-        if len(found) != 1 or found[0].kind != "kernel" or found[0] in self.kept:
-            names = ", ".join(sorted(memory.node for memory in found)) or "no kernel's result"
+        memories = [memory for memory in self._readable(value, by) if memory.kind != "stock"]
+        if len(memories) != 1 or memories[0].kind != "kernel" or memories[0] in self.kept:
+            names = ", ".join(sorted(memory.node for memory in memories)) or "no kernel's result"
             raise VerificationError(
                 f"the schedule releases {value.name} after {by.prev.name}, which may share the memory of {names}"
             )
-        self.released[found[0]] = by.prev.name
+        self.released[memories[0]] = by.prev.name
 
     def _readable(self, value: fx.Node, user: fx.Node) -> frozenset[Memory]:
         """What the value may reach; VerificationError if any of it was released."""

@@ -105,7 +105,7 @@ class VariabilityReport:
         study: Study, policy: Policy, complete: bool, batches: int | None, provenance: dict[str, Any]
     ) -> VariabilityReport:
         """Return the report of a study as far as it has run."""
-        found = [tally.figures() for tally in study.tallies.values()]
+        figures = [tally.figures() for tally in study.tallies.values()]
         recorders = study.recorders or ()
         return VariabilityReport(
             policy=policy,
@@ -116,7 +116,7 @@ class VariabilityReport:
             complete=complete,
             batches=batches,
             rows=study.rows,
-            figures=tuple(sorted(found, key=lambda f: f.place.kind != OUTPUT)),
+            figures=tuple(sorted(figures, key=lambda f: f.place.kind != OUTPUT)),
             metrics=tuple(m for r in recorders if (m := r.measured()) is not None),
             isolated=tuple(tally.figures() for tally in study.alone.values()),
             adaptive=_adaptive(study),
@@ -357,9 +357,9 @@ def _failures(
     f: Figures, min_bits: float | None, min_worst: float | None, max_outside: float | None, allow_nonfinite: bool
 ) -> Iterator[str]:
     name = f.place.name
-    for found, least, what in ((f.bits, min_bits, "bits"), (f.worst, min_worst, "bits in the worst element")):
-        if least is not None and (found is None or found < least):
-            came = "no evidence (all samples are equal)" if found is None else f"{found:.2f}"
+    for measured, least, what in ((f.bits, min_bits, "bits"), (f.worst, min_worst, "bits in the worst element")):
+        if least is not None and (measured is None or measured < least):
+            came = "no evidence (all samples are equal)" if measured is None else f"{measured:.2f}"
             yield f"{name}: {came} {what}, expected at least {least:g}"
     for reference, agreement in f.agreement.items():
         if max_outside is not None and agreement.outside_share > max_outside:
@@ -424,8 +424,8 @@ def _headings(references: list[str]) -> list[str]:
 
 
 def _agreements(f: Figures, references: list[str]) -> list[Value]:
-    found = [f.agreement.get(name) for name in references]
-    return [value for a in found for value in ((a.bits, 100 * a.outside_share) if a else (None, None))]
+    agreements = [f.agreement.get(name) for name in references]
+    return [value for a in agreements for value in ((a.bits, 100 * a.outside_share) if a else (None, None))]
 
 
 def _range(samples: tuple[int, ...]) -> str:

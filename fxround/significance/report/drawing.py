@@ -41,10 +41,10 @@ def drawing(report: VariabilityReport, *, step: int = STEP, title: str = "", col
     by_path = {f.place.path: f for f in report.places if f.place.kind == "layer"}
     results = report.outputs[:1]
     for name, data in graph.nodes(data=True):
-        found = by_node.get(name) or (by_path.get(data["path"]) if data["op"] == "call_function" else None)
+        figures = by_node.get(name) or (by_path.get(data["path"]) if data["op"] == "call_function" else None)
         if data["op"] == "output" and results:
-            found = results[0]
-        data.update(_box(data, found, step))
+            figures = results[0]
+        data.update(_box(data, figures, step))
     return svg(graph, _legend(step, title or "Bits lost, mean over elements", columns))
 
 

@@ -63,8 +63,8 @@ class _Rounded:
 
 def identity(x: Expr, rounding: Rounding, any_nan: bool) -> Expr:
     """Return R(x) of a binary32 value. any_nan: a NaN may have any sign and payload."""
-    found = _round(x, rounding).value
-    return found if any_nan else one_nan(found)
+    rounded = _round(x, rounding).value
+    return rounded if any_nan else one_nan(rounded)
 
 
 def quotient(x: Expr, divisor: Expr, rounding: Rounding, any_nan: bool, general: Expr) -> Expr:

@@ -85,8 +85,8 @@ def single_step(rounding: Rounding, a: Expr, b: Expr, acc: Expr, random: Expr, g
     if rounding.mode.jitter:
         return SingleStep(neighbour(nearest, random), inside)
     total, part = _fast_two_sum(product, acc)
-    found = _stochastic(nearest, (total - nearest) + (part + error), random)
-    return SingleStep(rarely(outside, nearest, rarely(~found.inside, general, found.value)), inside)
+    drawn = _stochastic(nearest, (total - nearest) + (part + error), random)
+    return SingleStep(rarely(outside, nearest, rarely(~drawn.inside, general, drawn.value)), inside)
 
 
 def _stochastic(nearest: Expr, lost: Expr, random: Expr) -> SingleStep:
@@ -128,13 +128,13 @@ def single_value(operator: str, operands: tuple[Expr, ...], rounding: Rounding, 
         nearest, lost = _fast_two_sum(x, negate(y) if operator == "sub" else y)
         zero = const("bool", 1)
     if rounding.mode.jitter:
-        found = SingleStep(neighbour(nearest, random), const("bool", 1))
+        drawn = SingleStep(neighbour(nearest, random), const("bool", 1))
     else:
-        found = _stochastic(nearest, lost, random)
+        drawn = _stochastic(nearest, lost, random)
     # An exact zero has the sign that IEEE 754 gives it. A sum of zero is exact.
     zero = zero & nearest.equals(0.0)
-    inside = zero | (_in_range(nearest) & found.inside)
-    return rarely(~inside, general, select(zero, nearest, found.value))
+    inside = zero | (_in_range(nearest) & drawn.inside)
+    return rarely(~inside, general, select(zero, nearest, drawn.value))
 
 
 # ---- sums ----
@@ -149,10 +149,10 @@ def single_sum(rounding: Rounding, acc: Expr, x: Expr, random: Expr, general: Ex
     if x.type == "f64":
         both, x = both & is_single(x), single_of(x)
     total, lost = _fast_two_sum(single_of(acc), x)
-    found = SingleStep(neighbour(total, random), both) if rounding.mode.jitter else _stochastic(total, lost, random)
+    drawn = SingleStep(neighbour(total, random), both) if rounding.mode.jitter else _stochastic(total, lost, random)
     # A sum of +0 stays.
-    inside = both & (_in_range(total) | bits(total).equals(0)) & found.inside
-    return rarely(~inside, held(general), _hold(found.value))
+    inside = both & (_in_range(total) | bits(total).equals(0)) & drawn.inside
+    return rarely(~inside, held(general), _hold(drawn.value))
 
 
 def _fast_two_sum(a: Expr, b: Expr) -> tuple[Expr, Expr]:

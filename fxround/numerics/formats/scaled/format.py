@@ -168,8 +168,8 @@ class ScaledFormat:
 
         Raises ValueError for anything else, with the nearest names.
         """
-        found = _parsed(text.strip())
-        if found is None:
+        parsed = _parsed(text.strip())
+        if parsed is None:
             near = get_close_matches(text[:40], NAMED, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ValueError(
@@ -177,7 +177,7 @@ class ScaledFormat:
                 "uint16, bfp(bits,block), each with :block, :channel or :tensor; fixed(bits,fraction), "
                 "ufixed(bits,fraction)"
             )
-        return found
+        return parsed
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,8 @@ def is_scaled(text: Any) -> bool:
 
 def _transform(text: str) -> tuple[Hadamard | None, str]:
     """Return the transform of a text, and the text after it."""
-    found = re.match(r"\s*hadamard\(([0-9]{1,4})(?:,\s*([0-9]{1,9}))?\)\+", text)
-    return (Hadamard(int(found[1]), int(found[2] or 0)), text[found.end() :]) if found else (None, text)
+    match = re.match(r"\s*hadamard\(([0-9]{1,4})(?:,\s*([0-9]{1,9}))?\)\+", text)
+    return (Hadamard(int(match[1]), int(match[2] or 0)), text[match.end() :]) if match else (None, text)
 
 
 # The named scaled formats. ``rows`` fills it, and shows it as SCALED.
@@ -315,20 +315,20 @@ def _parsed(text: str) -> ScaledFormat | None:
     if full:
         return _full(full[1], text)
     base, colon, rest = text.partition(":")
-    found = _named(base)
-    if found is None or not colon:
-        return found
+    named = _named(base)
+    if named is None or not colon:
+        return named
     words = rest.split(",")
     block = words.pop(0) if "=" not in words[0] else None
     options = _options(words, text)
     if "zero" in options and "scale" not in options:
         raise ValueError(f"{shown(text)}: a zero point is given with a scale, as in uint8:scale=0.05,zero=128")
     if "scale" in options:
-        return _given(found, base, options, text)
-    if found.scaling is None:
+        return _given(named, base, options, text)
+    if named.scaling is None:
         raise ValueError(f"{shown(text)}: fixed point has no scale, and so no block")
-    scaling = found.scaling if block is None else replace(found.scaling, block=_block(block, text))
-    return replace(found, scaling=replace(scaling, **_known(options, ("percentile", "fit"), text)))
+    scaling = named.scaling if block is None else replace(named.scaling, block=_block(block, text))
+    return replace(named, scaling=replace(scaling, **_known(options, ("percentile", "fit"), text)))
 
 
 def _named(base: str) -> ScaledFormat | None:
@@ -368,13 +368,13 @@ def _spanning(least: int, more: int, exponent: int) -> ScaledFormat:
     return ScaledFormat(wide, None, (least * unit, most * unit))
 
 
-def _given(found: ScaledFormat, base: str, options: dict[str, Any], text: str) -> ScaledFormat:
+def _given(named: ScaledFormat, base: str, options: dict[str, Any], text: str) -> ScaledFormat:
     """Return a format with a scale that is given, and perhaps a zero point."""
     known = _known(options, ("scale", "zero"), text)
-    if found.scaling is None or not re.fullmatch(r"u?int[0-9]+", base):
+    if named.scaling is None or not re.fullmatch(r"u?int[0-9]+", base):
         raise ValueError(f"{shown(text)}: a scale is given to integers; write scaled(element;fixed,scale=number)")
     if "zero" not in known and not base.startswith("u"):
-        return ScaledFormat(found.element, None, unit=known["scale"])
+        return ScaledFormat(named.element, None, unit=known["scale"])
     bits, zero = int(base.rpartition("t")[2]), known.get("zero", 0.0)
     least = 0 if base.startswith("u") else -(1 << (bits - 1))
     if not (float(zero).is_integer() and least <= zero <= least + (1 << bits) - 1):
@@ -410,16 +410,16 @@ def _full(inside: str, text: str) -> ScaledFormat:
 
 def _options(words: list[str], text: str) -> dict[str, Any]:
     """Return ``key=number`` and ``fit=number:number`` as a dict; scales and fits to the nearest of binary32."""
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key in found:
+        if not equals or key in given:
             raise ValueError(f"{shown(text)}: expected options as in percentile=99.9, each once, got {shown(word)}")
         numbers = tuple(_number(v, text) for v in value.split(":"))
         # Programs have scales in binary32.
         numbers = numbers if key in ("percentile", "zero") else tuple(map(_short, numbers))
-        found[key] = numbers if key == "fit" else numbers[0]
-    return found
+        given[key] = numbers if key == "fit" else numbers[0]
+    return given
 
 
 def _known(options: dict[str, Any], names: tuple[str, ...], text: str) -> dict[str, Any]:
@@ -432,12 +432,12 @@ def _known(options: dict[str, Any], names: tuple[str, ...], text: str) -> dict[s
 
 def _number(text: str, whole: str) -> float:
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        value = math.nan
+    if not math.isfinite(value):
         raise ValueError(f"{shown(whole)}: expected a finite number, got {shown(text)}")
-    return found
+    return value
 
 
 def _short(value: float) -> float:

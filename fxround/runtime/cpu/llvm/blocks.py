@@ -180,8 +180,8 @@ class _Builder:
         with self._walk(first, number) as (k, start, length):
             largest = Carried(b, [literal(self.code, 0, self.lanes)])
             for i, mask in self._vectors(length, self.lanes):
-                found = self._magnitudes(at(b, self.x, b.add(start, i), MEMORY[self.storage]), mask)
-                largest.store([self._larger(largest.load()[0], found)])
+                magnitudes = self._magnitudes(at(b, self.x, b.add(start, i), MEMORY[self.storage]), mask)
+                largest.store([self._larger(largest.load()[0], magnitudes)])
             b.store(largest.load()[0], at(b, wide, b.mul(k, I64(self.lanes)), SCALARS[self.code]), align=64)
         with count(b, I64(0), number, self.lanes) as k:
             self._store_maxima(self._maxima_of_blocks(k), k)
@@ -261,8 +261,8 @@ class _Builder:
             for i, mask in self._vectors(width, self.lanes):
                 largest = Carried(b, [literal(self.code, 0, self.lanes)])
                 with self._down(b.add(start, i), rows) as place:
-                    found = self._magnitudes(at(b, self.x, place, MEMORY[self.storage]), mask)
-                    largest.store([self._larger(largest.load()[0], found)])
+                    magnitudes = self._magnitudes(at(b, self.x, place, MEMORY[self.storage]), mask)
+                    largest.store([self._larger(largest.load()[0], magnitudes)])
                 self._store_maxima(largest.load()[0], i)
             self._find_figures(width)
             if elements is None:
@@ -309,8 +309,8 @@ class _Builder:
         lanes = lanes_of((*figure.body.results, *self.kept), dict.fromkeys(figure.body.params))
         fuse = fusions_for(self.machine, lanes)
         with count(b, I64(0), number, lanes) as k:
-            found = load_vector(b, at(b, self.maxima, k, MEMORY[figure.loads[0]]), figure.loads[0], lanes)
-            operands = [found, *(splat(b, one, lanes) for one in self.shared)]
+            maxima = load_vector(b, at(b, self.maxima, k, MEMORY[figure.loads[0]]), figure.loads[0], lanes)
+            operands = [maxima, *(splat(b, one, lanes) for one in self.shared)]
             (value,) = emit_results(
                 figure.body.results, b, dict(zip(figure.body.params, operands, strict=True)), lanes, fuse
             )
@@ -326,8 +326,8 @@ class _Builder:
 
         def load(place: Any, type: Type) -> Any:
             here = at(b, place, k, SCALARS[type])
-            found = b.load(here, typ=llvm_type(type, number), align=bytes_of(type))
-            return splat(b, found, lanes) if number == 1 else found
+            loaded = b.load(here, typ=llvm_type(type, number), align=bytes_of(type))
+            return splat(b, loaded, lanes) if number == 1 else loaded
 
         return {
             self.kernel.elements.body.params[1]: load(self.figures, self.carrier.type),

@@ -250,11 +250,11 @@ def _negate_if(b: ir.IRBuilder, words: Any, size: int, negative: Any) -> None:
 
 def _leading(b: ir.IRBuilder, words: Any, size: int) -> Any:
     """The index of the highest word that is not zero; less than 2 if all are zero."""
-    found = Carried(b, [I64(0)])
+    leading = Carried(b, [I64(0)])
     with count(b, I64(2), I64(size + 2)) as i:
         here = b.icmp_unsigned("!=", b.load(at(b, words, i, I64), typ=I64), I64(0))
-        found.store([b.select(here, i, found.load()[0])])
-    return found.load()[0]
+        leading.store([b.select(here, i, leading.load()[0])])
+    return leading.load()[0]
 
 
 def _window(b: ir.IRBuilder, words: Any, leading: Any) -> tuple[Any, Any]:

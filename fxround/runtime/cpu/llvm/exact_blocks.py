@@ -72,11 +72,11 @@ def units(b: ir.IRBuilder, bins: Bins, lowest: Any, level: int, lanes: int) -> l
     """The encodings of the numbers M of the units, highest first."""
     # M = 1.5 * 2^(52 + lowest - bias) has the exponent field 1023 + 52 + lowest - bias; the bias is 150 or 1075.
     field = {"f32": 925, "f64": 0}[bins.carrier]
-    found = []
+    patterns = []
     for i in reversed(range(level)):
         own = b.add(lowest, literal("u64", field + _BITS * i, lanes))
-        found.append(b.or_(b.shl(own, literal("u64", 52, lanes)), literal("u64", 1 << 51, lanes)))
-    return found
+        patterns.append(b.or_(b.shl(own, literal("u64", 52, lanes)), literal("u64", 1 << 51, lanes)))
+    return patterns
 
 
 def add_up(b: ir.IRBuilder, magic: list[Any], vectors: Vectors, lanes: int) -> tuple[list[Any], Any]:
@@ -88,14 +88,14 @@ def add_up(b: ir.IRBuilder, magic: list[Any], vectors: Vectors, lanes: int) -> t
 
     def take(x: Any) -> None:
         rest = b.bitcast(x, number) if x.type == wide else b.fpext(b.bitcast(x, llvm_type("f32", lanes)), number)
-        found = []
+        terms = []
         for m in values:
             moved = b.fadd(rest, m)
-            found.append(b.bitcast(moved, wide))
+            terms.append(b.bitcast(moved, wide))
             # Both differences are exact: t - M is the multiple that was added, and x less its nearest multiple has
             # fewer bits.
             rest = b.fsub(rest, b.fsub(moved, m))
-        sums.store([b.add(s, f) for s, f in zip(sums.load(), found, strict=True)])
+        sums.store([b.add(s, f) for s, f in zip(sums.load(), terms, strict=True)])
         # Unordered: a NaN counts as a rest, so that no block with one is accepted.
         something = b.fcmp_unordered("!=", rest, literal("f64", 0, lanes))
         left.store([b.or_(left.load()[0], something)])
@@ -174,16 +174,16 @@ class Totals:
     def value(self, line: Any, total: ir.Function) -> Any:
         """The line's sum as binary64, to be rounded."""
         b = self.b
-        found = Carried(b, [ir.Constant(SCALARS["f64"], 0.0)])
+        result = Carried(b, [ir.Constant(SCALARS["f64"], 0.0)])
         with b.if_else(b.icmp_unsigned("!=", self._get(self.used, line), I64(0)), likely=False) as (binned, short):
             with binned:
                 self.spill(line)
                 flags = self._get(self.tables.flags, line)
-                found.store([b.call(total, [self.tables.table(line), flags])])
+                result.store([b.call(total, [self.tables.table(line), flags])])
             with short:
                 held = b.load(at(b, self.total, line, I256), typ=I256)
-                found.store([b.call(b.module.globals["short"], [held, self._get(self.unit, line)])])
-        return found.load()[0]
+                result.store([b.call(b.module.globals["short"], [held, self._get(self.unit, line)])])
+        return result.load()[0]
 
 
 def short_function(module: ir.Module, bins: Bins, to_odd: bool) -> ir.Function:

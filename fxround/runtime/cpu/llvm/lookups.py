@@ -37,9 +37,9 @@ def lookup(b: ir.IRBuilder, index: Any, entries: Sequence[ir.Constant], result: 
 def _table(module: ir.Module, values: list[int]) -> Any:
     """The constant array of these values, one for each module."""
     name = "table." + ".".join(f"{v:x}" for v in values)
-    found = module.globals.get(name)
-    if found is not None:
-        return found
+    table = module.globals.get(name)
+    if table is not None:
+        return table
     kind = ir.ArrayType(_I32, len(values))
     made = ir.GlobalVariable(module, kind, name)
     made.initializer = ir.Constant(kind, values)

@@ -116,12 +116,12 @@ def build_map(variant: MapVariant) -> str:
         lanes = stage.lanes
         env = {value: load(value, i, lanes, sources) for value in stage.reads}
         fuse = fusions_for(variant.machine, lanes)
-        found = emit_results(stage.results, b, env, lanes, fuse)
+        values = emit_results(stage.results, b, env, lanes, fuse)
         if stage is not stages[-1]:
-            for value, result in zip(stage.results, found, strict=True):
+            for value, result in zip(stage.results, values, strict=True):
                 b.store(result, at(b, between[value], i, SCALARS[value.type]), align=bytes_of(value.type))
             return
-        for result, target, s in zip(found, targets, kernel.results, strict=True):
+        for result, target, s in zip(values, targets, kernel.results, strict=True):
             # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
             # loaded before the same elements are stored.
             store_vector(b, result, at(b, target, i, MEMORY[s]), s, lanes)
@@ -358,9 +358,9 @@ def gather_function(module: ir.Module, storage: Storage) -> ir.Function:
     """
     memory = MEMORY[storage]
     name = f"gather_{storage}"
-    found = module.globals.get(name)
-    if found is not None:
-        return found
+    defined = module.globals.get(name)
+    if defined is not None:
+        return defined
     function = ir.Function(module, ir.FunctionType(PTR, [PTR, PTR, PTR, I64, I64, PTR, PTR]), name)
     function.linkage = "internal"
     buffer, x, place, number, ndim, sizes, strides = function.args

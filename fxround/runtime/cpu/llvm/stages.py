@@ -59,7 +59,7 @@ def _results_of_stages(kernel: Map) -> list[tuple[Expr, ...]]:
         parts.append([value])
         room = _LONGEST - length
     # The last part is computed with the body's results, into which its values are converted.
-    found = [kernel.body.results]
+    stages = [kernel.body.results]
     wanted = dict.fromkeys(kernel.body.results)
     for i in reversed(range(len(parts) - 1)):
         earlier = dict.fromkeys([*kernel.body.params, *(v for part in parts[: i + 1] for v in part)])
@@ -67,8 +67,8 @@ def _results_of_stages(kernel: Map) -> list[tuple[Expr, ...]]:
         own = tuple(v for v in parts[i] if v in read)
         wanted |= dict.fromkeys(own)
         if own:
-            found.append(own)
-    return found[::-1]
+            stages.append(own)
+    return stages[::-1]
 
 
 def lanes_of(results: tuple[Expr, ...], known: dict[Expr, None]) -> int:
@@ -78,14 +78,14 @@ def lanes_of(results: tuple[Expr, ...], known: dict[Expr, None]) -> int:
 
 def _reads(results: Iterable[Expr], known: dict[Expr, None]) -> tuple[Expr, ...]:
     """Return the known values that these results need, also those that they need rarely."""
-    found: set[Expr] = set()
+    read: set[Expr] = set()
     seen: set[Expr] = set()
     stack = list(results)
     while stack:
         node = stack.pop()
         if node in known:
-            found.add(node)
+            read.add(node)
         elif node not in seen:
             seen.add(node)
             stack.extend(node.args)
-    return tuple(n for n in known if n in found)
+    return tuple(n for n in known if n in read)

@@ -98,20 +98,20 @@ class RowChain:
     @cached_property
     def storages(self) -> dict[int, Storage]:
         """How each value is stored."""
-        found = {i: operand.storage for i, operand in enumerate(self.operands)}
+        storages = {i: operand.storage for i, operand in enumerate(self.operands)}
         for stage in self.stages:
             kinds = stage.kernel.results if isinstance(stage.kernel, Map) else (stage.kernel.result,)
-            found |= dict(zip(stage.results, kinds, strict=True))
-        return found
+            storages |= dict(zip(stage.results, kinds, strict=True))
+        return storages
 
     @cached_property
     def levels(self) -> dict[int, int]:
         """The loop in which each value is computed; a value of a row alone is there before that loop."""
-        found = dict.fromkeys(range(len(self.operands)), 0)
+        levels = dict.fromkeys(range(len(self.operands)), 0)
         for stage in self.stages:
-            level = max(found[i] for i in stage.operands)
-            found |= dict.fromkeys(stage.results, level + isinstance(stage.kernel, Reduce))
-        return found
+            level = max(levels[i] for i in stage.operands)
+            levels |= dict.fromkeys(stage.results, level + isinstance(stage.kernel, Reduce))
+        return levels
 
     @cached_property
     def wide(self) -> frozenset[int]:

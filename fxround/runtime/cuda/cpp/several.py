@@ -95,8 +95,8 @@ def several_text(variant: SeveralVariant) -> str:
             element(s, f"number{n}" if c < 0 else place.format(n))
             for n, (s, c) in enumerate(zip(kernel.loads, variant.columns, strict=True))
         ]
-        found = map_call(kernel, f"{name}_body", read, made, "i")
-        return found + [f"{target.format(n)} = {value};" for n, value in enumerate(made)]
+        statements = map_call(kernel, f"{name}_body", read, made, "i")
+        return statements + [f"{target.format(n)} = {value};" for n, value in enumerate(made)]
 
     piece = 16 // max(BYTES_OF[s] for s in (*kernel.loads, *kernel.results))
     taken = [n for n, c in enumerate(variant.columns) if c >= 0]
