@@ -16,7 +16,7 @@ import pytest
 from models import hugging_face
 
 import fxround
-from benchmarks import walk
+from benchmarks import tables, walk
 from benchmarks.pictures import FOLDER, PICTURES, UNREPEATABLE
 from fxround import cli
 from fxround.numerics.formats import FORMATS, Format
@@ -104,6 +104,17 @@ def test_the_readme_says_what_its_picture_shows() -> None:
 def test_the_walks_are_what_the_code_makes() -> None:
     document = walk.DOCUMENT.read_text(encoding="utf-8")
     assert walk.written(document) == document, "python -m benchmarks.walk"
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    document = tables.DOCUMENT.read_text(encoding="utf-8")
+    assert tables.written(document) == document, "python -m benchmarks.tables"
+    # Every table of the page is one of the results, and any other figure in one would be replaced.
+    assert len(re.findall(r"^\|[-:|]+\|$", document, re.MULTILINE)) == document.count("<!-- table: ")
+    changed = document.replace("| 23.167 |", "| 23.168 |")
+    assert changed != document and tables.written(changed) == document
+    with pytest.raises(ValueError, match="marks for unknown"):
+        tables.written("<!-- table: unknown -->\n<!-- end -->")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
