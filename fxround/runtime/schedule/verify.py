@@ -84,7 +84,7 @@ class _Ledger:
         if node.target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            ours = is_kernel(source) and returns_list(source)
+            ours = returns_list(source)
             made = Memory(f"{source.name}[{node.args[1]}]", "kernel")
             self.reach[node] = frozenset({made}) if ours else self.reach[source]
             self._readable(node, node)
