@@ -340,10 +340,10 @@ def differing(case: Case) -> str:
     with emulation.emulated():
         there = case.run()
     for number, (own, other) in enumerate(zip(here, there, strict=True)):
-        found = (own.contiguous().view(_signed(own.dtype)) != other.contiguous().view(_signed(own.dtype))).nonzero()
-        if len(found):
-            at = tuple(found[0].tolist())
-            return f"result {number}: {len(found)} of {own.numel()}, at {at} {own[at]} here and {other[at]} there"
+        places = (own.contiguous().view(_signed(own.dtype)) != other.contiguous().view(_signed(own.dtype))).nonzero()
+        if len(places):
+            at = tuple(places[0].tolist())
+            return f"result {number}: {len(places)} of {own.numel()}, at {at} {own[at]} here and {other[at]} there"
     return ""
 
 

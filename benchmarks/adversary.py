@@ -234,9 +234,9 @@ def search(
 
     ``size``: the number drawn before the worst are updated. ``rounding``: of the results.
     """
-    rng, found = np.random.default_rng(seed), Found()
-    while found.samples < count:
+    rng, results = np.random.default_rng(seed), Found()
+    while results.samples < count:
         with np.errstate(all="ignore"):
-            args = [a.astype(dtype) for a in batch(name, rng, min(size, count - found.samples), found.near)]
-        found.add(judge(name, [np.where(np.isfinite(a), a, dtype(1)) for a in args], rounding))
-    return found
+            args = [a.astype(dtype) for a in batch(name, rng, min(size, count - results.samples), results.near)]
+        results.add(judge(name, [np.where(np.isfinite(a), a, dtype(1)) for a in args], rounding))
+    return results

@@ -339,16 +339,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     ledger = stored() if LEDGER.exists() else {}
     print(f"{machine()}; {', '.join(instruction_sets())}")
     with texts_on_host() if arguments.texts else nullcontext() as host:
-        found = {}
+        lines = {}
         for name, preset in product(names, presets):
-            found[f"{name}, {preset}"] = line = entry_of(name, preset, instruction_sets(), host)
+            lines[f"{name}, {preset}"] = line = entry_of(name, preset, instruction_sets(), host)
             before = ledger.get(f"{name}, {preset}", {})
             differing = [key for key in sorted({*line, *before}) if before.get(key) != line.get(key)]
             print(f"{name}, {preset}: {'other ' + ', '.join(differing) if differing else 'equal'}", flush=True)
-    wrong = sum(ledger.get(key) != line for key, line in found.items())
+    wrong = sum(ledger.get(key) != line for key, line in lines.items())
     if arguments.write:
         LEDGER.parent.mkdir(exist_ok=True)
-        LEDGER.write_text(json.dumps(ledger | found, indent=1) + "\n", encoding="utf-8")
+        LEDGER.write_text(json.dumps(ledger | lines, indent=1) + "\n", encoding="utf-8")
         return 0
     return wrong
 

@@ -91,8 +91,8 @@ def _in_a_process(name: str, policy: str, place: str) -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--measure", name, policy]
     environment = {**os.environ, "FXROUND_CACHE_DIR": place}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def _row(name: str, policy: str) -> tuple[str, ...]:

@@ -177,10 +177,10 @@ def measure(threads: int, quick: bool) -> None:
         calls: dict[str, Callable[[], object]] = {"stock": work.stock}
         calls |= {name: partial(work.ours, ACCUMULATORS[name]) for name in names}
         # On one thread, the thread's processor time, which other processes do not change.
-        found = medians(calls, time.thread_time if threads == 1 else time.perf_counter, passes=3)
-        ratios = [f"{found[n] / found['stock']:.2f}x" if n in names else "" for n in ACCUMULATORS]
-        reached = work.steps / found["nearest"] / 1e9 / peak / threads
-        cells = [work.name, f"{found['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"]
+        times = medians(calls, time.thread_time if threads == 1 else time.perf_counter, passes=3)
+        ratios = [f"{times[n] / times['stock']:.2f}x" if n in names else "" for n in ACCUMULATORS]
+        reached = work.steps / times["nearest"] / 1e9 / peak / threads
+        cells = [work.name, f"{times['stock'] * 1e3:.3f}", *ratios, f"{reached:.0%}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

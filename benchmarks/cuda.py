@@ -96,7 +96,7 @@ def _made(texts: Sequence[Text], arch: str) -> tuple[list[Resources], bytes]:
     unit = "".join(f"namespace unit_{i} {{\n{text.source()}}}\n" for i, text in enumerate(texts))
     binary, notes = compiled(unit, arch)
     threads = {text.name: text.threads for text in texts}
-    found = [
+    reports = [
         Resources(
             arch,
             threads[m["name"]],
@@ -108,10 +108,10 @@ def _made(texts: Sequence[Text], arch: str) -> tuple[list[Resources], bytes]:
         )
         for m in _NOTE.finditer(notes)
     ]
-    missing = {text.name for text in texts} - {one.name for one in found}
+    missing = {text.name for text in texts} - {one.name for one in reports}
     if missing:
         raise RuntimeError(f"the compiler says nothing of {sorted(missing)[:3]}")
-    return found, binary
+    return reports, binary
 
 
 def machine_code(binary: bytes) -> str | None:
@@ -137,7 +137,7 @@ def faults_of(listing: str, texts: Sequence[Text]) -> list[str]:
     fused = divided | {name for name, source in sources.items() if asked.search(source)}
     faults, name = [], ""
     for line in listing.splitlines():
-        name = found[1] if (found := re.match(r"\s*\.section\s+\.text\.(\w+)", line)) else name
+        name = section[1] if (section := re.match(r"\s*\.section\s+\.text\.(\w+)", line)) else name
         if name not in divided and re.search(r"\b[FD](ADD|MUL|FMA|SETP|SET|MNMX)\S*\.FTZ", line):
             faults.append(f"{name} flushes subnormal numbers: {line.strip()}")
         if name not in fused and re.search(r"\b[FD]FMA\b", line):
@@ -253,15 +253,15 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def compare_bits() -> dict[str, str]:
     """Every comparison of the GPU with the CPU: ``equal``, or what differs."""
-    found: dict[str, str] = {}
+    verdicts: dict[str, str] = {}
 
     def note(name: str, run: Callable[[], str]) -> None:
         began = time.perf_counter()
         try:
-            found[name] = run()
+            verdicts[name] = run()
         except Exception:  # Whatever stops one comparison must not stop the others.
-            found[name] = traceback.format_exc(limit=3)[-600:]
-        print(f"{name}: {found[name]} ({time.perf_counter() - began:.1f} s)", flush=True)
+            verdicts[name] = traceback.format_exc(limit=3)[-600:]
+        print(f"{name}: {verdicts[name]} ({time.perf_counter() - began:.1f} s)", flush=True)
 
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1 << 16)
     for text in (
@@ -283,7 +283,7 @@ def compare_bits() -> dict[str, str]:
     for policy in ("reproducible", "stochastic"):
         note(f"100 training steps {policy}", partial(_trained_twice, policy))
     note("a CUDA graph", _graph)
-    return found
+    return verdicts
 
 
 def _same(want: Sequence[Tensor], got: Sequence[Tensor]) -> str:
@@ -340,16 +340,16 @@ def sanitized() -> dict[str, str]:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {"compute-sanitizer": "not on the PATH"}
-    found = {}
+    verdicts = {}
     for tool in ("memcheck", "racecheck"):
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "fxround", "selftest"]
         try:
             done = subprocess.run([*command, "--device", "cuda"], capture_output=True, text=True, timeout=_SANITIZE)
-            found[tool] = "clean" if done.returncode == 0 else done.stdout[-600:] + done.stderr[-600:]
+            verdicts[tool] = "clean" if done.returncode == 0 else done.stdout[-600:] + done.stderr[-600:]
         except subprocess.TimeoutExpired:
-            found[tool] = f"not finished after {_SANITIZE} s"
-        print(f"{tool}: {found[tool]}", flush=True)
-    return found
+            verdicts[tool] = f"not finished after {_SANITIZE} s"
+        print(f"{tool}: {verdicts[tool]}", flush=True)
+    return verdicts
 
 
 # ---- on a GPU: speed ----
@@ -373,15 +373,15 @@ def milliseconds(call: Callable[[], object], passes: int = 7) -> float:
 def speeds() -> dict[str, Any]:
     """The tables of speed: milliseconds, and the ratio to PyTorch's own."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
 
     def row(name: str, stock: Callable[[], object], calls: dict[str, Callable[[], object]]) -> None:
         try:
             base = milliseconds(stock)
-            found[name] = {"stock": base} | {key: milliseconds(call) for key, call in calls.items()}
+            table[name] = {"stock": base} | {key: milliseconds(call) for key, call in calls.items()}
         except Exception:  # Whatever stops one row must not stop the others.
-            found[name] = {"error": traceback.format_exc(limit=3)[-600:]}
-        print(name, found[name], flush=True)
+            table[name] = {"error": traceback.format_exc(limit=3)[-600:]}
+        print(name, table[name], flush=True)
 
     def under(model: nn.Module, *args: Tensor) -> dict[str, Callable[[], object]]:
         model.eval()
@@ -411,7 +411,7 @@ def speeds() -> dict[str, Any]:
         wide = torch.randn(8, 128, 768, device="cuda")
         deep = encoder(768, 12).cuda().eval()
         row("12 layers of width 768", partial(deep, wide), under(deep, wide))
-    return found
+    return table
 
 
 def run_on_gpu(output: str | None) -> int:
@@ -435,10 +435,11 @@ def compile_texts(archs: Sequence[str]) -> int:
     for arch in archs:
         began = time.process_time()
         texts = texts_of(*runs, slow_binary64=arch in _SLOW, async_copies=arch != "sm_75")
-        found, binary = _made(texts, arch)
-        most, spilled = max(found, key=lambda r: r.registers), [r for r in found if r.spilled]
-        numbers = (len(found), most.registers, len(spilled), max(r.stack for r in found), max(r.shared for r in found))
-        busy = [r.occupancy() for r in found]
+        reports, binary = _made(texts, arch)
+        most, spilled = max(reports, key=lambda r: r.registers), [r for r in reports if r.spilled]
+        stack, shared = max(r.stack for r in reports), max(r.shared for r in reports)
+        numbers = (len(reports), most.registers, len(spilled), stack, shared)
+        busy = [r.occupancy() for r in reports]
         listing = machine_code(binary)
         faults = [] if listing is None else faults_of(listing, texts)
         problems += len(spilled) + len(faults)

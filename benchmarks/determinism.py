@@ -137,8 +137,8 @@ class Suite(nn.Module):
 
     def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Map [n, ...] tensors by operator name to results by operator name."""
-        found = {name: function(given[name]) for name, function in self.functions.items()}
-        return found | {self.names[key]: module(given[self.names[key]]) for key, module in self.operators.items()}
+        results = {name: function(given[name]) for name, function in self.functions.items()}
+        return results | {self.names[key]: module(given[self.names[key]]) for key, module in self.operators.items()}
 
 
 def _key(name: str) -> str:
@@ -166,11 +166,11 @@ def arguments(rows: int = ROWS) -> dict[str, Tensor]:
 def check(policy: str | None) -> InvarianceReport:
     """Check all axes of all operators."""
     given = ((arguments(),), {})
-    found = fxround.check_invariance(
+    report = fxround.check_invariance(
         suite(), given, policy=policy, gradients=True, first=False, build="benchmarks.determinism:suite"
     )
-    assert all(axis.distinct for axis in found.axes), found
-    return found
+    assert all(axis.distinct for axis in report.axes), report
+    return report
 
 
 def counts(axis: AxisResult, operator: Operator) -> int:

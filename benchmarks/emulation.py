@@ -146,10 +146,10 @@ class Runner:
 
     def _bytes(self, size: int) -> bytes:
         assert self._process.stdout is not None
-        found = self._process.stdout.read(size)
-        if len(found) < size:
+        data = self._process.stdout.read(size)
+        if len(data) < size:
             raise RuntimeError(f"{EMULATOR} ended with status {self._process.wait()}")
-        return found
+        return data
 
     def _words(self, number: int) -> tuple[int, ...]:
         return struct.unpack(f"<{number}Q", self._bytes(8 * number))
@@ -259,7 +259,7 @@ def undefined_symbols(content: bytes) -> list[str]:
         struct.unpack_from(kind, content, at)[0] for kind, at in (("<Q", 40), ("<H", 58), ("<H", 60))
     )
     sections = [struct.unpack_from("<IIQQQQIIQQ", content, start + i * size) for i in range(number)]
-    found = []
+    symbols = []
     for _, kind, _, _, offset, length, strings, *_ in sections:
         if kind != 2:
             continue
@@ -267,8 +267,8 @@ def undefined_symbols(content: bytes) -> list[str]:
         for at in range(offset + 24, offset + length, 24):
             name, _, _, section = struct.unpack_from("<IBBH", content, at)
             if section == 0:
-                found.append(content[names + name : content.index(b"\0", names + name)].decode())
-    return found
+                symbols.append(content[names + name : content.index(b"\0", names + name)].decode())
+    return symbols
 
 
 def _run(command: list[str]) -> str:

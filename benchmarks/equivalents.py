@@ -237,8 +237,8 @@ def main() -> int:
         print(f"not installed: {', '.join(missing)}")
     wrong = any(int(row[4]) > int(row[5]) for row in rows)
     if sys.argv[1:] == ["--write"] and not missing and not wrong:
-        found = {row.name: row.digests(row.numbers()) for row in equivalents()}
-        STORED.write_text(json.dumps(found, indent=1) + "\n")
+        digests = {row.name: row.digests(row.numbers()) for row in equivalents()}
+        STORED.write_text(json.dumps(digests, indent=1) + "\n")
     return int(wrong)
 
 

@@ -116,12 +116,12 @@ def _agrees(low: I64, high: I64, nearest: Any, sticky: F64) -> Bool:
     It is only computed for normal binary32 numbers, where a cell is 2^28 ordinals, and is False elsewhere.
     """
     cell = low >> _HALF
-    found = _signed(sticky)
+    codes = _signed(sticky)
     good = ((high - 1) >> _HALF) == cell
-    good &= (found >> _HALF) == cell
-    good &= ((found - 1) >> _HALF) == cell
+    good &= (codes >> _HALF) == cell
+    good &= ((codes - 1) >> _HALF) == cell
     # The nearest value is right if its ordinal, with binary64's exponent bias, is half the cell's index rounded up.
-    size = np.abs(found)
+    size = np.abs(codes)
     good &= (size >= _LEAST) & (size < _ABOVE)
     code = nearest.view(np.int32).astype(np.int64)
     sign = code >> 63
@@ -255,8 +255,8 @@ class Check:
     def _count(self, mode: str, x: F64, wrong: Bool) -> None:
         if wrong.any():
             self.results.mismatches[mode] += int(np.count_nonzero(wrong))
-            found = [(mode, float(v).hex()) for v in x[wrong][:EXAMPLES].tolist()]
-            self.results.examples = [*self.results.examples, *found][:EXAMPLES]
+            examples = [(mode, float(v).hex()) for v in x[wrong][:EXAMPLES].tolist()]
+            self.results.examples = [*self.results.examples, *examples][:EXAMPLES]
 
     def _remember(self, x: F64, settled: Settled) -> None:
         """Keep the inputs whose value is closest to a boundary without being on it."""
@@ -384,13 +384,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def collect(folder: Path, target: Path) -> None:
     """Write the results for the present code in one file, by function, for docs/functions.md and the tests."""
-    found = {}
+    collected = {}
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
         if data["digest"] != digest(data["function"]):
             continue
-        found[data["function"]] = {"units": len(data["done"])} | {k: data[k] for k in ("date", "digest", "results")}
-    target.write_text(json.dumps(found, indent=1) + "\n")
+        collected[data["function"]] = {"units": len(data["done"])} | {k: data[k] for k in ("date", "digest", "results")}
+    target.write_text(json.dumps(collected, indent=1) + "\n")
 
 
 def command(arguments: list[str] | None = None) -> int:

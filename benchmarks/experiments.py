@@ -119,9 +119,9 @@ def text() -> tuple[Tensor, int]:
     return torch.tensor([alphabet.index(c) for c in zen]), len(alphabet)
 
 
-def _require(found: str, expected: str, what: str) -> None:
-    if found != expected:
-        raise ValueError(f"{what} has sha256 {found}, expected {expected}: the hashes below are of other data")
+def _require(digest: str, expected: str, what: str) -> None:
+    if digest != expected:
+        raise ValueError(f"{what} has sha256 {digest}, expected {expected}: the hashes below are of other data")
 
 
 def initialize(model: nn.Module) -> nn.Module:
@@ -173,7 +173,7 @@ class Experiment:
         """
         net, step, inference = _compiled(self.name, policy)
         initialize(net.train())
-        found: dict[str, Any] = {"initial": fxround.hash(net)}
+        hashes: dict[str, Any] = {"initial": fxround.hash(net)}
         step.train().reseed(SEED)
         optimizer = compile_optimizer(self.optimizer(net.parameters()), policy, seed=SEED)
         if begin and checkpoint:
@@ -185,7 +185,7 @@ class Experiment:
             step(*self.batch(number)).backward()
             optimizer.step()
             if number + 1 == EARLY:
-                found["early"] = fxround.hash(net)
+                hashes["early"] = fxround.hash(net)
         if checkpoint:
             torch.save({"model": step.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
         x, target = self.asked()
@@ -193,7 +193,7 @@ class Experiment:
         with torch.no_grad():
             logits = inference(x)
         right = (logits.argmax(-1) == target).double().mean().item()
-        return found | {"weights": fxround.hash(net), "logits": fxround.hash(logits), "right": right}
+        return hashes | {"weights": fxround.hash(net), "logits": fxround.hash(logits), "right": right}
 
 
 @cache

@@ -149,9 +149,9 @@ class Unit:
             os.killpg(self.process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        found = self.process.poll() == FOUND
+        failed = self.process.poll() == FOUND
         self.stop()
-        return f"found before it was cut off\n{self.told()}" if found else None
+        return f"found before it was cut off\n{self.told()}" if failed else None
 
     def told(self) -> str:
         """Return its last lines."""
@@ -203,10 +203,10 @@ def search(
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     for unit in running:
-        found = unit.interrupt()
-        cut += found is None
-        if found is not None:
-            report(unit, found)
+        lines = unit.interrupt()
+        cut += lines is None
+        if lines is not None:
+            report(unit, lines)
     return cut
 
 

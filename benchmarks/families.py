@@ -88,8 +88,8 @@ def generated(model: Any, ids: Tensor, settings: Mapping[str, Any]) -> tuple[Ten
     """Return the tokens and the logits of each new token, under a fixed seed."""
     torch.manual_seed(7)
     fixed = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "output_logits": True, "return_dict_in_generate": True}
-    found = model.generate(ids, **{"do_sample": False, **fixed, **settings})
-    return found.sequences, torch.stack(found.logits, 1)
+    output = model.generate(ids, **{"do_sample": False, **fixed, **settings})
+    return output.sequences, torch.stack(output.logits, 1)
 
 
 def measure(family: str) -> tuple[str, ...]:

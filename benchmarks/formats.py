@@ -69,7 +69,7 @@ def through(peer: Any, x: torch.Tensor, element: str, how: str) -> torch.Tensor:
 
 def speeds(peer: Any) -> Iterator[list[str]]:
     """Yield rows: name, and for each size the rate with a new result and with one that exists."""
-    found: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for size in SIZES:
         x = torch.randn(size // COLUMNS, COLUMNS)
         blocks, out = torch.randn(size // 32, 32), torch.empty_like(x)
@@ -87,8 +87,8 @@ def speeds(peer: Any) -> Iterator[list[str]]:
         seconds = medians(calls, time.thread_time)
         for name in dict.fromkeys(name for name, _ in calls):
             rates = [seconds.get((name, existing)) for existing in (False, True)]
-            found.setdefault(name, []).extend("" if rate is None else f"{size / rate / 1e6:.0f}" for rate in rates)
-    yield from ([name, *rates] for name, rates in found.items())
+            rows.setdefault(name, []).extend("" if rate is None else f"{size / rate / 1e6:.0f}" for rate in rates)
+    yield from ([name, *rates] for name, rates in rows.items())
 
 
 def beside_peers() -> Iterator[list[str]]:

@@ -54,11 +54,11 @@ def calls(name: str) -> dict[str, Callable[[], object]]:
     """Return the calls of PyTorch's function, and of fxround's in each mode."""
     xs = operands(name)
     names = ", ".join(f"x{i}" for i in range(len(xs)))
-    found: dict[str, Callable[[], object]] = {"torch": partial(getattr(torch, name), *xs)}
+    timed: dict[str, Callable[[], object]] = {"torch": partial(getattr(torch, name), *xs)}
     for mode in MODES:
         program = f"t0 = {name}({names}) @ binary32/{mode}/inf"
-        found[mode] = partial(torch.ops.fxround.pointwise, list(xs), program, torch.float32, RNG, 0)
-    return found
+        timed[mode] = partial(torch.ops.fxround.pointwise, list(xs), program, torch.float32, RNG, 0)
+    return timed
 
 
 def times() -> None:
@@ -77,27 +77,27 @@ def times() -> None:
 
 def bounds(names: list[str], count: int, seed: int, output: Path | None) -> int:
     """Search every function, updating the file; return 1 if a bound that the registry states does not hold."""
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     broken = 0
     for name in tracked(names, len(names), "bounds"):
         row = ELEMENTARY[name]
-        found[name] = {}
+        measured[name] = {}
         for carrier, dtype in CARRIERS.items():
             result = adversary.search(name, count if carrier == "float64" else count // 4, seed, dtype)
             worst = result.worst
             assert worst is not None
             broken += worst.error > row.error_bound
-            found[name][carrier] = {
+            measured[name][carrier] = {
                 "samples": result.samples,
                 "ulps": worst.error,
                 "at": [a.hex() for a in worst.args],
                 "beyond_half": result.beyond if row.near_zeros else 0.0,
             }
-            print(f"{name} {carrier}: {found[name][carrier]}, stated {row.error_bound}", flush=True)
+            print(f"{name} {carrier}: {measured[name][carrier]}, stated {row.error_bound}", flush=True)
         if output:
             told = {"processor": machine(), "date": datetime.date.today().isoformat(), "seed": seed}
             before = json.loads(output.read_text())["functions"] if output.exists() else {}
-            output.write_text(json.dumps(told | {"functions": before | found}, indent=1) + "\n")
+            output.write_text(json.dumps(told | {"functions": before | measured}, indent=1) + "\n")
     return int(broken > 0)
 
 
@@ -107,11 +107,11 @@ def stated(row: Elementary) -> str:
     return f"{row.error_bound}{zeros}"
 
 
-def contract_row(row: Elementary, found: dict[str, Any]) -> str:
+def contract_row(row: Elementary, measured: dict[str, Any]) -> str:
     """Return a row of the table: the bound, the worst error found, and the source of the bound."""
     special, where = row.special.replace("|", r"\|"), row.define.__module__.rpartition(".")[2]
     # Rounded up, so that the printed bound is not below the worst error found.
-    worst = " | ".join(f"{math.ceil(found[c]['ulps'] * 1000) / 1000:.3f}" for c in CARRIERS)
+    worst = " | ".join(f"{math.ceil(measured[c]['ulps'] * 1000) / 1000:.3f}" for c in CARRIERS)
     short = "yes" if row.quick else ""
     return f"| `{row.name}` | {special} | {stated(row)} | {worst} | {row.source} | `{where}.py` | {short} |"
 
@@ -119,16 +119,16 @@ def contract_row(row: Elementary, found: dict[str, Any]) -> str:
 def contracts() -> Iterator[str]:
     """Yield the table of docs/functions.md, and the run that it is from."""
     stored = json.loads(BOUNDS.read_text())
-    found = stored["functions"]
-    counts = [f"{sum(row[c]['samples'] for row in found.values()):.2g}" for c in CARRIERS]
-    samples = [f"{min(row[c]['samples'] for row in found.values())}" for c in CARRIERS]
+    measured = stored["functions"]
+    counts = [f"{sum(row[c]['samples'] for row in measured.values()):.2g}" for c in CARRIERS]
+    samples = [f"{min(row[c]['samples'] for row in measured.values())}" for c in CARRIERS]
     yield f"{' and '.join(samples)} samples of each function at least, {' and '.join(counts)} of all, with float64 and"
     yield f"float32 arguments; seed {stored['seed']}, {stored['date']}, {stored['processor']}."
     yield ""
     yield "| function | special values | binary64 ulps | worst, float64 | float32 | source of method | file | short |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in ELEMENTARY.values():
-        yield contract_row(row, found[row.name])
+        yield contract_row(row, measured[row.name])
 
 
 def main(arguments: list[str] | None = None) -> int:

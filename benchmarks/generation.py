@@ -84,9 +84,9 @@ def _row(row: str) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as place:
         environment = {**os.environ, "FXROUND_CACHE_DIR": place}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    times = [f"{found['first']:.1f}", f"{1000 * found['token']:.1f}", f"{1000 * found['stock']:.1f}"]
-    return row, str(found["captures"]), *times, f"{found['token'] / found['stock']:.1f}x"
+    figures = json.loads(done.stdout.splitlines()[-1])
+    times = [f"{figures['first']:.1f}", f"{1000 * figures['token']:.1f}", f"{1000 * figures['stock']:.1f}"]
+    return row, str(figures["captures"]), *times, f"{figures['token'] / figures['stock']:.1f}x"
 
 
 def main(arguments: tuple[str, ...] = ()) -> None:

@@ -37,13 +37,13 @@ def machine() -> str:
 
 def versions(packages: Iterable[str]) -> str:
     """Return name and version of the installed packages among these."""
-    found = []
+    named = []
     for name in packages:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            named.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(named)
 
 
 def header(packages: Sequence[str]) -> str:

@@ -109,8 +109,8 @@ class Data:
         """Load the digits that are part of scikit-learn."""
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        return Data(torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target))
+        digits = load_digits()
+        return Data(torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target))
 
 
 class Trainer:
@@ -146,8 +146,8 @@ class Trainer:
                 self.optimizer.step()
         self.compiled.eval()
         with torch.no_grad():
-            found = self.compiled(self.data.images[TRAINING:]).argmax(1)
-        return (found == self.data.digits[TRAINING:]).double().mean().item()
+            predicted = self.compiled(self.data.images[TRAINING:]).argmax(1)
+        return (predicted == self.data.digits[TRAINING:]).double().mean().item()
 
 
 Results = dict[str, list[float]]
@@ -168,13 +168,13 @@ def trainings(results: Results, seeds: int, epochs: int) -> Iterator[tuple[Schem
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table: accuracies in percent."""
     for scheme in SCHEMES:
-        found = [100 * accuracy for accuracy in results.get(scheme.name, ())]
-        if not found:
+        percents = [100 * accuracy for accuracy in results.get(scheme.name, ())]
+        if not percents:
             continue
         tensors, master = scheme.name.split(" | ")
-        deviation = statistics.stdev(found) if len(found) > 1 else float("nan")
-        figures = (statistics.mean(found), min(found), max(found), deviation)
-        yield tensors, master, *(f"{value:.1f}" for value in figures), str(len(found))
+        deviation = statistics.stdev(percents) if len(percents) > 1 else float("nan")
+        figures = (statistics.mean(percents), min(percents), max(percents), deviation)
+        yield tensors, master, *(f"{value:.1f}" for value in figures), str(len(percents))
 
 
 def run(results: Results, seeds: int, epochs: int, keep: Any) -> None:

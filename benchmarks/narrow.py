@@ -66,13 +66,13 @@ class Element:
 
 def _floats(width: int, precision: int, bias: int, codes: int) -> Array:
     """Return the values of the first codes without their sign."""
-    found = []
+    numbers = []
     for code in range(codes):
         field, rest = divmod(code, 1 << (precision - 1))
         significand = rest if field == 0 else rest + (1 << (precision - 1))
-        found.append(float(Fraction(significand) * Fraction(2) ** (max(field, 1) - bias - precision + 1)))
+        numbers.append(float(Fraction(significand) * Fraction(2) ** (max(field, 1) - bias - precision + 1)))
     assert codes <= 1 << (width + precision - 1)
-    return np.array(found)
+    return np.array(numbers)
 
 
 def _floating(
@@ -180,24 +180,24 @@ def rounded(x: Array, element: Element, mode: str, overflow: str, scale: float =
     odd = (low % 2 == 1) if element.parity == "code" else grid[low] > 0
     beyond = size >= grid[-1] * scale
     away = _away(mode, negative, odd, size > edge, size == edge) & (size > grid[low] * scale) & ~beyond
-    found = grid[low + away]
+    nearest = grid[low + away]
     if element.beyond is None:
-        found = np.where(beyond, grid[-1], found)
+        nearest = np.where(beyond, grid[-1], nearest)
     else:
-        lost = (found > element.values[-1]) | beyond
+        lost = (nearest > element.values[-1]) | beyond
         ones = np.ones_like(lost)
         lost_up = _away(mode, negative, ones, ones, ~ones)
         past = {"inf": np.inf, "saturate": element.values[-1], "nan": np.nan}[overflow]
-        found = np.where(lost, np.where(lost_up, past, element.values[-1]), found)
+        nearest = np.where(lost, np.where(lost_up, past, element.values[-1]), nearest)
     if element.posit:
-        found = np.where((found == 0) & (size > 0), element.values[1], found)
+        nearest = np.where((nearest == 0) & (size > 0), element.values[1], nearest)
     infinite = {"inf": np.inf, "saturate": element.values[-1], "nan": np.nan}[overflow]
-    found = np.where(finite, found, np.nan if element.posit else infinite)
+    nearest = np.where(finite, nearest, np.nan if element.posit else infinite)
     if not element.signed:
-        found = np.where(negative & (x != 0), 0.0 if overflow == "saturate" else np.nan, found)
+        nearest = np.where(negative & (x != 0), 0.0 if overflow == "saturate" else np.nan, nearest)
         negative = np.zeros_like(negative)
-    signs = negative if element.minus else negative & (found != 0)
-    return np.where(np.isnan(x), np.nan, np.where(signs, -found, found))
+    signs = negative if element.minus else negative & (nearest != 0)
+    return np.where(np.isnan(x), np.nan, np.where(signs, -nearest, nearest))
 
 
 def _multiples(x: Array, element: Element, mode: str, overflow: str, scale: float) -> Array:
@@ -214,8 +214,8 @@ def _multiples(x: Array, element: Element, mode: str, overflow: str, scale: floa
     number = np.where(negative, -(low + away), low + away)
     if overflow == "wrap":
         count = len(element.values)
-        found = (number - least / unit) % count * unit + least
-        return np.where(finite, np.where(found == 0, np.copysign(0.0, 1.0), found), np.nan)
+        multiples = (number - least / unit) % count * unit + least
+        return np.where(finite, np.where(multiples == 0, np.copysign(0.0, 1.0), multiples), np.nan)
     exact = np.where(number == 0, np.copysign(0.0, x), number * unit)
     exact = np.where(np.isinf(x), x, exact)
     kept = np.where(exact < least, least, np.where(exact > most, most, exact))
@@ -285,12 +285,12 @@ def _power(value: Fraction) -> int:
 
 def _digits(element: Element) -> int:
     """Return the precision of a format: the significant bits of its values."""
-    found = 0
+    most = 0
     for value in element.values[1:]:
         exact = Fraction(value)
         unit = exact.numerator & -exact.numerator
-        found = max(found, (exact.numerator // unit).bit_length())
-    return found
+        most = max(most, (exact.numerator // unit).bit_length())
+    return most
 
 
 def tops(element: Element, scaling: Scaling) -> list[float]:
@@ -303,13 +303,13 @@ def tops(element: Element, scaling: Scaling) -> list[float]:
     else:
         inside = [*scales[:4], *scales[6:10], *scales[60:64], *scales[-3:]]
     edges = {e * d for e in (*inside, *((a + b) / 2 for a, b in itertools.pairwise(inside))) for d in (largest, top)}
-    found: set[float] = set()
+    values: set[float] = set()
     with np.errstate(over="ignore"):
         for edge in edges:
             near = np.float32(float(edge))
             ends = np.array([0, np.inf], np.float32)
-            found |= {float(near), *map(float, np.nextafter(near, ends))}
-    return sorted(v for v in found if 0 < v < np.inf)
+            values |= {float(near), *map(float, np.nextafter(near, ends))}
+    return sorted(v for v in values if 0 < v < np.inf)
 
 
 # ---- comparisons ----
@@ -344,24 +344,24 @@ class Count:
 def plain(element: Element, modes: Sequence[str] = MODES) -> Count:
     """Compare a format without a scale, in every mode and overflow."""
     kept = HALVES > 0 if element.text == "e8m0fnu" else np.ones(HALVES.size, bool)
-    found, form = Count(), f"scaled({element.text};fixed)" if element.text.startswith("int") else element.text
+    count, form = Count(), f"scaled({element.text};fixed)" if element.text.startswith("int") else element.text
     for mode, overflow in itertools.product(modes, element.overflows):
         text = f"{form}/{mode}/{overflow}"
         got = fxround.round(torch.from_numpy(SHORT[kept]), text)
-        found.add(text, got.numel(), _differing(got, rounded(HALVES[kept], element, mode, overflow)))
-    return found
+        count.add(text, got.numel(), _differing(got, rounded(HALVES[kept], element, mode, overflow)))
+    return count
 
 
 def given(element: Element, scales: Sequence[float] = SCALES, modes: Sequence[str] = MODES[:1]) -> Count:
     """Compare a format with given scales."""
-    found = Count()
+    count = Count()
     for scale, mode in itertools.product(scales, modes):
         text = f"scaled({element.text};fixed,scale={scale!r})/{mode}"
         scale = float(np.float32(scale))
         got = fxround.round(torch.from_numpy(SHORT), text)
         want = rounded(HALVES, element, mode, "saturate", scale) * scale
-        found.add(text, HALVES.size, _differing(got, want))
-    return found
+        count.add(text, HALVES.size, _differing(got, want))
+    return count
 
 
 def blocks(element: Element, scaling: Scaling, modes: Sequence[str] = MODES[:1]) -> Count:
@@ -372,13 +372,13 @@ def blocks(element: Element, scaling: Scaling, modes: Sequence[str] = MODES[:1])
         x = HALVES[np.abs(HALVES) <= top]
         rows.append(np.stack([x, np.full_like(x, top)], 1).astype(np.float32))
         made.append((float(_scale(Fraction(top), element, scaling)), rows[-1].astype(np.float64)))
-    found = Count()
+    count = Count()
     for mode in modes:
         text = f"scaled({element.text};2,{scaling.form},{scaling.how})/{mode}"
         got = fxround.round(torch.from_numpy(np.concatenate(rows)), text)
         want = [_block(x, element, scaling, scale, mode) for scale, x in made]
-        found.add(text, got.numel(), _differing(got, np.concatenate(want)))
-    return found
+        count.add(text, got.numel(), _differing(got, np.concatenate(want)))
+    return count
 
 
 def _block(x: Array, element: Element, scaling: Scaling, scale: float, mode: str) -> Array:

@@ -239,10 +239,10 @@ class Check:
             wrong = ~same(got, round_to(value, BINARY32, mode).astype(np.float32))
             if wrong.any():
                 self.results.mismatches[mode] += int(np.count_nonzero(wrong))
-                found = [
+                examples = [
                     (mode, f"{a.hex()} {b.hex()}") for a, b in zip(x[wrong].tolist(), y[wrong].tolist(), strict=True)
                 ]
-                self.results.examples = [*self.results.examples, *found][:EXAMPLES]
+                self.results.examples = [*self.results.examples, *examples][:EXAMPLES]
 
     def _remember(self, x: F64, y: F64, exact: F64) -> None:
         low, high = cells(exact, exact)
@@ -272,13 +272,13 @@ def command(arguments: list[str] | None = None) -> int:
             check.random(options.count, options.seed)
         except KeyboardInterrupt:
             interrupted = True
-        found = check.results
-        wrong += sum(found.mismatches.values())
-        print(f"{name}: {found.inputs} pairs, {found.near_ties} settled by MPFR, mismatches {found.mismatches}")
-        print(*found.examples, sep="\n", flush=True)
+        results = check.results
+        wrong += sum(results.mismatches.values())
+        print(f"{name}: {results.inputs} pairs, {results.near_ties} settled by MPFR, mismatches {results.mismatches}")
+        print(*results.examples, sep="\n", flush=True)
         if options.output:
             data = json.loads(options.output.read_text()) if options.output.exists() else {}
-            options.output.write_text(json.dumps(data | {name: asdict(found)}, indent=1) + "\n")
+            options.output.write_text(json.dumps(data | {name: asdict(results)}, indent=1) + "\n")
         if interrupted:
             return 130
     return 1 if wrong else 0

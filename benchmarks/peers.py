@@ -23,13 +23,13 @@ Call = Callable[[], object]
 
 def calls(x: torch.Tensor) -> dict[str, Call]:
     """Return the call of every installed peer that rounds ``x`` (binary32) to e4m3fn or the format that it names."""
-    found: dict[str, Call] = {}
+    named: dict[str, Call] = {}
     for peer in (_qtorch, _pychop, _ml_dtypes, _gfloat):
         try:
-            found |= dict(peer(x))
+            named |= dict(peer(x))
         except ImportError:
             continue
-    return found
+    return named
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Scaled:
 def scaled(size: int) -> list[Scaled]:
     """Return the roundings to scaled formats of every installed peer, of ``size`` elements in blocks of 32."""
     x = torch.randn(size // 32, 32)
-    found: list[Scaled] = []
+    listed: list[Scaled] = []
     for peer in (_microxcaling, _torchao, _qtorch_scaled, _pychop_scaled):
         try:
-            found += peer(x)
+            listed += peer(x)
         except ImportError:
             continue
-    return found
+    return listed
 
 
 def _microxcaling(x: torch.Tensor) -> Iterator[Scaled]:

@@ -234,10 +234,10 @@ def localization() -> str:
         linear.bias.copy_(fractions((4,), step=3, of=5, over=7))
     model = nn.Sequential(OrderedDict(standardize=Standardize(), logits=linear)).eval()
     x = 100 + fractions((8, 16), step=29, of=97, over=97)
-    found = fxround.localize(model, x, ("relative_error", 1e-3))
-    failures = {site.node: len(c.failures) for c in found.sets for site in c.sites}
-    (amplifier,) = {site.amplifier.partition(" at ")[0] for c in found.sets for site in c.sites}
-    cancelled = max(site.cancelled for c in found.sets for site in c.sites)
+    report = fxround.localize(model, x, ("relative_error", 1e-3))
+    failures = {site.node: len(c.failures) for c in report.sets for site in c.sites}
+    (amplifier,) = {site.amplifier.partition(" at ")[0] for c in report.sets for site in c.sites}
+    cancelled = max(site.cancelled for c in report.sets for site in c.sites)
     compiled = fxround.compile(model, "stochastic")
     compiled(x)
     graph = drawn(to_networkx(compiled.graph))
@@ -246,7 +246,7 @@ def localization() -> str:
         shown = {"placeholder": data["name"], "output": "result"}.get(data["op"]) or data["operator"]
         kind = "silent" if data["op"] != "call_function" else "blame" if name in failures else "passes"
         said = {
-            "blame": f"fails in {failures.get(name)} of {found.runs} runs",
+            "blame": f"fails in {failures.get(name)} of {report.runs} runs",
             "passes": "passes",
             "silent": data["type"],
         }

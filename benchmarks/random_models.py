@@ -95,12 +95,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file to which failures are appended")
     given_ = parser.parse_args()
     counts: Counter[str] = Counter()
-    begin, worked, found = time.monotonic(), time.process_time(), 0
+    begin, worked, failures = time.monotonic(), time.process_time(), 0
     number, name = given_.seed, ""
 
     def tell(failure: str) -> None:
-        nonlocal found
-        found += 1
+        nonlocal failures
+        failures += 1
         print(f"\nseed {number}: {failure}\n", flush=True)
         if given_.output is not None:
             with given_.output.open("a") as file:
@@ -119,7 +119,7 @@ def main() -> None:
             number += 1
             minutes = (time.monotonic() - begin) / 60
             print(
-                f"{minutes:6.1f} min  {counts['graphs']:,} graphs, {counts['modules']} modules, {found} failures",
+                f"{minutes:6.1f} min  {counts['graphs']:,} graphs, {counts['modules']} modules, {failures} failures",
                 flush=True,
             )
     except KeyboardInterrupt as stop:
@@ -128,10 +128,10 @@ def main() -> None:
         print("interrupted")
     print(
         f"seeds {given_.seed} to {number - 1}: {counts['graphs']:,} graphs, {counts['modules']} modules, "
-        f"{found} failures in {(time.monotonic() - begin) / 60:.1f} minutes of one process, "
+        f"{failures} failures in {(time.monotonic() - begin) / 60:.1f} minutes of one process, "
         f"{(time.process_time() - worked) / 60:.1f} of its processor's"
     )
-    sys.exit(1 if found else 0)
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def measure(hidden: int, batch: int) -> tuple[str, ...]:
         times.append(time.thread_time())
         compiled(x)
         times.append(time.thread_time())
-        found = medians({"rounded": lambda: compiled(x), "stock": lambda: layer(x)}, time.thread_time)
+        durations = medians({"rounded": lambda: compiled(x), "stock": lambda: layer(x)}, time.thread_time)
     capture, first = times[1] - times[0], times[2] - times[1]
-    rounded, stock = (found[name] / STEPS * 1e6 for name in ("rounded", "stock"))
+    rounded, stock = (durations[name] / STEPS * 1e6 for name in ("rounded", "stock"))
     numbers = f"{capture:.2f}", f"{first:.2f}", f"{rounded:.0f}", f"{stock:.0f}", f"{rounded / stock:.1f}x"
     return str(hidden), str(batch), *numbers
 

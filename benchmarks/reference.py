@@ -193,9 +193,9 @@ class Function:
     def exact(self, x: float) -> float:
         """Return f(x) rounded to odd to binary64: f(x) itself if it is a binary64 number."""
         if self.known is not None:
-            found = self.known(x)
-            if found is not None:
-                return found
+            known = self.known(x)
+            if known is not None:
+                return known
             wide = self.wide(x, _WIDE_BITS)
         with gmpy2.context(_EXACT) as context:
             value = float(self.compute(gmpy2.mpfr(x)) if self.known is None else +wide)

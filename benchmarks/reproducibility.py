@@ -49,8 +49,8 @@ def elsewhere(name: str, policy: str, steps: int, begin: int = 0, checkpoint: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    hashes: dict[str, Any] = json.loads(done.stdout)
+    return hashes
 
 
 def resumed(name: str, policy: str, steps: int) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def variations(name: str, policy: str, steps: int) -> Iterator[tuple[str, dict[s
         "stopped half-way, resumed in another process": lambda: resumed(name, policy, steps),
     }
     for way, make in ways.items():
-        found = make()
-        print(f"{name}, {policy}, {steps} steps, {way}: {found}", file=sys.stderr, flush=True)
-        yield way, found
+        hashes = make()
+        print(f"{name}, {policy}, {steps} steps, {way}: {hashes}", file=sys.stderr, flush=True)
+        yield way, hashes
 
 
 def rows(steps: int) -> Iterator[tuple[str, ...]]:
@@ -81,16 +81,16 @@ def rows(steps: int) -> Iterator[tuple[str, ...]]:
     for name in EXPERIMENTS:
         for policy in POLICIES:
             (_, first), *others = variations(name, policy, steps)
-            for way, found in others:
-                different = {what for what in first if what in found and found[what] != first[what]}
+            for way, hashes in others:
+                different = {what for what in first if what in hashes and hashes[what] != first[what]}
                 assert not different, f"{name}, {policy}: {way} has other {', '.join(sorted(different))}"
             yield row(name, policy, first)
 
 
-def row(name: str, policy: str, found: dict[str, Any]) -> tuple[str, ...]:
+def row(name: str, policy: str, hashes: dict[str, Any]) -> tuple[str, ...]:
     """Return a row of the table: the first 16 digits of each hash, and the share of right answers."""
-    digits = (f"`{found[what].removeprefix('sha256:')[:SHOWN]}`" for what in HASHES)
-    return (name, policy, *digits, f"{found['right']:.1%}")
+    digits = (f"`{hashes[what].removeprefix('sha256:')[:SHOWN]}`" for what in HASHES)
+    return (name, policy, *digits, f"{hashes['right']:.1%}")
 
 
 def columns(steps: int) -> tuple[str, ...]:
@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     asked = parser.parse_args(argv)
     if asked.run:
-        found = run(asked.run, asked.policy, asked.steps or EARLY, begin=asked.begin, checkpoint=asked.checkpoint)
-        print(json.dumps(found))
+        hashes = run(asked.run, asked.policy, asked.steps or EARLY, begin=asked.begin, checkpoint=asked.checkpoint)
+        print(json.dumps(hashes))
         return
     print(header(("torch", "fxround", "llvmlite")))
     if asked.matrix:

@@ -70,8 +70,8 @@ def rates(seconds: dict[int, dict[str, float]]) -> list[list[str]]:
     for name in names:
         row = [name]
         for size, column in seconds.items():
-            found = column.get(name)
-            row += [f"{size / found / 1e9:.3f}", f"{column[COPY] / found:.3f}"] if found else ["", ""]
+            duration = column.get(name)
+            row += [f"{size / duration / 1e9:.3f}", f"{column[COPY] / duration:.3f}"] if duration else ["", ""]
         rows.append(row)
     return rows
 

@@ -180,13 +180,13 @@ def costs(work: Work, repeats: int) -> tuple[int, dict[str, Cost]]:
     for name, policy in POLICIES.items():
         compiled = fxround.compile(model, policy)
         calls[name] = lambda compiled=compiled: compiled(*inputs)  # type: ignore[misc]
-    found = {name: Cost(grows=name in POLICIES) for name in calls}
+    measured = {name: Cost(grows=name in POLICIES) for name in calls}
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     with torch.no_grad():
         for _ in range(repeats + 1):
             for name, call in calls.items():
-                found[name].run(call, clock)
-    return sum(p.numel() for p in model.parameters()), found
+                measured[name].run(call, clock)
+    return sum(p.numel() for p in model.parameters()), measured
 
 
 def rows(names: list[str], repeats: int) -> Iterator[list[str]]:
@@ -194,11 +194,11 @@ def rows(names: list[str], repeats: int) -> Iterator[list[str]]:
     for name in names:
         work = WORKS[name]
         load = os.getloadavg()[0]
-        parameters, found = costs(work, repeats)
-        stock = found["stock"]
+        parameters, measured = costs(work, repeats)
+        stock = measured["stock"]
         row = [work.name, f"{parameters / 1e6:.1f}", f"{stock.least:.3f}", f"{stock.peak:.0f}"]
         for policy in POLICIES:
-            cost = found[policy]
+            cost = measured[policy]
             row += [f"{cost.least / stock.least:.1f}x", f"{cost.peak / stock.peak:.2f}x", f"{cost.first:.1f}"]
         yield [*row, work.published, f"{load:.1f}"]
 

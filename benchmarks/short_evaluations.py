@@ -59,9 +59,9 @@ def main() -> None:
         kernel, near, most, where = distance_kernel(name), 0, 0.0, 0
         for start in range(-(1 << 31), 1 << 31, _CHUNK):
             codes = torch.arange(start, start + _CHUNK, dtype=torch.int64).to(torch.int32)
-            (found,) = run_kernel(kernel, [codes.view(torch.float32)], NO_KEY)
-            near += int((found >= 0).sum())
-            highest = found.max(0)
+            (errors,) = run_kernel(kernel, [codes.view(torch.float32)], NO_KEY)
+            near += int((errors >= 0).sum())
+            highest = errors.max(0)
             if float(highest.values) > most:
                 most, where = float(highest.values), int(codes[highest.indices]) & 0xFFFFFFFF
         rows.append((name, f"{near:,}", f"{most:,.0f}", f"{where:#010x}"))

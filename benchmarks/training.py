@@ -161,8 +161,8 @@ def _in_a_process(name: str, how: str, threads: int, place: str) -> dict[str, fl
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.training", "--measure", name, how, str(threads)]
     environment = {**os.environ, "FXROUND_CACHE_DIR": place}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def _costs(name: str, threads: int) -> Iterator[list[str]]:

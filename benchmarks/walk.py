@@ -107,12 +107,12 @@ def written(document: str) -> str:
 
     Raises ValueError for a text without a mark, and for a mark without a text.
     """
-    found = texts()
+    blocks = texts()
     marks = re.findall(r"<!-- walk: (.*?) -->", document)
-    if sorted(marks) != sorted(found):
-        raise ValueError(f"the document has marks for {sorted(marks)}; the texts are {sorted(found)}")
+    if sorted(marks) != sorted(blocks):
+        raise ValueError(f"the document has marks for {sorted(marks)}; the texts are {sorted(blocks)}")
     block = re.compile(r"(<!-- walk: (.*?) -->\n\n```text\n).*?(\n```)", re.DOTALL)
-    return block.sub(lambda m: m[1] + found[m[2]] + m[3], document)
+    return block.sub(lambda m: m[1] + blocks[m[2]] + m[3], document)
 
 
 def main() -> None:

@@ -46,9 +46,9 @@ def main() -> None:
         return
     wanted = [subject for subject in subjects(options.zoos) if options.only in subject.title]
     if options.again:
-        found = {record["name"]: record for record in read(options.results)}
+        records = {record["name"]: record for record in read(options.results)}
         if not options.only:
-            wanted = [s for s in wanted if found.get(s.title, {}).get("misfits")]
+            wanted = [s for s in wanted if records.get(s.title, {}).get("misfits")]
         forget(options.results, {s.title for s in wanted})
     if options.list:
         print("\n".join(subject.title for subject in wanted))

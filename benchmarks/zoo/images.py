@@ -43,10 +43,10 @@ def members() -> dict[str, list[str]]:
     import timm
     from timm.models import _registry
 
-    found: dict[str, list[str]] = {}
+    named: dict[str, list[str]] = {}
     for name in timm.list_models():
-        found.setdefault(_registry._model_to_module[name], []).append(name)
-    return found
+        named.setdefault(_registry._model_to_module[name], []).append(name)
+    return named
 
 
 _WORDS = "test zepto atto femto pico nano xxt xxs _xt tiny _t xs mini small _s"

@@ -91,12 +91,12 @@ def floats(result: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
 
 
-def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest relative distance of a tensor from its yardstick (finite elements); inf for other shapes."""
-    if [t.shape for t in found] != [t.shape for t in exact]:
+    if [t.shape for t in results] != [t.shape for t in exact]:
         return math.inf
     worst = 0.0
-    for a, b in zip(found, exact, strict=True):
+    for a, b in zip(results, exact, strict=True):
         a, b = a.detach().double(), b.detach().double()
         # Masks contain the least number of their format, which is no result of an operation.
         kept = b.isfinite() & (b.abs() < 1e30)
@@ -156,10 +156,10 @@ def gradients(model: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for p in parameters:
         p.grad = None
     with torch.enable_grad():
-        found = [t for t in floats(model(*args, **kwargs)) if t.requires_grad]
-        if not found:
+        results = [t for t in floats(model(*args, **kwargs)) if t.requires_grad]
+        if not results:
             return []
-        kept = [t[t.detach().abs() < 1e30] for t in found]
+        kept = [t[t.detach().abs() < 1e30] for t in results]
         torch.stack([t.square().mean() for t in kept if t.numel()]).sum().backward()
     return [p.grad for p in parameters if p.grad is not None]
 
@@ -269,19 +269,19 @@ class Judge:
         began = time.process_time()
         first = plain(module, example.args, example.kwargs)
         coverage = module.coverage()
-        found: Record = {"error": error(floats(first), exact), "unrounded": len(coverage.unrounded)}
+        verdict: Record = {"error": error(floats(first), exact), "unrounded": len(coverage.unrounded)}
         if coverage.unrounded and name == "reproducible":
             self.record["unrounded"] = sorted({_operator(text) for text in coverage.unrounded})
         kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, first)
         interrupt()
-        found["again"] = same(plain(module, example.args, example.kwargs), kept) and same(first, kept)
-        found["seconds"] = round(time.process_time() - began, 1)
-        if not found["again"]:
+        verdict["again"] = same(plain(module, example.args, example.kwargs), kept) and same(first, kept)
+        verdict["seconds"] = round(time.process_time() - began, 1)
+        if not verdict["again"]:
             self._misfit(f"{name}: the second call differs from the first")
         allowed = bound(name, self.record["stock_error"])
-        if not found["error"] <= allowed and not self.record["draws"]:
-            self._misfit(f"{name}: error {found['error']:.2g} against binary64, {allowed:.2g} allowed")
-        return found
+        if not verdict["error"] <= allowed and not self.record["draws"]:
+            self._misfit(f"{name}: error {verdict['error']:.2g} against binary64, {allowed:.2g} allowed")
+        return verdict
 
     def _fused(self, fused: Any, single: Any, example: Example) -> None:
         """Check that fusing, reuse of memory and chains over rows change no bit."""
@@ -319,43 +319,43 @@ class Judge:
 
     def _gradient(self, module: Any, example: Example) -> None:
         self._stage("gradient")
-        found: Record = {}
-        self.record["gradient"] = found
+        verdict: Record = {}
+        self.record["gradient"] = verdict
         try:
             stock = gradients(example.model, example.args, example.kwargs)
             exact = yardstick(example, gradients)
         except Exception as e:  # the model itself has no gradient here
-            found["reason"] = f"stock: {type(e).__name__}: {brief(e)}"
+            verdict["reason"] = f"stock: {type(e).__name__}: {brief(e)}"
             return
         if not stock or error(exact, exact) or not all(bool(t.isfinite().all()) for t in (*stock, *exact)):
-            found["reason"] = "stock: no finite gradient"
+            verdict["reason"] = "stock: no finite gradient"
             return
         try:
             first = [t.clone() for t in gradients(module, example.args, example.kwargs)]
             interrupt()
             second = gradients(module, example.args, example.kwargs)
-            found["unrounded"] = len(module.coverage().unrounded)
+            verdict["unrounded"] = len(module.coverage().unrounded)
         except FxroundError as e:
-            found["reason"] = f"{type(e).__name__}: {brief(e)}"
+            verdict["reason"] = f"{type(e).__name__}: {brief(e)}"
             return
         except Exception as e:  # recorded as a misfit
             self._foreign(e)
-            found["reason"] = f"{type(e).__name__}: {brief(e)}"
+            verdict["reason"] = f"{type(e).__name__}: {brief(e)}"
             return
-        found |= {"again": same(first, second), "finite": all(bool(t.isfinite().all()) for t in first)}
-        found |= {"stock_error": distance(stock, exact), "error": distance(first, exact)}
-        if not found["again"]:
+        verdict |= {"again": same(first, second), "finite": all(bool(t.isfinite().all()) for t in first)}
+        verdict |= {"stock_error": distance(stock, exact), "error": distance(first, exact)}
+        if not verdict["again"]:
             self._misfit("gradient: the second backward differs from the first")
-        if not found["finite"]:
+        if not verdict["finite"]:
             self._misfit("gradient: not finite")
-        allowed = bound("reproducible", found["stock_error"])
+        allowed = bound("reproducible", verdict["stock_error"])
         # Where stock float32 has infinities or NaNs that binary64 has not, there is nothing to compare with.
-        if not found["error"] <= allowed and not self.record["draws"] and math.isfinite(found["stock_error"]):
+        if not verdict["error"] <= allowed and not self.record["draws"] and math.isfinite(verdict["stock_error"]):
             # A ReLU whose operand is zero up to its last bit may decide differently, which moves the gradient by far
             # more than its roundings. In float64 no such operand is near, and a wrong formula is as wrong as before.
-            found["wide"] = self._in_float64(example, exact)
-            if not found["wide"] <= WIDE:
-                self._misfit(f"gradient: error {found['error']:.2g} against binary64, {allowed:.2g} allowed")
+            verdict["wide"] = self._in_float64(example, exact)
+            if not verdict["wide"] <= WIDE:
+                self._misfit(f"gradient: error {verdict['error']:.2g} against binary64, {allowed:.2g} allowed")
 
     def _in_float64(self, example: Example, exact: list[Tensor]) -> float:
         """Return the error of the gradients of the model in float64."""
@@ -375,11 +375,11 @@ def _under(base: Any, policy: str, fuse: bool) -> Any:
     return base.with_policy(policy, False)
 
 
-def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def distance(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the relative distance of all gradients as one vector; inf for other shapes."""
-    if [t.shape for t in found] != [t.shape for t in exact]:
+    if [t.shape for t in results] != [t.shape for t in exact]:
         return math.inf
-    squares = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, exact, strict=True))
+    squares = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(results, exact, strict=True))
     size = sum(float(b.double().square().sum()) for b in exact)
     return math.sqrt(squares / size) if size else float(squares > 0)
 

@@ -198,15 +198,15 @@ def arguments(model: nn.Module, config: Any) -> dict[str, Any]:
         wanted.append("decoder_input_ids")
     if "pixel_values" in forward and (hasattr(config, "projection_dim") or "logit" in " ".join(vars(config))):
         wanted.append("pixel_values")
-    found = {}
+    made = {}
     for name in dict.fromkeys(wanted):
         if name not in makers:
             raise Unbuildable(f"no argument is known for {name!r} of {type(model).__name__}")
-        found[name] = makers[name]()
-    if "input_ids" in found and "attention_mask" in forward and not getattr(config, "is_encoder_decoder", False):
-        found["attention_mask"] = makers["attention_mask"]()
-        found["attention_mask"][0, LENGTH - 2 :] = 0
-    return found
+        made[name] = makers[name]()
+    if "input_ids" in made and "attention_mask" in forward and not getattr(config, "is_encoder_decoder", False):
+        made["attention_mask"] = makers["attention_mask"]()
+        made["attention_mask"][0, LENGTH - 2 :] = 0
+    return made
 
 
 def _built(kind: str) -> Callable[[], Example]:
@@ -245,8 +245,8 @@ def _frames(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def _upright(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a spectrum with its axes exchanged, a sound with a channel."""
     spectrum, sound = given.get("input_features"), given.get("input_values")
-    found = {} if spectrum is None else {"input_features": spectrum.transpose(1, 2).contiguous()}
-    return found if sound is None else found | {"input_values": sound[:, None]}
+    inputs = {} if spectrum is None else {"input_features": spectrum.transpose(1, 2).contiguous()}
+    return inputs if sound is None else inputs | {"input_values": sound[:, None]}
 
 
 def subjects() -> Iterator[Subject]:

@@ -28,9 +28,9 @@ USUAL: dict[str, Any] = {"draws": False, "again": True, "finite": True, "fused":
 
 def write(records: Sequence[Record], docs: Path = DOCS) -> None:
     """Write the figures of docs/zoo.md, below its introduction, and docs/zoo.json."""
-    found = {"machine": machine(), "versions": versions(PACKAGES)}
+    conditions = {"machine": machine(), "versions": versions(PACKAGES)}
     lines = ",\n".join(json.dumps(compact(record), separators=(",", ":")) for record in sorted(records, key=_name))
-    text = f'{json.dumps(found)[:-1]}, "records": [\n{lines}\n]}}\n'
+    text = f'{json.dumps(conditions)[:-1]}, "records": [\n{lines}\n]}}\n'
     (docs / "zoo.json").write_text(text)
     page = docs / "zoo.md"
     head = page.read_text().partition(MARK)[0]
@@ -43,14 +43,14 @@ def _name(record: Record) -> str:
 
 def compact(record: Record) -> Record:
     """Return the part of a record that the file stores: numbers to two digits, without fields of expected value."""
-    found = {key: record[key] for key in KEPT if key in record}
-    if found["outcome"] == "unbuildable":
-        found = {key: found[key] for key in ("name", "outcome", "reason")}
-    for name, answer in found.get("policies", {}).items():
-        found["policies"][name] = {key: value for key, value in answer.items() if key != "seconds"}
+    kept = {key: record[key] for key in KEPT if key in record}
+    if kept["outcome"] == "unbuildable":
+        kept = {key: kept[key] for key in ("name", "outcome", "reason")}
+    for name, answer in kept.get("policies", {}).items():
+        kept["policies"][name] = {key: value for key, value in answer.items() if key != "seconds"}
         if name == "identity":
-            found["policies"][name].pop("unrounded", None)
-    brief: Record = _usual(found)
+            kept["policies"][name].pop("unrounded", None)
+    brief: Record = _usual(kept)
     return brief
 
 
@@ -63,16 +63,16 @@ def _usual(value: Any) -> Any:
     return float(f"{value:.1e}") if isinstance(value, float) else value
 
 
-def figures(found: Record) -> str:
+def figures(stored: Record) -> str:
     """Return everything below the introduction, from the contents of docs/zoo.json."""
-    records: list[Record] = [USUAL | record for record in found["records"]]
+    records: list[Record] = [USUAL | record for record in stored["records"]]
     walked = judged(records)
     dates = sorted({record["date"] for record in walked})
     commits = list(dict.fromkeys(record["commit"] for record in walked))
     between = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]
     parts = [
-        f"{len(walked)} architectures, {between}, commit {', '.join(commits)}, on {found['machine']}. "
-        f"Versions: {found['versions']}.",
+        f"{len(walked)} architectures, {between}, commit {', '.join(commits)}, on {stored['machine']}. "
+        f"Versions: {stored['versions']}.",
         "## Totals\n\n" + totals(walked),
         "## Errors against binary64\n\n" + errors(walked),
         "## Refusals\n\n" + refusals(walked),
@@ -134,8 +134,8 @@ def errors(records: Sequence[Record]) -> str:
     columns["gradient, stock float32"] = [g["stock_error"] for g in graded]
     columns["gradient, reproducible"] = [g["error"] for g in graded]
     rows = []
-    for name, found in columns.items():
-        ordered = sorted(found)
+    for name, column in columns.items():
+        ordered = sorted(column)
         if ordered:
             at = [statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]]
             rows.append([name, str(len(ordered)), *(f"{value:.1e}" for value in at)])
@@ -164,11 +164,11 @@ def _reason(text: str) -> str:
 
 def unrounded(records: Sequence[Record]) -> str:
     """Return the operators that a strict policy refuses, and their models."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    listed: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
         for text in record["unrounded"] or ():
-            found[text].append(record["name"])
-    return _listed(found)
+            listed[text].append(record["name"])
+    return _listed(listed)
 
 
 def misfits(records: Sequence[Record]) -> str:

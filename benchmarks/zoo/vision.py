@@ -29,13 +29,13 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Any:
         features = self.backbone(x)
         maps = list(features.values()) if isinstance(features, dict) else [features]
-        found = [self.head(maps)]
+        results = [self.head(maps)]
         if self.box is not None:
-            found.append(self.box(nn.functional.adaptive_avg_pool2d(maps[0], 7)))
+            results.append(self.box(nn.functional.adaptive_avg_pool2d(maps[0], 7)))
         for more in (self.mask, self.points):
             if more is not None:
-                found.append(more(nn.functional.adaptive_avg_pool2d(maps[0], 14)))
-        return found
+                results.append(more(nn.functional.adaptive_avg_pool2d(maps[0], 14)))
+        return results
 
 
 class _Boxes(nn.Module):

@@ -82,9 +82,9 @@ def read(results: Path) -> list[Record]:
 def line(record: Record) -> str:
     """Return a record on one line."""
     words = [record["outcome"], f"{record.get('seconds', 0):.0f} s"]
-    for name, found in record.get("policies", {}).items():
-        left = f" ({found['unrounded']} unrounded)" if found["unrounded"] and name != "identity" else ""
-        words.append(f"{name} {found['error']:.1e}{left}")
+    for name, verdict in record.get("policies", {}).items():
+        left = f" ({verdict['unrounded']} unrounded)" if verdict["unrounded"] and name != "identity" else ""
+        words.append(f"{name} {verdict['error']:.1e}{left}")
     if record.get("reason"):
         words.append(record["reason"][:160])
     return "; ".join([*words, *(f"MISFIT {text}" for text in record["misfits"])])
