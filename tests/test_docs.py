@@ -38,7 +38,10 @@ def blocks(text: str, language: str) -> list[str]:
 # Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
 LONG = {
     "language-models.md": ("Generating(", "T5Config(", "perplexity(", "Trainer("),
-    "training.md": ("resumed.py", "torchrun"),
+    "loops.md": ("pack_padded_sequence",),
+    "reproducibility.md": ("fxround.selftest()",),
+    "training.md": ("resumed.py", "torchrun", "step.pt2", "Forces("),
+    "variability.md": ("isolate=",),
 }
 
 

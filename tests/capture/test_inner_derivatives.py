@@ -105,6 +105,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_inside_are_the_formulas(name: str) -> None:
     transformed, formula = TRANSFORMS[name]

@@ -42,6 +42,7 @@ class Quantized(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_a_conversion_has_the_bits_of_pytorch(dtype: torch.dtype, source: torch.dtype) -> None:
@@ -54,6 +55,7 @@ def test_a_conversion_has_the_bits_of_pytorch(dtype: torch.dtype, source: torch.
     assert not convert.coverage().unrounded
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode", ["toward_zero", "toward_positive", "nearest_away", "to_odd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_conversion_has_the_mode_of_the_policy(dtype: torch.dtype, mode: str) -> None:
@@ -133,6 +135,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_operations_that_pytorch_has_keep_its_bits(dtype: torch.dtype, name: str) -> None:

@@ -26,6 +26,7 @@ def weight(x: Tensor) -> Tensor:
     return torch.linspace(-2, 3, x.numel()).reshape(x.shape)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("how", HOWS)
 def test_transforms_have_the_bits_of_plain_calls(text: str, how: str) -> None:

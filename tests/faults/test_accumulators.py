@@ -108,7 +108,7 @@ def test_products_flip_as_the_specification_says(text: str) -> None:
             same(run_product(kernel, a, b, 0, DRAW), want)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", OF_SUMS)
 def test_sums_and_prefixes_flip_as_the_specification_says(text: str) -> None:
     how, x = Accumulation.parse(text), values((5, 14), 3, special=True)

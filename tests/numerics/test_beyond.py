@@ -62,6 +62,7 @@ def test_the_result_is_the_neighbour_that_the_drawn_bits_choose(name: str, mode:
         assert Fraction(float(got[i])) == (outer if away else inner), (name, i, float(lost))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_stays_within_one_ulp_and_keeps_specials(name: str) -> None:
     arity = OPERATORS[name].arity

@@ -151,7 +151,7 @@ def observed(name: str) -> list[Observed]:
     return found
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @FUNCTIONS
 def test_errors_are_within_the_stated_bound(name: str) -> None:
     """On arguments chosen to find the largest error: `python -m benchmarks.functions bounds` draws more of them."""
@@ -192,7 +192,7 @@ def test_a_tie_below_the_normal_numbers_goes_to_the_even_one() -> None:
         assert float(compiled("pow").evaluate(a, b)[0]) == quanta * 2.0**-1074
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @FUNCTIONS
 def test_rounding_to_binary32_follows_in_every_direction(name: str) -> None:
     """R(sticky value) = R(exact value) to nearest, up and down, which determine every other mode."""
@@ -239,6 +239,7 @@ def test_the_hardest_cases_round_correctly(name: str) -> None:
         assert not misrounded(name, (x,), float(compiled(name, "f32").evaluate(x)[1])), x.hex()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", [n for n, row in ELEMENTARY.items() if row.quick])
 def test_a_trusted_short_evaluation_is_good_to_36_bits(name: str) -> None:
     row = ELEMENTARY[name]

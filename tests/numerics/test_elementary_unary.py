@@ -75,7 +75,7 @@ def test_every_16_bit_input_has_the_cell_of_the_exact_value(name: str, fmt: str)
 # ---- 32 bits: random and hard ----
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @UNARY
 def test_a_million_random_inputs_and_the_hardest_are_correctly_rounded(name: str) -> None:
     random = torch.randint(-(1 << 31), 1 << 31, (10**6,), generator=torch.Generator().manual_seed(len(name)))

@@ -66,6 +66,7 @@ def test_a_hair_from_every_code_and_midpoint(fmt: Format) -> None:
         np.testing.assert_array_equal(specified(x, rounding, random), want)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("fmt", [FORMATS[n] for n in ("e4m3fn", "e5m2", "e2m1fn", "ue5m3")], ids=str)
 def test_every_value_is_kept_by_every_mode_but_up_down(fmt: Format, name: str) -> None:

@@ -256,6 +256,7 @@ def contained(values: list[float], fmt: Format) -> list[bool]:
     return [math.isnan(v) or round_float(v, rounding) == v for v in values]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
 def test_a_format_contains_what_rounding_leaves(fmt: Format) -> None:
     """At the ends of every binade of binary64 from below the format to above it, with one bit more than it has."""

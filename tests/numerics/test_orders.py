@@ -25,6 +25,7 @@ RNG = torch.tensor([1, 2])
 LENGTHS = (2, 3, 5, 15, 16, 17, 31, 40)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("order", ["sequential", "lanes:2", "lanes:4", "lanes:16", "lanes:32", "lanes:64"])
 def test_sums_follow_the_tree_of_their_order(order: str, length: int) -> None:

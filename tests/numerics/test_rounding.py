@@ -78,7 +78,7 @@ def test_all_sixteen_bit_patterns_are_as_specified(source: str, target: str, mod
     assert_same(x, got, specified(x, rounding, random), random, rounding)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
 def test_boundaries(fmt: Format, carrier: str) -> None:

@@ -148,6 +148,7 @@ def test_every_element_is_the_specification_s(text: str) -> None:
             require_same(operand((5, 41), dtype), text)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_goes_with_every_scaling(mode: str) -> None:
     for text in ("mxfp8", "nvfp4", "int8", "int4:8", "bfp(6,16)", "fixed(8,4)"):

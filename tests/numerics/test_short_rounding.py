@@ -60,6 +60,7 @@ def test_edges_are_the_specification_s(text: str) -> None:
             assert same(fxround.round(x, text), expected), isa
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", ROUNDINGS)
 @pytest.mark.parametrize("operator", ["div", "mul"])
 def test_quotients_and_products_beside_ties(text: str, operator: str) -> None:

@@ -240,6 +240,7 @@ GAPS = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rules_close_the_leaks(name: str, gap: str) -> None:

@@ -82,6 +82,7 @@ def test_a_convolution_and_its_gradients(transposed: bool) -> None:
             assert any(all(any(same(t, u) for u in pair) for t in read) for read in found.values())
 
 
+@pytest.mark.part("True")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_begin_anew_in_each_group_of_channels(transposed: bool) -> None:
     torch.manual_seed(0)

@@ -104,7 +104,7 @@ def test_long_chains_equal_the_reference(accumulate: str, length: int) -> None:
     same(run_product(kernel, a, b.transpose(1, 2).contiguous().transpose(1, 2), 0, DRAW), want)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", DIRECTED)
 def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate: str, kind: str) -> None:
@@ -252,7 +252,7 @@ def windows(x: Tensor, w: Tensor, stride: int, padding: int, dilation: int, grou
     return left, right
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("accumulate", [RNE, "binary32/stochastic", "binary32/up_down", "bfloat16", "binary16"])
 @settings(max_examples=12)
 @given(

@@ -438,6 +438,7 @@ def contract(name: str, groups: int, side: int) -> tuple[Tensor, Tensor, Tensor]
     return got, a[torch.arange(batch) % (groups or batch)], b
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("groups", [0, 2])
 @pytest.mark.parametrize("name", CONTRACT_KERNELS)
 def test_contractions(host: HostLauncher, name: str, groups: int) -> None:

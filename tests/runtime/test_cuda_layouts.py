@@ -136,6 +136,7 @@ def adding(host: HostLauncher) -> HostLauncher:
     return host
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_every_layout(adding: HostLauncher, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def contraction(a: Any, b: Any, how: Accumulation, words: Words) -> float:
     return round_float(acc if how.combine is None else total, BINARY32)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("text", [*ACCUMULATORS, *OPTIONS])
 def test_products_step_as_the_specification_says(text: str) -> None:
     how, a, b = Accumulation.parse(text), operands((1, 3, 11), 1), values((1, 11, 19), 2)

@@ -122,6 +122,7 @@ def test_map_takes_any_shape(shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype, isa", [(torch.float32, "host"), (torch.float32, "sse2"), (torch.float64, "host")])
 def test_the_last_vectors_of_a_map_write_their_elements_alone(dtype: torch.dtype, isa: str) -> None:
     """Lengths that end at a vector's end and inside of one, in one stage and in several, in place and beside others."""
@@ -158,6 +159,7 @@ def test_a_program_of_several_statements_draws_for_each() -> None:
     same(run_map(program, [x, y], torch.float32, DRAW), reference.map_(kernel, [stored(x), stored(y)], KEY))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name, isa", in_turn(["float32", "bfloat16", "float64"]))
 def test_a_long_body_is_cut_into_stages_that_change_no_bit(name: str, isa: str) -> None:
     """Values of every stage are read later: by the next, by the last, as a result, and in two lane counts."""

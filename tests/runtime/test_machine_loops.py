@@ -74,7 +74,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "bfloat16/stochastic/saturate"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_machine_code_and_python_agree(name: str, policy: str) -> None:

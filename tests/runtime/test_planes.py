@@ -94,6 +94,7 @@ def shapes(draw: st.DrawFn, dims: int, strides: Sequence[Sequence[int]]) -> tupl
     return x, w, [list(draw(st.sampled_from(strides))), padding, dilation, False, [0] * dims, groups]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate", KINDS_OF_STEP)
 @settings(max_examples=6)
 @given(data=st.data())
@@ -112,6 +113,7 @@ def test_planes_equal_panels_at_every_stride(accumulate: str, dims: int, data: s
     check(x, w, geometry, accumulate, data.draw(st.sampled_from([1 << 14, 1 << 19])))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("accumulate", FEW)
 def test_planes_are_the_same_on_every_instruction_set(accumulate: str, isa: str) -> None:

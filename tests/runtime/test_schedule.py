@@ -61,6 +61,7 @@ def pair(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(SIZE, SIZE, generator=generator), torch.randn(SIZE, SIZE, generator=generator)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_results_are_the_graphs_own_and_stay_so(seed: int) -> None:
     chosen = random.Random(seed)

@@ -96,6 +96,7 @@ def test_scatters_round_a_wide_accumulator_once_in_the_results_mode() -> None:
         assert abs(share - above) <= 6 * (0.25 / 4096) ** 0.5 * (above > 0)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["nearest_even", "up_down", "stochastic"])
 @pytest.mark.parametrize("name", ["sum", "prod", "cumsum", "cumprod", "scatter_add"])
 def test_float32_accumulates_in_binary64_as_float64_does(name: str, mode: str) -> None:
