@@ -13,6 +13,7 @@ The rooms capture/ and graph/ hold PyTorch's private interfaces, but for a table
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import re
@@ -34,6 +35,7 @@ from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
+from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
 from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
 from fxround.capture.refusals import (
@@ -72,7 +74,8 @@ class Captured:
     """A model as one functional ATen graph: ``graph(*inputs) -> outputs``, with ports in the same order.
 
     Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients). ``once`` says
-    why its gradients cannot be differentiated again; it is empty if they can.
+    why its gradients cannot be differentiated again; it is empty if they can. ``numbers`` has the attributes that are
+    inputs, with the dtypes that they have in the graph; ``constants`` is then the graph without these inputs.
     """
 
     graph: fx.GraphModule
@@ -84,6 +87,8 @@ class Captured:
     aliases: Mapping[int, Alias] = field(default_factory=dict)
     once: str = ""
     guards: Guards = field(default_factory=Guards)
+    numbers: Mapping[Number, torch.dtype] = field(default_factory=dict)
+    constants: fx.GraphModule | None = field(default=None, repr=False)
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -130,12 +135,14 @@ def capture(
     decompositions: Decompositions,
     marked: bool = False,
     varying: Collection[Dimension] = (),
+    numbers: Collection[Number] = (),
 ) -> Captured:
     """Return the ATen graph of ``model(*args, **kwargs)`` in the current grad mode and training flags.
 
     marked: whether a graph with gradients records which gradient belongs to which value (``gradient_marks``). varying:
     the dimensions of arguments that stay symbolic if the model allows it, besides the first dimension of every tensor
-    and all dimensions of tensors of integers (the tokens of a text).
+    and all dimensions of tensors of integers (the tokens of a text). numbers: attributes that become inputs if they
+    are operands of sums, differences, products and quotients, and decide nothing; the result's ``numbers`` says so.
 
     If all tensors have size 1 in dimension 0, they are duplicated for the trace, so that the batch stays symbolic. One
     thread of the process captures at a time; the model is not changed. Raises CaptureError with the line of the model
@@ -143,7 +150,7 @@ def capture(
     """
     refuse_unsupported_tensors(model, args, kwargs)
     with alone(type(model).__name__), uncollected(), logging_while_traced(), _disable_current_modes():
-        return _captured(model, args, kwargs, decompositions, marked, varying)
+        return _captured(model, args, kwargs, decompositions, marked, varying, numbers)
 
 
 def _captured(
@@ -153,6 +160,7 @@ def _captured(
     decompositions: Decompositions,
     marked: bool,
     varying: Collection[Dimension],
+    numbers: Collection[Number],
 ) -> Captured:
     error: CaptureError | None = None
     one_differs = False
@@ -171,11 +179,45 @@ def _captured(
             continue
         captured = describe(traced.joint, len(traced.leaves))
         if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
-            guards = traced.noted.compiled()
+            if numbers and all(map(traced.noted.guard, numbers)):
+                other = _with_tensors(model, numbers, example, decompositions, doubled, marked)
+                captured = _with_numbers(model, captured, other, numbers) if other is not None else captured
+            guards = traced.noted.compiled(captured.numbers.keys())
             _require_held(model, guards, args, kwargs)
-            found = replace(captured, reads=traced.reads, guards=guards)
-            return replace(found, aliases=traced.aliases, once=traced.once)
+            captured = replace(captured, reads=traced.reads, guards=guards)
+            return replace(captured, aliases=traced.aliases, once=traced.once)
     raise error or CaptureError(f"{type(model).__name__}: the graph does not admit the sizes it was captured with")
+
+
+def _with_tensors(
+    model: torch.nn.Module,
+    numbers: Collection[Number],
+    example: Any,
+    decompositions: Decompositions,
+    doubled: bool,
+    marked: bool,
+) -> Captured | None:
+    """Return the graph with tensors in place of numbers; None where PyTorch needs the numbers."""
+    other, tensors = with_tensors(model, numbers)
+    try:
+        with asked_nothing(tensors):
+            traced = _trace(other, example, decompositions, doubled, marked)
+    except CaptureError:
+        return None
+    return None if traced is None else describe(traced.joint, len(traced.leaves))
+
+
+def _with_numbers(
+    model: torch.nn.Module, captured: Captured, other: Captured, numbers: Collection[Number]
+) -> Captured:
+    """Return the graph with numbers as inputs; as it is if that is not possible."""
+    graph = module_of(captured.graph, copy.deepcopy(captured.graph.graph))
+    values = {number: number.holder(model)[number.name] for number in numbers}
+    dtypes = insert_numbers(graph, other.graph, values) if str(captured.sizes) == str(other.sizes) else None
+    if dtypes is None:
+        return captured
+    ports = [node.meta[PORT] for node in graph.graph.find_nodes(op="placeholder")]
+    return replace(captured, graph=graph, inputs=tuple(ports), numbers=dtypes, constants=captured.graph)
 
 
 def _require_held(model: torch.nn.Module, guards: Guards, args: Any, kwargs: Any) -> None:

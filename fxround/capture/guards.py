@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from fxround.capture.numbers import Number, is_number
 from fxround.capture.readings import TRACING, Readings
 from fxround.errors import CaptureError
 
@@ -153,8 +154,18 @@ class Noted:
     kwargs: Any = field(repr=False)
     readings: Readings = field(repr=False)
 
-    def compiled(self) -> Guards:
-        """Return the guards for the values as they are now, outside of the switches of a trace."""
+    def guard(self, number: Number) -> bool:
+        """Whether the trace noted the value of a number, under the name that it has here."""
+        graph = self.output.output_graph
+        roots = [name for name, value in graph.local_scope.items() if value is self.traced]
+        values = {guard.name for guard in graph.guards if guard.create_fn_name() in _EQUAL}
+        return any(number.source(root) in values for root in roots)
+
+    def compiled(self, numbers: Collection[Number] = ()) -> Guards:
+        """Return the guards for the values as they are now, outside of the switches of a trace.
+
+        numbers: those whose values do not matter, as long as they are numbers.
+        """
         from torch._dynamo.convert_frame import get_traced_fn
 
         graph = self.output.output_graph
@@ -165,7 +176,9 @@ class Noted:
         models = {name for name, value in graph.local_scope.items() if value is self.traced}
         fixed = models | (graph.local_scope.keys() - given - cells.keys())
         names = fixed | cells.keys()
-        kept = [guard for guard in graph.guards if _is_evaluated(guard, names)]
+        free = {number.source(root) for number in numbers for root in models}
+        values = [guard for guard in graph.guards if guard.name in free and guard.create_fn_name() in _EQUAL]
+        kept = [guard for guard in graph.guards if guard not in values and _is_evaluated(guard, names)]
         known = {guard.name for guard in graph.guards}
         unguarded = [s for n, s in self.readings.sources.items() if n not in known and _is_compared(s, names)]
         absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
@@ -182,7 +195,12 @@ class Noted:
             scope={name: graph.local_scope[name] for name in fixed},
             sources=tuple((name, _said(name, self.model)) for name in told),
             bind=_binding(signature, owner is not None, cells, varying) if varying else None,
-            found=(*_found_in(function, self.traced, classes, codes), *_own(self.model), *self._copied()),
+            found=(
+                *_found_in(function, self.traced, classes, codes),
+                *_own(self.model),
+                *self._copied(),
+                *(_numbers_of(self.model, number) for number in numbers),
+            ),
             flags=self.readings.lasting_flags(),
             environment=dict(_environment()) if self.readings.environ else None,
             layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
@@ -356,6 +374,11 @@ def _own(model: nn.Module) -> Iterator[_Found]:
     """Yield the type of the model, and a forward of its own: the trace began with what they are."""
     yield model, type, type(model)
     yield vars(model), methodcaller("get", "forward"), vars(model).get("forward")
+
+
+def _numbers_of(model: nn.Module, number: Number) -> _Found:
+    """Return the row of a number whose value does not matter."""
+    return number.holder(model), lambda held: is_number(held.get(number.name)), True
 
 
 def _defaults(function: Any) -> tuple[Any, ...]:

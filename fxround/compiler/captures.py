@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
 from fxround.capture.dynamo import capturing
+from fxround.capture.numbers import Number, is_held, number_of
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.compiler.capture_table import Capture, KeyedCall, mode_of, reason_for
@@ -62,6 +63,9 @@ class Captures:
         self._left: dict[Any, LeftToPython] = {}
         self._known: tuple[Any, Entry] | None = None
         self._state_keys = StateKeys(path)
+        # By keys: the numbers that are inputs of graphs, and those that cannot be.
+        self._numbers: dict[Any, set[Number]] = {}
+        self._constants: dict[Any, set[Number]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.delayed)
@@ -87,13 +91,19 @@ class Captures:
         return spec, (*(kind(leaf) for leaf in leaves), *packed), self._state_keys.of(self.source)
 
     def entry(
-        self, pipeline: Callable[[], Pipeline], args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None
+        self,
+        pipeline: Callable[[], Pipeline],
+        args: Any,
+        kwargs: Any,
+        replays: bool = False,
+        flat: Flat | None = None,
+        constants: bool = False,
     ) -> Entry:
         """Return the graph for these arguments, with gradients if they are enabled.
 
         pipeline: what captures and lowers where no graph is right. replays: whether the caller can replay what a graph
         cannot hold; if so, LeftToPython is raised for it. flat: the arguments' leaves and their spec, if the caller has
-        them.
+        them. constants: whether the numbers that the model has as attributes are constants of the graph.
         """
         require_computable()
         record_outputs(self.source, kwargs)
@@ -108,17 +118,18 @@ class Captures:
         key = (*self.key(args, kwargs, flat), torch.is_grad_enabled())
         known = self._known
         # Most calls are like the one before; to compare them takes less than a lookup.
-        if known is not None and known[0] == (key, shapes) and known[1].captured.guards.hold(args, kwargs):
+        alike = known is not None and known[0] == (key, shapes) and not (constants and known[1].captured.numbers)
+        if known is not None and alike and known[1].captured.guards.hold(args, kwargs):
             self.latest = known[1]
             return known[1]
-        entry = self._admitting(key, shapes, args, kwargs, replays)
+        entry = self._admitting(key, shapes, args, kwargs, replays, constants)
         if entry is None:
             with capturing():
                 # Another thread may have captured it meanwhile.
-                entry = self._admitting(key, shapes, args, kwargs, replays)
+                entry = self._admitting(key, shapes, args, kwargs, replays, constants)
                 if entry is None:
                     began, reason = time.perf_counter(), reason_for(KeyedCall.of(args, kwargs, key), self._by_key)
-                    entry = self._made(pipeline(), args, kwargs, key)
+                    entry = self._made(pipeline(), args, kwargs, key, constants)
                     self._by_key.setdefault(key, []).append(entry)
                     mode = mode_of(self.source.training, entry.step is not None)
                     self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
@@ -159,12 +170,16 @@ class Captures:
             if other.latest in entries:
                 self.latest = lowered[entries.index(other.latest)]
 
-    def _admitting(self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool) -> Entry | None:
+    def _admitting(
+        self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool, constants: bool
+    ) -> Entry | None:
         """Return a captured graph that may be used for these arguments."""
         left = self._left.get(key)
         if left is not None and replays:
             raise left.with_traceback(None)
         for entry in self._by_key.get(key, ()):
+            if constants and entry.captured.numbers:
+                continue
             if not entry.captured.sizes.admit(shapes) or not entry.captured.guards.hold(args, kwargs):
                 continue
             stale = [(read.source, read.kind, "") for read in entry.captured.reads if not read.is_current()]
@@ -179,11 +194,11 @@ class Captures:
         self._left[key], self._known = error, None
         return error
 
-    def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any) -> Entry:
+    def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)
         try:
-            captured = pipeline.capture(self.source, args, kwargs, self._varying(args, kwargs, key))
+            captured = self._captured(pipeline, args, kwargs, key, constants)
         except LeftToPython as error:
             self._leave(key, error)
             raise
@@ -200,6 +215,24 @@ class Captures:
         always = self._lengths(args, kwargs) if self._lengths else set()
         return always | {dimension for entry in earlier for dimension in entry.captured.sizes.differing(shapes)}
 
+    def _captured(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Captured:
+        """Return the graph of a call, in which a number that differs from earlier calls is an input if it can be."""
+        varying = self._varying(args, kwargs, key)
+        if constants:
+            return pipeline.capture(self.source, args, kwargs, varying)
+        inputs, fixed = self._numbers.setdefault(key, set()), self._constants.setdefault(key, set())
+        known = {number for number in inputs if is_held(self.source, number)}
+        changed = (entry.captured.guards.changed(args, kwargs) for entry in self._by_key.get(key, ()))
+        sources = (number_of(self.source, source) for source, *_ in filter(None, changed))
+        new = {number for number in sources if number is not None} - known - fixed
+        captured = pipeline.capture(self.source, args, kwargs, varying, known | new)
+        if new and not captured.numbers:
+            fixed.update(new)
+            captured = pipeline.capture(self.source, args, kwargs, varying, known) if known else captured
+        inputs.update(captured.numbers)
+        return captured
+
     def _lowered(self, pipeline: Pipeline, captured: Captured) -> Entry:
-        owners = tuple(owner_of(self.source, port) for port in captured.entering)
+        dtypes = {str(number): dtype for number, dtype in captured.numbers.items()}
+        owners = tuple(owner_of(self.source, port, dtypes.get(port.name)) for port in captured.entering)
         return pipeline.program(captured, owners, self.delayed)

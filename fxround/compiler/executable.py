@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
 from fxround.capture.aliases import Alias
+from fxround.capture.numbers import as_operand
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.rounded_aliases import rounded_once
 from fxround.compiler.training_step import TrainingStep, differentiable
@@ -32,7 +33,7 @@ from fxround.runtime.schedule.straight import Straight
 
 _ONE: Final = pytree.tree_structure(0)
 # The module and the attribute name that hold an input; None for an argument of the call.
-Owner = tuple[nn.Module, str] | None
+Owner = tuple[Any, str] | None
 _PARAMETERS: Final = attrgetter("_parameters")
 _BUFFERS: Final = attrgetter("_buffers")
 # One for all calls: to make another takes a part of a small model's call.
@@ -244,6 +245,11 @@ class Entry:
         """The function that reads the inputs of the graph, given the arguments."""
         return _reading(self._owned)
 
+    def numbers(self) -> list[str]:
+        """Return the numbers of the model that enter the graph as they are now, as they are written."""
+        owners = (owner for port, owner in self._owned if port.kind == "number")
+        return [repr(holder.number(name)) for holder, name in filter(None, owners)]
+
     @cached_property
     def _owned(self) -> list[tuple[Port, Owner]]:
         """The port of each input with its owner."""
@@ -339,9 +345,33 @@ def _described(port: Port) -> str:
     return f"{port.kind} {port.name or port.index}"
 
 
-def owner_of(model: nn.Module, port: Port) -> Owner:
-    """Return the module and the attribute name that hold a parameter or buffer; None for an argument."""
+def owner_of(model: nn.Module, port: Port, dtype: torch.dtype | None = None) -> Owner:
+    """Return the module and the attribute name that hold a parameter, buffer or number; None for an argument.
+
+    dtype: that of a number in the graph.
+    """
     if port.kind == "argument":
         return None
     path, _, name = port.name.rpartition(".")
-    return model.get_submodule(path), name
+    module = model.get_submodule(path)
+    return (module if dtype is None or port.kind != "number" else NumbersOf(module, dtype)), name
+
+
+class NumbersOf:
+    """The numbers that a module has as attributes, as tensors of no dimension, read like its buffers."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers = self
+
+    def number(self, name: str) -> int | float:
+        """Return a number as it is."""
+        value: int | float = vars(self._module)[name]
+        return value
+
+    def __getitem__(self, name: str) -> Tensor:
+        return as_operand(self.number(name), self._dtype)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]

@@ -18,6 +18,7 @@ from torch import fx, nn
 from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.derivatives import differentiated
 from fxround.capture.loops import unrolled_loops
+from fxround.capture.numbers import Number
 from fxround.capture.recurrent import recurrent_layers
 from fxround.capture.torch_private import uncollected
 from fxround.compiler.delayed_state import DelayedState
@@ -28,9 +29,10 @@ from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import TrainingStep
 from fxround.errors import PolicyError
-from fxround.graph.site import Port
+from fxround.graph.dialect import graphs_of
+from fxround.graph.site import META, Port
 from fxround.operators.formulas import decompositions
-from fxround.passes import Plan, lower, optimize
+from fxround.passes import Plan, classified, lower, optimize
 from fxround.passes.delayed_scales import DelayedScale, delayed_scales
 from fxround.passes.partition import partition
 from fxround.policy import Policy
@@ -64,13 +66,32 @@ class Pipeline:
     fuse: bool = True
     unroll: bool = False
 
-    def capture(self, model: nn.Module, args: Any, kwargs: Any, varying: Collection[Dimension] = ()) -> Captured:
+    def capture(
+        self,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        varying: Collection[Dimension] = (),
+        numbers: Collection[Number] = (),
+    ) -> Captured:
         """Return the ATen graph of a model for arguments like these; raises what ``capture`` raises.
 
-        varying: further dimensions of arguments that stay symbolic.
+        varying: further dimensions of arguments that stay symbolic. numbers: attributes that become inputs if they can:
+        if every operation is to the policy what it is with constants in their places.
         """
+        formulas, marked = self._formulas(), self.policy.treats_gradients
         with self._loops():
-            return capture(model, args, kwargs, self._formulas(), self.policy.treats_gradients, varying)
+            captured = capture(model, args, kwargs, formulas, marked, varying, numbers)
+            if captured.constants is None:
+                return captured
+            if self._sites(captured.graph) == self._sites(captured.constants):
+                return replace(captured, constants=None)
+            return capture(model, args, kwargs, formulas, marked, varying)
+
+    def _sites(self, graph: fx.GraphModule) -> list[Any]:
+        """Return what each value of a captured graph is to the passes."""
+        parts = graphs_of(classified(graph, Plan(self.policy, self.strict)))
+        return [node.meta[META] for part in parts for node in part.graph.nodes if META in node.meta]
 
     def receive(
         self, graph: fx.GraphModule, inputs: Sequence[Any], state: DelayedState | None = None

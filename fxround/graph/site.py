@@ -70,16 +70,18 @@ def placed(operator: str, path: str, source: str, code: str) -> str:
 class Port:
     """What a graph input or output stands for.
 
-    A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or position
-    of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the parameter
-    ``name`` or the argument ``index``. A multiplier is that of the delayed scale ``name``, and a magnitude the largest
-    one of its value in this call. An input of a loop's body is carried, in the order of the loop's operands.
+    A parameter or buffer has a name, an argument or result a position (``index``). A mutation has the name or
+    position of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the
+    parameter ``name`` or the argument ``index``. A number is the attribute ``name`` of the model. A multiplier is
+    that of the delayed scale ``name``, and a magnitude the largest one of its value in this call. An input of a
+    loop's body is carried, in the order of the loop's operands.
     """
 
     kind: Literal[
         "parameter",
         "buffer",
         "argument",
+        "number",
         "result",
         "random",
         "tangent",

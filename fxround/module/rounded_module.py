@@ -210,16 +210,18 @@ class RoundedModule(Reaching):
             with torch.enable_grad():
                 joint = self._entry(args, kwargs)
                 return self._drawing(lambda rng, _: joint.run(leaves, rng))
-        key, sources, state = self._captures.key(args, kwargs), self._sources(leaves), self._captures.delayed.copy()
+        key, state = self._captures.key(args, kwargs), self._captures.delayed.copy()
+        sources, numbers = self._sources(leaves), entry.numbers()
 
         def step() -> tuple[TrainingStep, list[int], list[Tensor]]:
-            if self._captures.key(args, kwargs) != key:
+            same = self._captures.key(args, kwargs) == key and entry.captured.guards.hold(args, kwargs)
+            if not same or entry.numbers() != numbers:
                 raise FxroundError(
-                    "the module was changed (train or eval, a dtype, a hook) between a call in eval mode and the first "
-                    "backward pass of such a call: run the backward pass before the change."
+                    "the module was changed (train or eval, a dtype, a hook, an attribute) between a call in eval mode "
+                    "and the first backward pass of such a call: run the backward pass before the change."
                 )
             with torch.enable_grad():
-                joint = self._entry(args, kwargs)
+                joint = self._entry(args, kwargs, constants=True)
             if joint.step is None:
                 raise FxroundError("no result of this call depends on anything that requires a gradient")
             self._differentiated.add(id(entry))
@@ -587,10 +589,11 @@ class RoundedModule(Reaching):
             made.rng, made._apart = self.rng, self._apart
             example = with_tensors(caches, args, kwargs)
             return made.export(path, example, keep_inputs=keep_inputs, gradients=gradients)
+        # A program has the numbers that the model has now.
         with torch.no_grad():
-            entry = self._entry(args, kwargs)
+            entry = self._entry(args, kwargs, constants=True)
         with torch.set_grad_enabled(gradients):
-            joint = self._entry(args, kwargs) if gradients else None
+            joint = self._entry(args, kwargs, constants=True) if gradients else None
         return write_program(path, self, entry, joint, (args, kwargs), keep_inputs)
 
     @property
@@ -650,9 +653,11 @@ class RoundedModule(Reaching):
             policy = policy.with_optional_rules(names)
         return Pipeline(policy, self._is_strict, self.fuse, self.unroll_loops)
 
-    def _entry(self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None) -> Entry:
+    def _entry(
+        self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None, constants: bool = False
+    ) -> Entry:
         """Return the graph for these arguments; arguments and errors as of ``Captures.entry``."""
-        return self._captures.entry(self._pipeline, args, kwargs, replays, flat)
+        return self._captures.entry(self._pipeline, args, kwargs, replays, flat, constants)
 
     def _called(self, backward: bool | None = None) -> Entry:
         """Return the graph of the latest call. backward: whether it must have a backward pass."""

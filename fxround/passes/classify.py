@@ -52,6 +52,7 @@ _ROLE_OF_PORT: Final = {
     "parameter": "weight",
     "buffer": "buffer",
     "argument": "input",
+    "number": "constant",
     "tangent": "error",
     "carried": "activation",
     "random": "constant",
@@ -74,6 +75,9 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
     numbers = _numbers(graph)
     for node in graph.graph.nodes:
         if node.op == "output":
+            continue
+        if _is_number(node):  # an operand, like the number of the code that it stands for
+            roles[node] = "constant"
             continue
         place = replace(_site(node, roles), direction=direction_of(node), number=numbers.get(node, -1))
         if node in gradients:
@@ -107,7 +111,7 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
             first.update(node.all_input_nodes)
         elif node.op == "placeholder" and direction_of(node) == "forward":
             first.add(node)
-    values = [node for node in graph.graph.nodes if float_value(node) is not None or is_loop(node)]
+    values = [n for n in graph.graph.nodes if (float_value(n) is not None or is_loop(n)) and not _is_number(n)]
     own = [node for node in values if REPEATED not in node.meta and node.target is not _ALIAS]
     free = output.meta.get(FREE, 0)
     return {node: free + 2 * i for i, node in enumerate(sorted(own, key=lambda node: _turn(node, node in first)))}
@@ -167,7 +171,7 @@ def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
     data: set[fx.Node] = set()
     whole = _integer_parts(graph)
     for node in graph.graph.nodes:
-        entering = node.op in ("placeholder", "get_attr") and bool(float_values(node))
+        entering = node.op in ("placeholder", "get_attr") and bool(float_values(node)) and not _is_number(node)
         if entering or any(used in data for used in node.all_input_nodes):
             data.add(node)
     coordinates: set[fx.Node] = set()
@@ -177,6 +181,11 @@ def _coordinates(graph: fx.GraphModule) -> set[fx.Node]:
         if any(user in coordinates or _becomes_integer(user) for user in node.users):
             coordinates.add(node)
     return coordinates | _indices_as_numbers(graph, coordinates)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node is an attribute of the model that is a number."""
+    return node.op == "placeholder" and PORT in node.meta and node.meta[PORT].kind == "number"
 
 
 def _integer_parts(graph: fx.GraphModule) -> set[fx.Node]:
