@@ -23,7 +23,7 @@ from fxround.policy import Policy
 from fxround.runtime import buffers, schedule
 from fxround.runtime.schedule import epilogues, row_chains
 from fxround.runtime.schedule.epilogues import Epilogue
-from fxround.runtime.schedule.row_chains import Rows
+from fxround.runtime.schedule.row_chains import RowsPart
 
 QUIET = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
 
@@ -97,7 +97,7 @@ def test_every_operation_is_drawn_and_every_way_is_taken(maps: Maps) -> None:
         select.int index.Tensor gather where.self sum.dim_IntList amax cumsum scatter_add index_put slice_scatter exp
         sort"""
     missing = {name for name in wanted.split() if f"aten.{name if '.' in name else name + '.default'}" not in targets}
-    assert not missing and {Rows, Epilogue} <= ways
+    assert not missing and {RowsPart, Epilogue} <= ways
 
 
 def _one_buffer_twice(pool: Any, size: int) -> Any:
@@ -129,7 +129,7 @@ def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
         (buffers._Pool, "take", _one_buffer_twice),
         (FUSE, "_text", _swapped),
         (epilogues, "_steps", lambda *a: [(items, blocks[1:]) for items, blocks in _STEPS(*a)]),
-        (row_chains.Rows, "_overwritten", _over_what_is_read),
+        (row_chains.RowsPart, "_overwritten", _over_what_is_read),
     ],
     ids=["a buffer lent twice", "operands that change places", "a block that is left out", "an input written over"],
 )

@@ -1,9 +1,9 @@
 """Cases: the ways of running a model that must not change a bit, as data.
 
-A ``Group`` is a list of cases whose compared parts must be equal: all of the results, or the rows that belong to one
-row of the inputs. A case holds its arguments and its setting (threads, instruction set, another process). This module
-runs nothing. Every case of a group has the same numbers: rows are copied, views are made from copies, and the caller's
-arguments are never written to.
+A ``CaseGroup`` is a list of cases whose compared parts must be equal: all of the results, or the rows that belong to
+one row of the inputs. A case holds its arguments and its setting (threads, instruction set, another process). This
+module runs nothing. Every case of a group has the same numbers: rows are copied, views are made from copies, and the
+caller's arguments are never written to.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Group:
+class CaseGroup:
     """Runs that must agree with the first one; ``what``: the compared part, in words."""
 
     what: str
@@ -82,22 +82,22 @@ class Axis:
 
     name: str
     meaning: str
-    groups: Callable[[ModelCall, int, bool], Iterator[Group]]
+    groups: Callable[[ModelCall, int, bool], Iterator[CaseGroup]]
 
 
 class Inapplicable(ValueError):
     """The axis does not apply to this model or these inputs; the message says why."""
 
 
-def batch(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def batch(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The first row alone, and with others in batches of several sizes."""
     rows = rows_of(call, dim)
     sizes = sorted({*BATCHES, rows})
     cases = (Case(f"batch of {n}", taken(call, dim, range(n)), row=Row(0, n)) for n in sizes)
-    yield Group(f"row 0 in batches of {', '.join(map(str, sizes))}", tuple(cases))
+    yield CaseGroup(f"row 0 in batches of {', '.join(map(str, sizes))}", tuple(cases))
 
 
-def slices(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def slices(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The first row at other positions of a batch of one size; a batch that is a slice of a larger one."""
     rows = rows_of(call, dim)
     count = max(rows, 4)
@@ -107,12 +107,12 @@ def slices(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
         Case(f"row {p} of {count}", taken(call, dim, order), row=Row(p, count))
         for p, order in zip(places, orders, strict=True)
     )
-    yield Group(f"a row at places {', '.join(map(str, places))} of {count}", tuple(moved))
+    yield CaseGroup(f"a row at places {', '.join(map(str, places))} of {count}", tuple(moved))
     cut = (Case(f"rows {n}: of a bigger batch", _cut_out(call, dim, n)) for n in (1, 3))
-    yield Group("a batch cut out of a bigger one", (Case("a batch of its own", owned(call)), *cut))
+    yield CaseGroup("a batch cut out of a bigger one", (Case("a batch of its own", owned(call)), *cut))
 
 
-def stride(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def stride(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The same numbers with other strides."""
     if not call.tensors:
         raise Inapplicable("no argument is a tensor")
@@ -122,21 +122,21 @@ def stride(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
     if different:
         cases = tuple(Case(label, c) for label, c in different)
         words = ", ".join(label for label, _ in different)
-        yield Group(f"row-major and {words} arguments", (Case("row-major", plain), *cases))
+        yield CaseGroup(f"row-major and {words} arguments", (Case("row-major", plain), *cases))
     spread = mapped(call, lambda t: t[:1].expand_as(t) if t.dim() else t)
     if _strides(spread) != _strides(owned(spread)):
-        yield Group("one row, expanded and copied", (Case("copied", owned(spread)), Case("expanded", spread)))
+        yield CaseGroup("one row, expanded and copied", (Case("copied", owned(spread)), Case("expanded", spread)))
     elif not different:
         raise Inapplicable("the arguments have one element each: all strides are the same")
 
 
-def threads(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def threads(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The same call with other numbers of threads."""
     cases = tuple(Case(f"{n} thread{'s' * (n > 1)}", call, Setting(threads=n)) for n in THREADS)
-    yield Group(f"{', '.join(map(str, THREADS))} threads", cases)
+    yield CaseGroup(f"{', '.join(map(str, THREADS))} threads", cases)
 
 
-def isa(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def isa(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The same call with code of every instruction set that this machine has.
 
     stock: whether kernels of PyTorch run, which choose their instruction set when a process starts.
@@ -146,15 +146,15 @@ def isa(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
         raise Inapplicable(f"this machine has one instruction set, {', '.join(names)}")
     settings = (Setting(isa=n, process=stock, environment=tuple(STOCK_SETS[n].items()) if stock else ()) for n in names)
     cases = tuple(Case(name, call, setting) for name, setting in zip(names, settings, strict=True))
-    yield Group(", ".join(names), cases)
+    yield CaseGroup(", ".join(names), cases)
 
 
-def device(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def device(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The same call on the CPU and on every CUDA device."""
     names = devices()
     if len(names) < 2:
         raise Inapplicable("PyTorch finds no CUDA device on this machine")
-    yield Group(", ".join(names), tuple(Case(name, call, Setting(device=name)) for name in names))
+    yield CaseGroup(", ".join(names), tuple(Case(name, call, Setting(device=name)) for name in names))
 
 
 def devices() -> list[str]:
@@ -162,9 +162,10 @@ def devices() -> list[str]:
     return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
-def process(call: ModelCall, dim: int, stock: bool) -> Iterator[Group]:
+def process(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     """The same call in this process and in a new interpreter."""
-    yield Group("here and in a new process", (Case("here", call), Case("a new process", call, Setting(process=True))))
+    cases = Case("here", call), Case("a new process", call, Setting(process=True))
+    yield CaseGroup("here and in a new process", cases)
 
 
 AXES: Final = MappingProxyType(

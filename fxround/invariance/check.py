@@ -19,8 +19,8 @@ from torch import nn
 from fxround.compiler.signature import require_module
 from fxround.errors import FxroundError, shown, type_of
 from fxround.exported.program import LoadedModule
-from fxround.invariance.cases import AXES, Axis, Case, Group, Inapplicable, Setting, mapped, taken
-from fxround.invariance.difference import Rows, comparable, digest, distinct, first_difference, largest, shapes
+from fxround.invariance.cases import AXES, Axis, Case, CaseGroup, Inapplicable, Setting, mapped, taken
+from fxround.invariance.difference import BatchRows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.invariance.subjects import Compiled, Eager, Observation, OperationPlace, Outcome, Subject
@@ -154,7 +154,7 @@ class _Comparison:
             tuple(_most(parts).items()),
         )
 
-    def _group(self, axis: str, group: Group) -> AxisResult:
+    def _group(self, axis: str, group: CaseGroup) -> AxisResult:
         rows = self._result_rows() if group.cases[0].row else None
         ran: list[tuple[Case, Outcome]] = []
         refused = []
@@ -215,16 +215,16 @@ class _Comparison:
         rows = None
         if other.row:
             few, more = (shapes(self.subject.steps(taken(self.call, self.dim, range(n)))) for n in (_PROBE, _PROBE + 1))
-            rows = Rows(_PROBE, few, more)
+            rows = BatchRows(_PROBE, few, more)
         return first_difference(list(self._steps(reference)), self._steps(other), rows, (reference.row, other.row))
 
-    def _result_rows(self) -> Rows:
+    def _result_rows(self) -> BatchRows:
         """Return which results hold the batch. Raises Inapplicable if none does."""
         few, more = (
             {name: tuple(t.shape) for name, t in self.subject.outcome(taken(self.call, self.dim, range(n))).items()}
             for n in (_PROBE, _PROBE + 1)
         )
-        rows = Rows(_PROBE, few, more)
+        rows = BatchRows(_PROBE, few, more)
         if not any(rows.holds(name) for name in few):
             seen = ", ".join(f"{name} {shape}" for name, shape in few.items())
             raise Inapplicable(f"no result has rows that follow those of the arguments ({seen})")

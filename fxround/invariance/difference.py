@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """The dimensions that hold the batch, from the shapes in two runs with batches of ``count`` and ``count + 1``."""
 
     count: int
@@ -52,7 +52,7 @@ class Rows:
         return self.these.get(key) != self.those.get(key)
 
 
-def comparable(outcome: Outcome, rows: Rows | None, row: Row | None) -> Outcome:
+def comparable(outcome: Outcome, rows: BatchRows | None, row: Row | None) -> Outcome:
     """Return the part of an outcome that a case compares: all of it, or the values that have rows, cut to one row."""
     if rows is None or row is None:
         return outcome
@@ -81,7 +81,7 @@ def shapes(steps: Iterable[Observation]) -> dict[str, tuple[int, ...]]:
 def first_difference(
     reference: Sequence[Observation],
     other: Iterable[Observation],
-    rows: Rows | None,
+    rows: BatchRows | None,
     pair: tuple[Row | None, Row | None],
 ) -> OperationPlace | None:
     """Return the first operation whose value differs between two runs; None if none does."""
@@ -97,7 +97,7 @@ def _keyed(step: Observation) -> list[tuple[str, Tensor]]:
     return [(f"{step.place.node} {step.place.operator} {i}", value) for i, value in enumerate(step.value)]
 
 
-def _agree(key: str, a: Tensor, b: Tensor, rows: Rows | None, pair: tuple[Row | None, Row | None]) -> bool:
+def _agree(key: str, a: Tensor, b: Tensor, rows: BatchRows | None, pair: tuple[Row | None, Row | None]) -> bool:
     mine, theirs = pair
     if rows is None or mine is None or theirs is None:
         return hash(a) == hash(b)

@@ -33,7 +33,7 @@ def is_long(text: str, loads: tuple[Storage, ...], results: tuple[Storage, ...])
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramPart:
     """A statement over x0, x1, ...: its text, its target, the values or numbers it reads, and values not read later."""
 
     text: str
@@ -43,7 +43,7 @@ class Part:
 
 
 @lru_cache(maxsize=64)
-def parts(text: str) -> tuple[Part, ...]:
+def parts(text: str) -> tuple[ProgramPart, ...]:
     """The program as statements of their own, in order."""
     program = parsed.program(text)
     alive, cut = set(program.results), []
@@ -54,7 +54,7 @@ def parts(text: str) -> tuple[Part, ...]:
         numbers = (f"x{i}" for i, o in enumerate(read) if not isinstance(o, str))
         operands = tuple(places[o] if isinstance(o, str) else next(numbers) for o in statement.operands)
         alone = str(replace(statement, target="t0", operands=operands))
-        cut.append(Part(alone, statement.target, read, tuple(names - alive)))
+        cut.append(ProgramPart(alone, statement.target, read, tuple(names - alive)))
         alive |= names
     return tuple(cut[::-1])
 

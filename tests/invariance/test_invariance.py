@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxround
 from fxround import Policy, Rule, check_invariance, cli
 from fxround.invariance.cases import AXES, Inapplicable, Row
-from fxround.invariance.difference import Rows
+from fxround.invariance.difference import BatchRows
 from fxround.invariance.process import _Rebuilt
 from fxround.invariance.subjects import Compiled, Eager
 from fxround.runtime.cpu.llvm.engine import instruction_sets
@@ -276,7 +276,7 @@ def neighbours() -> nn.Module:
 
 
 def test_rows_are_cut_in_both_orders_of_a_merged_dimension() -> None:
-    rows = Rows(5, {"v": (10, 3), "w": (4,)}, {"v": (12, 3), "w": (4,)})
+    rows = BatchRows(5, {"v": (10, 3), "w": (4,)}, {"v": (12, 3), "w": (4,)})
     value = torch.arange(12.0).reshape(4, 3)
     outer, inner = rows.cut("v", value, Row(1, 2))
     assert torch.equal(outer, value[2:4]) and torch.equal(inner, value[[1, 3]])

@@ -12,7 +12,7 @@ from fxround.eager import blocks as eager_blocks
 from fxround.kernels.blocks import MAXIMA
 from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule
-from fxround.runtime.cpu.blocks import Geometry, geometry
+from fxround.runtime.cpu.blocks import BlockGeometry, geometry
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.run import run_blocks
 from fxround.runtime.schedule.scaled import Scaled
@@ -79,11 +79,11 @@ def test_maxima_of_blocks() -> None:
 
 
 def test_geometry() -> None:
-    assert geometry((4, 64), (1, 32)) == Geometry(4, 64, 32, 1)
-    assert geometry((64, 4), (32, 1)) == Geometry(1, 64, 32, 4)
-    assert geometry((2, 3, 4, 5), (1, 0, 0, 0)) == Geometry(2, 60, 60, 1)
-    assert geometry((2, 3, 4, 5), (1, 3, 1, 1)) == Geometry(2, 3, 3, 20)
-    assert geometry((2, 1, 40), (1, 1, 64)) == Geometry(2, 40, 40, 1)
+    assert geometry((4, 64), (1, 32)) == BlockGeometry(4, 64, 32, 1)
+    assert geometry((64, 4), (32, 1)) == BlockGeometry(1, 64, 32, 4)
+    assert geometry((2, 3, 4, 5), (1, 0, 0, 0)) == BlockGeometry(2, 60, 60, 1)
+    assert geometry((2, 3, 4, 5), (1, 3, 1, 1)) == BlockGeometry(2, 3, 3, 20)
+    assert geometry((2, 1, 40), (1, 1, 64)) == BlockGeometry(2, 40, 40, 1)
     # Tiles, blocks apart from each other, one block of a whole large tensor, and no elements.
     assert geometry((64, 64), (16, 16)) is None
     assert geometry((3, 4, 5), (0, 1, 0)) is None

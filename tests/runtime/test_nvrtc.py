@@ -37,7 +37,7 @@ from fxround.runtime.cuda import contraction, driver, iterations, reduction
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, Tile
 from fxround.runtime.cuda.cpp.copies import Way
-from fxround.runtime.cuda.cpp.lines import Loop, Staging
+from fxround.runtime.cuda.cpp.lines import LineLoop, Staging
 from fxround.runtime.cuda.cpp.map import LAYOUT, CudaMapVariant, map_name, map_text
 from fxround.runtime.cuda.driver import architecture, compiled
 from fxround.runtime.cuda.launcher import Text, launch
@@ -60,7 +60,7 @@ PROGRAMS = (
 ASYNC = ((Way(True, 1), Way(False, 4)), (Way(False, 4), Way(True, 1)), (Way(True, 1), Way(False, 1, tables=True)))
 
 # How the threads of a sum in chains, a sum in one, a scan and a scatter share the work.
-SHAPES = (Loop(Staging(1)), Loop(Staging(32, 8)), Loop(Staging(128, 4)), Loop(piece=4))
+SHAPES = (LineLoop(Staging(1)), LineLoop(Staging(32, 8)), LineLoop(Staging(128, 4)), LineLoop(piece=4))
 
 
 @cache
@@ -86,7 +86,7 @@ def texts() -> tuple[Text, ...]:
     found += [reduction._text(kernel) for kernel in loops]
     # Those of a device whose binary64 is slow.
     found += [reduction._text(kernel.single) for kernel in (loops[0], loops[2], loops[3]) if kernel.single is not None]
-    found += [reduction._text(loops[-1], Loop(exact=way)) for way in ("shared", "parts", "joined")]
+    found += [reduction._text(loops[-1], LineLoop(exact=way)) for way in ("shared", "parts", "joined")]
     found += [reduction._text(kernel, shape) for kernel, shape in zip(loops, SHAPES, strict=False)]
     for program, access, piece in zip(PROGRAMS, ("lines", "strided"), (4, 1), strict=True):
         kernel = map_kernel(Program.parse(program), ("f32", "f32"), "f32")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxround
 from fxround.runtime import buffers
 from fxround.runtime.schedule import row_chains
-from fxround.runtime.schedule.row_chains import Rows
+from fxround.runtime.schedule.row_chains import RowsPart
 
 
 class Applied(nn.Module):
@@ -23,8 +23,8 @@ class Applied(nn.Module):
         return self.function(x)
 
 
-def chains(compiled: fxround.RoundedModule) -> list[Rows]:
-    return [m for m in compiled._called().running.modules() if isinstance(m, Rows)]
+def chains(compiled: fxround.RoundedModule) -> list[RowsPart]:
+    return [m for m in compiled._called().running.modules() if isinstance(m, RowsPart)]
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.schedule.loops import Scan
+from fxround.runtime.schedule.loops import ScanPart
 from fxround.runtime.schedule.programs import _BINDINGS, CallPlan, Run
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
@@ -386,7 +386,7 @@ def test_a_call_that_plans_computes_once() -> None:
     def step(x: Tensor) -> Tensor:
         return (x.sort().values + x) * 0.5
 
-    with mock.patch.object(Scan, "forward", autospec=True, side_effect=Scan.forward) as scans:
+    with mock.patch.object(ScanPart, "forward", autospec=True, side_effect=ScanPart.forward) as scans:
         results, counts, state = [], [], torch.rand(5)
         for _ in range(3):
             results.append(fxround.iterate(step, state, 4, "bfloat16"))

@@ -81,7 +81,7 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
     made: dict[fx.Node, fx.Node] = {}
     programs: dict[str, int] = {}
     for unit in in_order(merged(graph.graph, partial(_join, steps))):
-        chain = Chain.of([steps[node] for node in unit.nodes], unit.results()) if len(unit.nodes) > 1 else None
+        chain = FusedChain.of([steps[node] for node in unit.nodes], unit.results()) if len(unit.nodes) > 1 else None
         if chain is not None and not chain.stored:
             continue
         if chain is not None and sum((programs | {chain.text: len(chain.steps)}).values()) <= BUDGET:
@@ -94,7 +94,7 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass(frozen=True)
-class Chain:
+class FusedChain:
     """Steps that become one node: their operands, the values that are stored, and their program's text."""
 
     steps: tuple[Fusible, ...]
@@ -103,10 +103,10 @@ class Chain:
     text: str
 
     @staticmethod
-    def of(steps: Sequence[Fusible], stored: Sequence[fx.Node]) -> Chain:
+    def of(steps: Sequence[Fusible], stored: Sequence[fx.Node]) -> FusedChain:
         """Return the chain of these steps, in this order."""
         operands = _operands(steps)
-        return Chain(tuple(steps), tuple(operands), tuple(stored), _text(steps, operands, stored))
+        return FusedChain(tuple(steps), tuple(operands), tuple(stored), _text(steps, operands, stored))
 
 
 def _join(steps: dict[fx.Node, Fusible], a: Unit, b: Unit) -> bool:
@@ -161,7 +161,7 @@ _UNBOUNDED: Final = {1: "-inf", 2: "inf"}
 # ---- the new graph ----
 
 
-def _emit(graph: fx.GraphModule, fused: fx.Graph, chain: Chain, made: dict[fx.Node, fx.Node]) -> None:
+def _emit(graph: fx.GraphModule, fused: fx.Graph, chain: FusedChain, made: dict[fx.Node, fx.Node]) -> None:
     """Add a node for the chain's program, and one for each value that is used outside of it."""
     numbers = [number for step in chain.steps for number in step.numbers]
     results = " ".join(STORAGES[node.meta["val"].dtype] for node in chain.stored)

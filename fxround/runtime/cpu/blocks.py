@@ -40,7 +40,7 @@ _VECTOR: Final = 16
 
 
 @dataclass(frozen=True)
-class Geometry:
+class BlockGeometry:
     """A row-major tensor as (outer, length, inner), with blocks of ``size`` along length."""
 
     outer: int
@@ -65,7 +65,7 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def geometry(shape: Sequence[int], sizes: Sequence[int]) -> Geometry | None:
+def geometry(shape: Sequence[int], sizes: Sequence[int]) -> BlockGeometry | None:
     """Blocks of these sizes as blocks along one dimension; None if they extend in several, or are too long."""
     if 0 in shape:
         return None
@@ -79,7 +79,7 @@ def geometry(shape: Sequence[int], sizes: Sequence[int]) -> Geometry | None:
     outer, inner = (math.prod(n for _, run in part for n, _ in run) for part in (runs[:place], runs[place + 1 :]))
     (_, whole), run = runs[place] if blocked else ((False, True), [(1, 1)])
     length = math.prod(n for n, _ in run)
-    cut = Geometry(outer, length, length if whole else run[0][1], inner)
+    cut = BlockGeometry(outer, length, length if whole else run[0][1], inner)
     return cut if cut.size <= (_TALLEST if inner > 1 else _LONGEST) else None
 
 

@@ -30,7 +30,7 @@ class ContractionShape(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in SHAPE)
 
 
-class Lines(ctypes.Structure):
+class LineSteps(ctypes.Structure):
     """Where the elements of lines are, as ``Lines`` of the texts."""
 
     _fields_ = (

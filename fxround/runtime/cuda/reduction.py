@@ -16,10 +16,10 @@ from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions, contributions_of
-from fxround.runtime.cuda.arguments import Lines, count, key_of
+from fxround.runtime.cuda.arguments import LineSteps, count, key_of
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
-from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, Loop, Staging, loop_name
+from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, LineLoop, Staging, loop_name
 from fxround.runtime.cuda.cpp.loops import loop_text, parts_size
 from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
@@ -46,7 +46,7 @@ _SIDE_BY_SIDE: Final = 8
 
 
 @cache
-def _text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> Text:
+def _text(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) -> Text:
     """The text of a kernel, for threads that share the work in this way."""
     several = isinstance(kernel, Reduce) and kernel.order.chains > 1
     meets = several or bool(shape.exact) or shape.staging is not None
@@ -97,7 +97,7 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     return result.reshape(call.x.shape)
 
 
-def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> Lines | None:
+def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> LineSteps | None:
     """Where the elements of x's lines along ``dims`` are; None if it takes more than two steps to say it.
 
     around: the other dimensions, which lines are numbered by: all together, or those before and those after.
@@ -117,7 +117,7 @@ def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> L
     run, near = along[-1] if length and along else (1, 0)
     far = along[0][1] if len(along) > 1 else 0
     nearer = near != 0 and (side_by_side < _SIDE_BY_SIDE or inner_step == 0 or near < inner_step)
-    return Lines(count, length, side_by_side, run, nearer, outer[0][1] if outer else 0, inner_step, far, near)
+    return LineSteps(count, length, side_by_side, run, nearer, outer[0][1] if outer else 0, inner_step, far, near)
 
 
 def _merged(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
@@ -126,23 +126,23 @@ def _merged(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(sizes, steps, strict=True))
 
 
-def _loop(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines, result: Tensor) -> Loop:
+def _loop(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps, result: Tensor) -> LineLoop:
     """How threads share the work."""
     if isinstance(kernel, Exact):
-        return Loop(exact="shared" if lines.length >= _LONG_EXACT and lines.count <= _FEW_EXACT else "")
+        return LineLoop(exact="shared" if lines.length >= _LONG_EXACT and lines.count <= _FEW_EXACT else "")
     chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
     # A scan's results are stored in the order of its lines.
     side_by_side = lines.inner > 1 if isinstance(kernel, Scan) else not lines.along
     if side_by_side or lines.length < (_LONG if chains == 1 else _LONG_CHAINS):
         few = chains > 1 and -(-lines.count * chains // GROUP) < _ENOUGH
-        return Loop(threads=GROUP // 2 if few else GROUP)
+        return LineLoop(threads=GROUP // 2 if few else GROUP)
     if chains > 1:
-        return Loop(Staging(1, _piece(kernel, x, lines, result))) if lines.count <= _FEW else Loop()
+        return LineLoop(Staging(1, _piece(kernel, x, lines, result))) if lines.count <= _FEW else LineLoop()
     at_once = next((n for n in (128, 32, 8) if lines.count >= n * _ENOUGH), 1)
-    return Loop(Staging(at_once, _piece(kernel, x, lines, result)))
+    return LineLoop(Staging(at_once, _piece(kernel, x, lines, result)))
 
 
-def _piece(kernel: Reduce | Scan, x: Tensor, lines: Lines, result: Tensor) -> int:
+def _piece(kernel: Reduce | Scan, x: Tensor, lines: LineSteps, result: Tensor) -> int:
     """The adjacent elements that a thread reads at once: 16 bytes, if all pieces begin at multiples of their size."""
     stores = [result] if isinstance(kernel, Scan) else []
     whole = min(8, 16 // max(each.itemsize for each in (x, *stores)))
@@ -152,7 +152,7 @@ def _piece(kernel: Reduce | Scan, x: Tensor, lines: Lines, result: Tensor) -> in
     return whole if lines.near == 1 and aligned and all(step % whole == 0 for step in steps) else 1
 
 
-def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines | None, result: Tensor, draw: Draw) -> None:
+def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps | None, result: Tensor, draw: Draw) -> None:
     """Run a kernel over lines, of which there is at least one."""
     assert lines is not None
     shape = _loop(kernel, x, lines, result)
@@ -166,8 +166,8 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: Lines | None, re
     if isinstance(kernel, Exact) and shape.exact and parts > 1:
         partial = torch.empty(lines.count * parts * parts_size(kernel), dtype=torch.int64, device=x.device)
         among = [count(parts), partial]
-        launch(_text(kernel, Loop(exact="parts")), lines.count * parts, [lines, x, *among], x.device)
-        launch(_text(kernel, Loop(exact="joined")), lines.count, [lines, result, *among, *key], x.device)
+        launch(_text(kernel, LineLoop(exact="parts")), lines.count * parts, [lines, x, *among], x.device)
+        launch(_text(kernel, LineLoop(exact="joined")), lines.count, [lines, result, *among, *key], x.device)
         return
     arguments = [lines, result, x, *key]
     launch(_text(kernel, shape), items, arguments, x.device)
@@ -194,7 +194,7 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
         piece = min(8, 16 // x.itemsize)
         aligned = all(each.data_ptr() % (piece * each.itemsize) == 0 for each in (x, source, result))
         whole = aligned and inner % piece == 0 and x.numel() >= piece * GROUP * _ENOUGH
-        shape = Loop(piece=piece if whole else 1)
+        shape = LineLoop(piece=piece if whole else 1)
         operands = [count(x.numel()), count(inner), result, x, source, starts, order]
         key = key_of(draw.words((draw.node,)), draw.state, x.device)
         launch(_text(kernel, shape), x.numel() // shape.piece, [*operands, *key], x.device)

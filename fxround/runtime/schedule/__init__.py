@@ -18,7 +18,7 @@ from torch import fx
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.schedule.epilogues import join_epilogues
-from fxround.runtime.schedule.loops import Body, Repeated, own_loops, owned
+from fxround.runtime.schedule.loops import Body, RepeatedPart, own_loops, owned
 from fxround.runtime.schedule.row_chains import gather_rows
 from fxround.runtime.schedule.scaled import join_scaled
 from fxround.runtime.schedule.straight import SOURCE
@@ -48,7 +48,7 @@ def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule
     dead = _dead_after(gathered)
     for node in gathered.graph.find_nodes(op="call_module"):
         chain: Any = gathered.get_submodule(str(node.target))
-        if isinstance(chain, Repeated):
+        if isinstance(chain, RepeatedPart):
             continue
         given = {value: place for value in dead.get(node, ()) if (place := _place_of(value, node)) is not None}
         dead[node] = [value for value in dead.get(node, ()) if value not in given]

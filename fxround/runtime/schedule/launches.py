@@ -82,7 +82,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyAddress:
     """An argument: the address of a random key, of which seed and sample are those of a call."""
 
     words: Any
@@ -106,7 +106,7 @@ class Launch:
 
     function: Any
     items: int
-    arguments: tuple[int | Value | tuple[Value, ...] | Space | Key | Flag, ...]
+    arguments: tuple[int | Value | tuple[Value, ...] | Space | KeyAddress | Flag, ...]
     held: tuple[Any, ...]
     work: Work | None = None
 
@@ -169,7 +169,7 @@ class Planner(ABC):
             raise NoPlan
         storage = STORAGES[value.tensor.dtype]
         kernel = map_kernel(Program.parse("t0 = identity(x0) @ exact"), (storage,), storage)
-        self._kernel(kernel, (value,), (place,), Key(NO_KEY, draws=False))
+        self._kernel(kernel, (value,), (place,), KeyAddress(NO_KEY, draws=False))
 
     def _clone(self, node: fx.Node) -> None:
         value, wanted = self.value(node.args[0]), node.kwargs.get("memory_format")
@@ -242,10 +242,10 @@ class Planner(ABC):
             raise NoPlan
         results = tuple(self.made(map_call.shape, dtype_of(storage)) for storage in kernel.results)
         key = NO_KEY if draw is None else draw.keys(call.nodes) if isinstance(call, Fused) else draw.key()
-        self._kernel(kernel, values, results, Key(key, draw is not None))
+        self._kernel(kernel, values, results, KeyAddress(key, draw is not None))
         self.env[node] = list(results) if isinstance(call, Fused) else results[0]
 
-    def _kernel(self, kernel: Map, values: tuple[Value, ...], results: tuple[Value, ...], key: Key) -> None:
+    def _kernel(self, kernel: Map, values: tuple[Value, ...], results: tuple[Value, ...], key: KeyAddress) -> None:
         call = call_for(kernel, [value.tensor for value in values])
         if call is None or (call.total and pieces_of(call.blocks, ENOUGH // call.unit) > 1):
             raise NoPlan
@@ -264,9 +264,9 @@ class Planner(ABC):
         work = pending.plan
         if work is None or pieces_of(work.items, work.enough) > 1:
             raise NoPlan
-        key: Key | int = 0
+        key: KeyAddress | int = 0
         if pending.key is not None:
-            key = Key(Draw(*self.state(call.rng), call.node).key(), draws=True)  # type: ignore[attr-defined]
+            key = KeyAddress(Draw(*self.state(call.rng), call.node).key(), draws=True)  # type: ignore[attr-defined]
         factors = self._factors(pending, operands)
         code, result = self.code(work), self.made(pending.shape, pending.dtype)
         arguments = (ctypes.addressof(code.layout), *factors, result, Space(code.scratch), key, Flag())
@@ -328,6 +328,6 @@ class Planner(ABC):
         elif isinstance(call, Sum):
             key = Draw(0, 0, call.node).key()
         result = self.made(size, dtype_of(kernel.result))
-        arguments = (ctypes.addressof(reduction.lines), x, result, Key(key, draws))
+        arguments = (ctypes.addressof(reduction.lines), x, result, KeyAddress(key, draws))
         self.launch(Launch(reduction.function, reduction.items, arguments, (reduction,)))
         self.env[node] = result

@@ -43,11 +43,11 @@ def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body])
         target = f"loop_{len(parts)}"
         given = loop.operands
         if node.target is SCAN:
-            parts[target] = Scan(bodies[node][0], len(loop.carries), len(loop.xs), used)
+            parts[target] = ScanPart(bodies[node][0], len(loop.carries), len(loop.xs), used)
         elif node.target is COND:
-            parts[target], given = Choice(bodies[node]), (loop.predicate, *given)
+            parts[target], given = ChoicePart(bodies[node]), (loop.predicate, *given)
         else:
-            parts[target] = Repetition(bodies[node], len(loop.carries))
+            parts[target] = RepetitionPart(bodies[node], len(loop.carries))
         made[node] = outer.call_module(target, fx.map_arg(tuple(given), made.__getitem__))
     return module_of(parts, outer)
 
@@ -70,13 +70,13 @@ class Body:
         return self.graph.forward
 
 
-class Repeated(Part):
+class RepeatedPart(Part):
     """What loops have in common. The bodies were verified when they were scheduled; no operand is released."""
 
     spent: tuple[int, ...] = ()
 
 
-class Scan(Repeated):
+class ScanPart(RepeatedPart):
     """A body for every row of ``xs``."""
 
     def __init__(self, body: Body, carries: int, xs: int, used: set[int]) -> None:
@@ -115,7 +115,7 @@ class Scan(Repeated):
         return results
 
 
-class Choice(Repeated):
+class ChoicePart(RepeatedPart):
     """One of two bodies."""
 
     def __init__(self, bodies: Sequence[Body]) -> None:
@@ -128,7 +128,7 @@ class Choice(Repeated):
         return [r if own else _copied(r) for r, own in zip(body.run(*operands), body.own, strict=True)]
 
 
-class Repetition(Repeated):
+class RepetitionPart(RepeatedPart):
     """A body as long as a test is true."""
 
     def __init__(self, bodies: Sequence[Body], carries: int) -> None:

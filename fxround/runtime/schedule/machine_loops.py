@@ -26,7 +26,7 @@ from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cpu.llvm.repeat import HEADER, KERNEL, MOST, build_repeat
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cuda.launcher import runs_texts
-from fxround.runtime.schedule.launches import SIZES, Flag, Key, Launch, NoPlan, Planner, Space, Value
+from fxround.runtime.schedule.launches import SIZES, Flag, KeyAddress, Launch, NoPlan, Planner, Space, Value
 from fxround.runtime.schedule.stock_arithmetic import as_program
 
 _REPEAT: Final = signature(2, 2)
@@ -244,7 +244,7 @@ class ScanPlanner(Planner):
             made: Any = array([0] * len(argument))
             for i, value in enumerate(argument):
                 made[i] = self._address(value, made, i)
-        elif isinstance(argument, Key):
+        elif isinstance(argument, KeyAddress):
             made = argument.words
             if argument.draws:
                 self.keys.append(made)

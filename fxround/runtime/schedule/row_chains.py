@@ -131,8 +131,8 @@ def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:
         lengths = {shape.length for shape in known} - {None}
         return len(known) == len(joined) <= _LONGEST and len({s.rows for s in known}) == 1 and len(lengths) <= 1
 
-    def build(unit: Unit, inputs: Sequence[fx.Node]) -> Rows | None:
-        return Rows(graph, unit.nodes, inputs) if _is_chain(unit) else None
+    def build(unit: Unit, inputs: Sequence[fx.Node]) -> RowsPart | None:
+        return RowsPart(graph, unit.nodes, inputs) if _is_chain(unit) else None
 
     return grouped(graph, joins, build, "rows")
 
@@ -185,7 +185,7 @@ class Ranges:
     over: dict[int, int]
 
 
-class Rows(Part):
+class RowsPart(Part):
     """A chain over rows as a module: (*inputs) -> a list of the values that are used outside of it."""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:

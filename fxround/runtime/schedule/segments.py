@@ -19,7 +19,7 @@ from fxround.runtime.cpu.llvm.repeat import MOST
 from fxround.runtime.cpu.llvm.straight import build_straight
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.draw import Draw
-from fxround.runtime.schedule.launches import Flag, Key, Launch, Space, Value
+from fxround.runtime.schedule.launches import Flag, KeyAddress, Launch, Space, Value
 
 _STRAIGHT: Final = signature(2, 3)
 _LINE: Final = 64
@@ -108,13 +108,13 @@ class Segment:
             return base, start + argument.shift
         if isinstance(argument, Space):
             return _MEMORY, self._space
-        if isinstance(argument, Key) and not argument.draws:
+        if isinstance(argument, KeyAddress) and not argument.draws:
             return ctypes.addressof(argument.words)
         index = len(self._words)
         if isinstance(argument, tuple):
             for value in [self._argument(value) for value in argument]:
                 self._put(value)
-        elif isinstance(argument, Key):
+        elif isinstance(argument, KeyAddress):
             # Seed, 64 bits; sample, 32 bits, and the number of a node; the numbers of further nodes.
             nodes = bytes(argument.words)[_STATE:] + bytes(8)
             self._put((_SEED, 0))

@@ -26,7 +26,7 @@ from fxround.runtime.cuda.launcher import forces_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.aliasing import is_kernel
-from fxround.runtime.schedule.launches import SIZES, Key, Launch, NoPlan, Planner, Value
+from fxround.runtime.schedule.launches import SIZES, KeyAddress, Launch, NoPlan, Planner, Value
 from fxround.runtime.schedule.programs import CallPlan, PythonCall, Run, Slot, assumed, binding, expectation, view_of
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.torch_ops import KERNELS
@@ -393,7 +393,7 @@ def _homes(launches: Sequence[Launch]) -> tuple[int, ...]:
 
 
 def _draws(launch: Launch) -> bool:
-    return any(isinstance(arg, Key) and arg.draws for arg in launch.arguments)
+    return any(isinstance(arg, KeyAddress) and arg.draws for arg in launch.arguments)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import fx
 from fxround.errors import VerificationError
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, may_share, returns_list
-from fxround.runtime.schedule.loops import Repeated
+from fxround.runtime.schedule.loops import RepeatedPart
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Ledger:
     def _hand_over(self, call: fx.Node) -> None:
         """Check the inputs that a module releases itself: each is alone on its memory among the inputs."""
         module: Any = self.graph.get_submodule(str(call.target))
-        if isinstance(module, Repeated):
+        if isinstance(module, RepeatedPart):
             return
         for place in module.spent:
             value: Any = call.args[place]

@@ -77,7 +77,7 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LineLoop:
     """How threads share the work of a kernel; no bit depends on it.
 
     staging     how lines pass through shared memory, if they do
@@ -101,11 +101,11 @@ class Loop:
         return f"{threads}{f'_{self.exact}' if self.exact else ''}{f'_p{self.piece}' if self.piece > 1 else ''}"
 
 
-PLAIN: Final = Loop()
+PLAIN: Final = LineLoop()
 """A thread, or a thread for each chain, reads what it computes with."""
 
 
-def loop_name(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> str:
+def loop_name(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) -> str:
     """The name of the ``__global__`` function."""
     return f"{type(kernel).__name__.lower()}_{kernel.digest[:16]}{shape.name}"
 
@@ -205,7 +205,7 @@ _WRITE: Final = """\
 """
 
 
-def staged_text(kernel: Reduce | Scan, shape: Loop) -> str:
+def staged_text(kernel: Reduce | Scan, shape: LineLoop) -> str:
     """Lines whose elements pass through shared memory: all threads of a block read, those of the chains compute."""
     name, staging = loop_name(kernel, shape), shape.staging
     assert staging is not None

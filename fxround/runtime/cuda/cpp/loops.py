@@ -24,11 +24,11 @@ from fxround.numerics.arithmetic.scalar import const
 from fxround.numerics.formats.storage import CARRIER_OF
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.limbs import SIZES
-from fxround.runtime.cuda.cpp.lines import GROUP, LINES, PLAIN, Loop, combined, loop_name, parameters, staged_text
+from fxround.runtime.cuda.cpp.lines import GROUP, LINES, PLAIN, LineLoop, combined, loop_name, parameters, staged_text
 from fxround.runtime.cuda.cpp.table import TYPES, constant
 
 
-def loop_text(kernel: Reduce | Scan | Scatter | Exact, shape: Loop = PLAIN) -> str:
+def loop_text(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) -> str:
     """The text of a kernel and of the device functions that are its own."""
     match kernel:
         case Reduce() | Scan() if shape.staging:
@@ -78,7 +78,7 @@ _MOVES: Final = """\
 """
 
 
-def _own(kernel: Reduce | Scan, shape: Loop, first: str, store: str = "") -> str:
+def _own(kernel: Reduce | Scan, shape: LineLoop, first: str, store: str = "") -> str:
     """The loop over a thread's elements of a line, which reads some before it takes their steps."""
     name = loop_name(kernel, shape)
     return _OWN.format(
@@ -102,7 +102,7 @@ _CHAIN: Final = """\
 """
 
 
-def _chain(kernel: Reduce | Scan, shape: Loop) -> str:
+def _chain(kernel: Reduce | Scan, shape: LineLoop) -> str:
     """One chain: a thread a line."""
     name = loop_name(kernel, shape)
     value = stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})")
@@ -140,7 +140,7 @@ _CHAINS: Final = """\
 """
 
 
-def _chains(kernel: Reduce, shape: Loop) -> str:
+def _chains(kernel: Reduce, shape: LineLoop) -> str:
     """Several chains: a thread a chain."""
     name, chains = loop_name(kernel, shape), kernel.order.chains
     body = _CHAINS.format(
@@ -187,7 +187,7 @@ _SCATTER: Final = """\
 """
 
 
-def _scatter(kernel: Scatter, shape: Loop) -> str:
+def _scatter(kernel: Scatter, shape: LineLoop) -> str:
     name, storage = loop_name(kernel, shape), kernel.loads[0]
     start = stream(kernel, "      state[e]", "i + e")
     body = _SCATTER.format(
@@ -280,7 +280,7 @@ _FINISH: Final = """\
 """
 
 
-def _exact(kernel: Exact, shape: Loop) -> str:
+def _exact(kernel: Exact, shape: LineLoop) -> str:
     name, storage = loop_name(kernel, shape), kernel.loads[0]
     count, trailing, last, bias = SIZES[CARRIER_OF[storage]]
     add = _ADD.format(
