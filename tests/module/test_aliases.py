@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from alias_programs import shown
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,21 +65,6 @@ CHANGED: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def shown(result: Any, known: dict[str, Tensor]) -> list[Any]:
-    """Return, for each tensor, the earlier ones that it is, those whose memory it shares and where, and its layout."""
-    rows = []
-    known = dict(known)
-    for i, tensor in enumerate(pytree.tree_leaves(result)):
-        same = [name for name, other in known.items() if other is tensor]
-        memory = tensor.untyped_storage().data_ptr()
-        shared = [name for name, other in known.items() if other.untyped_storage().data_ptr() == memory]
-        place = tensor.storage_offset() if shared else 0
-        view = tensor._is_view() if shared else False
-        rows.append((same, shared, place, view, tensor.shape, tensor.stride(), tensor.requires_grad))
-        known[f"result {i}"] = tensor
-    return rows
-
-
 def called(
     made: Callable[[nn.Module], Any], function: Callable[[Any, Tensor], Any], training: bool, gradients: bool
 ) -> list[Any]:
@@ -90,7 +76,7 @@ def called(
     with torch.set_grad_enabled(training or gradients):
         result = made(model)(x)
     state = {"x": x, "weight": model.weight, "buf": model.buf}
-    found = shown(result, state)
+    found = shown(result, state, whole=True)
     tensors = [*state.values(), *pytree.tree_leaves(result)]
     with torch.no_grad():
         for i, tensor in enumerate(tensors[3:]):
@@ -227,8 +213,8 @@ def test_loaded_programs_share_memory_or_are_refused(tmp_path: Path) -> None:
         x = torch.arange(8.0).reshape(2, 4) / 4
         y = x.clone()
         function = (INPUTS | CHANGED)[name]
-        found = shown(loaded(Sharing(function).eval())(x), {"x": x})
-        assert found == shown(Sharing(function).eval()(y), {"x": y})
+        own = shown(loaded(Sharing(function).eval())(x), {"x": x}, whole=True)
+        assert own == shown(Sharing(function).eval()(y), {"x": y}, whole=True)
         assert torch.equal(x, y)
     with pytest.raises(FxroundError, match="view of an argument, parameter or buffer that the model changes"):
         loaded(Sharing(CHANGED["in place, then a view"]))

@@ -108,8 +108,11 @@ def called(program: Program, made: Callable[[nn.Module], Any]) -> tuple[dict[str
     return {"x": x, "y": y, "m.weight": model.weight, "m.buf": model.buf}, result
 
 
-def shown(result: Any, known: dict[str, Tensor]) -> list[Any]:
-    """Return, for each tensor, the earlier ones that it is, those whose memory it shares and where, and its layout."""
+def shown(result: Any, known: dict[str, Tensor], whole: bool = False) -> list[Any]:
+    """Return, for each tensor, the earlier ones that it is, those whose memory it shares and where, and its layout.
+
+    whole: also the layout of memory of its own, and whether a tensor without a gradient is a view.
+    """
     rows: list[Any] = []
     known = dict(known)
     for i, tensor in enumerate(pytree.tree_leaves(result)):
@@ -117,9 +120,10 @@ def shown(result: Any, known: dict[str, Tensor]) -> list[Any]:
         memory = tensor.untyped_storage().data_ptr()
         shared = [name for name, other in known.items() if other.untyped_storage().data_ptr() == memory]
         place = tensor.storage_offset() if shared else 0
-        view = tensor._is_view() if tensor.requires_grad and shared and not same else False
+        asked = whole or (tensor.requires_grad and not same)
+        view = tensor._is_view() if shared and asked else False
         # Memory of its own may hold elements in another order.
-        layout = tensor.stride() if shared else None
+        layout = tensor.stride() if shared or whole else None
         rows.append((same, shared, place, view, tensor.shape, layout, tensor.requires_grad))
         known[f"result {i}"] = tensor
     return rows
