@@ -48,7 +48,7 @@ JUDGES: Final = {
     "fxround/runtime/schedule/row_chains.py": ("tests/runtime/test_row_chains.py",),
     "fxround/runtime/schedule/epilogues.py": ("tests/runtime/test_epilogues.py",),
     "fxround/runtime/schedule/straight.py": ("tests/runtime/test_straight.py",),
-    "fxround/runtime/schedule/programs.py": ("tests/runtime/test_straight.py",),
+    "fxround/runtime/schedule/call_programs.py": ("tests/runtime/test_straight.py",),
     "fxround/capture": ("tests/capture",),
     "fxround/capture/repeated_blocks.py": ("tests/capture/test_repeated_blocks.py",),
     "fxround/compiler": ("tests/compiler", "tests/module"),

@@ -26,7 +26,7 @@ from fxround.errors import (
     VerificationError,
 )
 from fxround.exported.program import LoadedModule, load
-from fxround.faults.flips import Flip, Flips
+from fxround.faults.flip_table import Flip, Flips
 from fxround.fingerprint import hash as hash
 from fxround.invariance import InvarianceReport, NotInvariant, check_invariance
 from fxround.localization.localize import localize

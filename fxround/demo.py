@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 
-from fxround.files import write_file
+from fxround.atomic_files import write_file
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.policy import Policy

@@ -13,11 +13,11 @@ from import_graph import ROOT, imported, imports, modules
 # The longest prefix decides. passes and runtime share a rank and never import each other.
 RANKS = {
     "errors": 0,
-    "files": 0,
+    "atomic_files": 0,
     "interrupts": 0,
     "locks": 0,
     "float_state": 0,
-    "keys": 0,
+    "spelling": 0,
     "new_process": 0,
     "version": 0,
     "numerics.formats": 0,

@@ -32,13 +32,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.atomic_files import write_file
 from fxround.cli.arguments import POLICY, add_device, add_model, put, said
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
 from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError, shown
-from fxround.files import write_file
 from fxround.interrupts import INTERRUPTED, SAID, interruptible
 
 FOLDER: Final = "fxround-demo"

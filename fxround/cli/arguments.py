@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fxround.files import write_file
+from fxround.atomic_files import write_file
 
 POLICY: Final = "a preset, format, scaled format, rounding or .toml file (default stochastic)"
 

@@ -22,7 +22,7 @@ from fxround.capture.dynamo import capturing
 from fxround.capture.numbers import Number, is_held, number_of
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
-from fxround.compiler.capture_table import Capture, KeyedCall, mode_of, reason_for
+from fxround.compiler.capture_report import Capture, KeyedCall, mode_of, reason_for
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of
 from fxround.compiler.pipeline import Pipeline

@@ -26,13 +26,13 @@ from typing import IO, Any, Final
 import torch
 from torch import fx, nn
 
+from fxround.atomic_files import write_file
 from fxround.compiler.signature import packed_kinds
 from fxround.errors import FxroundError, brief, shown
 from fxround.exported.caches import CacheArgument
 from fxround.exported.gradients import Gradients
 from fxround.exported.graphs import make_writable
 from fxround.exported.types import imports_of, named_tuples_of
-from fxround.files import write_file
 from fxround.version import VERSION
 
 _RECORD: Final = "/extra/fxround.json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.maps import program_carrier
 from fxround.kernels.program import Statement
 from fxround.numerics.formats.storage import Storage
@@ -25,11 +25,13 @@ _FEW: Final = 4
 @lru_cache(maxsize=4096)
 def is_long(text: str, loads: tuple[Storage, ...], results: tuple[Storage, ...]) -> bool:
     """Whether a program is to be run in parts. Raises ValueError for a program that no kernel runs."""
-    program = parsed.program(text)
+    program = from_text.program(text)
     if len(program.statements) <= _FEW:
         return False
     carrier = program_carrier(program, loads, results)
-    return sum(len(parsed.fused(p.text, (carrier,) * len(p.read), carrier).body.schedule) for p in parts(text)) > MOST
+    return (
+        sum(len(from_text.fused(p.text, (carrier,) * len(p.read), carrier).body.schedule) for p in parts(text)) > MOST
+    )
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ProgramPart:
 @lru_cache(maxsize=64)
 def parts(text: str) -> tuple[ProgramPart, ...]:
     """The program as statements of their own, in order."""
-    program = parsed.program(text)
+    program = from_text.program(text)
     alive, cut = set(program.results), []
     for statement in reversed(program.statements):
         names = {o for o in statement.operands if isinstance(o, str)} | {statement.target}

@@ -1,8 +1,8 @@
 """Kernels as data: scalar functions of the IR and the shape of the loops around them.
 
-Operators, policies and passes describe kernels; LLVM, CUDA and the NumPy reference compute them. A kernel is frozen and
-contains nothing about a target, so that the results of targets can be compared. Equal kernels have equal digests, and
-the digest is the key of all compiled code.
+Operators describe kernels, by texts that passes write as a policy says; LLVM, CUDA and the NumPy reference compute
+them. A kernel is frozen and contains nothing about a target, so that the results of targets can be compared. Equal
+kernels have equal digests, and the digest is the key of all compiled code.
 
     Map       outs[i] = body(x0[i], x1[i], ..., random words of element i)         any shapes that broadcast
     Blocks    s = figure(the largest magnitude of a block); outs[i] = elements(x[i], s)

@@ -79,7 +79,7 @@ def compile(
 
     Returns:
         A ``RoundedModule``, called like the model. It takes floating-point tensors of float32, float64, float16 or
-        bfloat16 on the CPU, and its results have the model's shapes and dtypes.
+        bfloat16 on the CPU or a CUDA device, and its results have the model's shapes and dtypes.
 
     Raises:
         TypeError, ValueError: for wrong arguments.

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxround.compiler.executable import Entry
 from fxround.faults.accumulators import count_faults
-from fxround.faults.flips import Flip, Flips, flips_of
+from fxround.faults.flip_table import Flip, Flips, flips_of
 from fxround.graph.dialect import BODIES, COND, SCAN, BlockExpand, Loop, Pointwise, loops_of, read
 from fxround.graph.site import Site, site
 from fxround.kernels.program import Program

@@ -19,7 +19,7 @@ from torch import fx, nn
 from fxround.capture.dynamo import replaying, unmark
 from fxround.capture.refusals import called_with
 from fxround.capture.torch_private import failed_guard, own_graphs
-from fxround.compiler.capture_table import Capture, guard_of, mode_of
+from fxround.compiler.capture_report import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
 from fxround.errors import CaptureError, FxroundError
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured
 from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython
-from fxround.compiler.capture_table import Capture, table_of
+from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.captures import Captures, Flat
 from fxround.compiler.delayed_state import SCALES
 from fxround.compiler.executable import Entry
@@ -41,7 +41,7 @@ from fxround.compiler.training_step import TrainingStep, differentiable_later
 from fxround.errors import FxroundError, NotCaptured, type_of
 from fxround.exported.caches import Cached, caches_among, with_tensors
 from fxround.exported.program import RNG_BUFFER
-from fxround.faults.flips import Flips
+from fxround.faults.flip_table import Flips
 from fxround.module.attributes import Reaching
 from fxround.module.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.module.export import write_program

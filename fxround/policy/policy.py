@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, brief, shown, type_of
-from fxround.keys import nearest, require_keys, selects, toml
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
@@ -43,6 +42,7 @@ from fxround.policy.rule import (
     with_dtype,
     with_wide,
 )
+from fxround.spelling import nearest, require_keys, selects, toml
 
 # The formulas of composite operators (fxround.operators.formulas).
 OWN: Final = "fxround"

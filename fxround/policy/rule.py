@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, brief, shown
-from fxround.keys import nearest, selects
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format, spelt
@@ -16,6 +15,7 @@ from fxround.numerics.formats.storage import QUARTERS, own_overflow
 from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps, clamps_elements
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.spelling import nearest, selects
 
 IDENTITY: Final = "identity"
 NATIVE: Final = "native"

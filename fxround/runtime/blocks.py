@@ -17,7 +17,7 @@ from torch import Tensor
 from fxround.graph.dialect.blocks import BlockExpand, BlockMaximum, BlockPercentile, BlockSum, HadamardTransform
 from fxround.graph.dialect.contractions import Matmul
 from fxround.graph.dtypes import FORMAT_OF
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.blocks import MAXIMA
 from fxround.kernels.shapes import Exact
 from fxround.numerics.arithmetic.hadamard import hadamard_matrix
@@ -83,7 +83,7 @@ def block_sum(call: BlockSum[Tensor]) -> Tensor:
     """The exact sum of each block, rounded once to nearest."""
     blocks, x = call.blocks(), call.x.detach()
     own = f"{FORMAT_OF[x.dtype]}/nearest_even/inf"
-    kernel = parsed.total("exact", own, own, storage_of(x, "block_sum's operand"))
+    kernel = from_text.total("exact", own, own, storage_of(x, "block_sum's operand"))
     assert isinstance(kernel, Exact)
     elements = _blocked(x, call.sizes, blocks, 0.0)
     return run_exact(kernel, elements, Draw(), (len(blocks),))
@@ -118,7 +118,7 @@ def _magnitudes(x: Tensor, other: float) -> Tensor:
     # A NaN compares false.
     most = float(torch.finfo(x.dtype).max).hex()
     finite = f"t0 = abs(x0) @ exact; t1 = where_le(t0, {most}, t0, {other.hex()}) @ exact"
-    (magnitudes,) = run_kernel(parsed.pointwise(finite, (storage,), storage), [x], NO_KEY)
+    (magnitudes,) = run_kernel(from_text.pointwise(finite, (storage,), storage), [x], NO_KEY)
     return magnitudes
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import fxround.numerics
-from fxround.files import PARTIAL, write_file
+from fxround.atomic_files import PARTIAL, write_file
 
 VARIABLE: Final = "FXROUND_CACHE_DIR"
 LIMIT_BYTES: Final = 256 << 20

@@ -9,11 +9,11 @@ from typing import Any, Final
 from torch import fx
 
 from fxround.graph.site import PORT, Direction, Site, site
-from fxround.keys import selects
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.analyses.known import passes_on
 from fxround.passes.analyses.leaks import Edge, Immediate, unrounded
 from fxround.policy import Rule
+from fxround.spelling import selects
 from fxround.views.summaries import sorted_rows
 from fxround.views.table import Table, data_frame
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from fxround.errors import shown
 from fxround.graph.site import Direction, Status, placed
-from fxround.keys import nearest, selects
+from fxround.spelling import nearest, selects
 from fxround.views.table import Table, data_frame
 
 # Statuses without arithmetic, which the summary and the drawing leave out.

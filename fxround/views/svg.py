@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import networkx as nx
 
+from fxround.atomic_files import write_file
 from fxround.errors import shown
-from fxround.files import write_file
 
 WIDTH: Final = 176
 HEIGHT: Final = 46

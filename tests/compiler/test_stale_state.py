@@ -130,7 +130,7 @@ def test_distributions_are_captured_once() -> None:
 def test_a_number_that_decides_meets_the_limit_of_graphs_if_it_changes_at_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fxround.compiler.capture_table.GRAPHS", 3)
+    monkeypatch.setattr("fxround.compiler.capture_report.GRAPHS", 3)
     model = Powers(0.0)
     compiled = fxround.compile(model, "reproducible")
     for step in range(3):

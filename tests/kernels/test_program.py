@@ -10,7 +10,7 @@ import rationals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
@@ -82,7 +82,7 @@ DIFFERENT = (
 
 def test_different_programs_have_different_digests() -> None:
     """A digest is the key of compiled code: two kernels of one digest would share it."""
-    digests = [parsed.pointwise(text, ("f32", "f32"), "f32").digest for text in DIFFERENT]
+    digests = [from_text.pointwise(text, ("f32", "f32"), "f32").digest for text in DIFFERENT]
     # The last two differ in what is stored; the second of them computes what the first line does.
     assert len(set(digests)) == len(DIFFERENT) - 1 and digests[-1] == digests[0]
 
@@ -100,7 +100,7 @@ def test_storages_and_draws_are_part_of_a_kernel() -> None:
     kernels.append(fused_kernel(program, ("f32",), ("f32",)))
     assert len({kernel.digest for kernel in kernels}) == 5
     assert [(w.node, w.draw) for w in kernels[0].draws] == [(0, 0), (0, 1)]
-    assert [(w.node, w.draw) for w in kernels[-1].draws] == [(0, 0), (1, 0)] and parsed.drawn(str(program)) == 2
+    assert [(w.node, w.draw) for w in kernels[-1].draws] == [(0, 0), (1, 0)] and from_text.drawn(str(program)) == 2
 
 
 @pytest.mark.parametrize("accumulate", ["binary32", "bfloat16/stochastic"])
@@ -117,7 +117,7 @@ def test_a_program_that_does_not_fit_its_storages_is_refused() -> None:
         (("f32", "f32"), "bf16", "cannot store"),
     ):
         with pytest.raises(ValueError, match=message):
-            parsed.pointwise(ONE, loads, result)
+            from_text.pointwise(ONE, loads, result)
     with pytest.raises(ValueError, match="is used before it is defined"):
         Program.parse("t1 = neg(t0) @ exact; t0 = neg(x0) @ exact")
     assert math.isnan(map_kernel(Program.parse("t0 = add(x0, nan) @ bfloat16"), ("f32",), "f32").body.evaluate(1.0)[0])

@@ -13,8 +13,8 @@ from torch import nn
 
 import fxround
 from fxround.graph.dtypes import STORAGES
+from fxround.kernels import from_text
 from fxround.kernels import long_programs as parts_of_programs
-from fxround.kernels import parsed
 from fxround.passes.optimizations.fuse import MAX_OPERATORS
 from fxround.runtime.cpu import code, contraction, depthwise, long_programs, pointwise
 from fxround.runtime.cpu.llvm.engine import compile_module
@@ -121,7 +121,7 @@ def test_the_parts_of_a_program_have_the_bits_of_the_whole(dtype: torch.dtype, m
 
     whole = both()
     monkeypatch.setattr(parts_of_programs, "MOST", 0)
-    monkeypatch.setattr(parsed, "pointwise", None)
+    monkeypatch.setattr(from_text, "pointwise", None)
     apart = both()
     parts_of_programs.is_long.cache_clear()
     assert [t.shape for t in apart] == [(5, 3, 40)] * 4
@@ -142,5 +142,5 @@ def test_a_chain_of_long_functions_becomes_several_programs() -> None:
     with emitted():
         rounded(torch.rand(3, 5))
     found = [n.args[1] for n in rounded._called().fused.graph.nodes if n.target is torch.ops.fxround.fused.default]
-    lengths = [len(parsed.fused(text, ("f32",), "f32").body.schedule) for text in found if isinstance(text, str)]
+    lengths = [len(from_text.fused(text, ("f32",), "f32").body.schedule) for text in found if isinstance(text, str)]
     assert len(lengths) > 1 and max(lengths) <= 1.1 * MAX_OPERATORS

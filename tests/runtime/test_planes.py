@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from product_operands import KINDS, RNE, same, threads, values
 from torch import Tensor
 
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cpu import convolution as module
 from fxround.runtime.cpu import depthwise
@@ -160,7 +160,7 @@ def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() ->
         shape = depthwise.shape_of(
             (2, channels, 28, 28), (channels, channels // groups, 3, 3), [1, 1], [1, 1], [1, 1], groups
         )
-        kernel = parsed.contract(RNE, RNE, ("f32", "f32"), "f32")
+        kernel = from_text.contract(RNE, RNE, ("f32", "f32"), "f32")
         return depthwise.planned(kernel, shape)
 
     assert plan(64, 64) is not None
@@ -168,7 +168,7 @@ def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() ->
 
 
 def test_a_plane_that_is_too_large_is_cut_or_left_to_panels() -> None:
-    kernel = parsed.contract(RNE, RNE, ("f32", "f32"), "f32")
+    kernel = from_text.contract(RNE, RNE, ("f32", "f32"), "f32")
     shape = depthwise.shape_of((1, 1, 3000, 3000), (1, 1, 3, 3), [1, 1], [1, 1], [1, 1], 1)
     plan = depthwise.planned(kernel, shape)
     assert plan is not None and plan.plan.items > 60

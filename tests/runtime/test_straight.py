@@ -18,8 +18,8 @@ import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.schedule.call_programs import _BINDINGS, CallPlan, Run
 from fxround.runtime.schedule.loops import ScanPart
-from fxround.runtime.schedule.programs import _BINDINGS, CallPlan, Run
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
-import guards
+import guard_pages
 import random_graphs
 import torch
 from random_builder import POLICIES, Recipe
@@ -22,7 +22,7 @@ from random_judge import as_if_large
 from torch import Tensor
 
 import fxround
-from fxround.kernels.parsed import pointwise
+from fxround.kernels.from_text import pointwise
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
@@ -225,9 +225,9 @@ def run(number: int) -> str | None:
             want = bits(call(*operands))
             for at_end in (True, False):
                 place = "end" if at_end else "beginning"
-                guards.announce(number, f"{said} over {layouts}, {isa}, operands at the {place} of their pages")
-                with guards.everywhere(at_end):
-                    if bits(call(*(guards.guarded(x, at_end) for x in operands))) != want:
+                guard_pages.announce(number, f"{said} over {layouts}, {isa}, operands at the {place} of their pages")
+                with guard_pages.everywhere(at_end):
+                    if bits(call(*(guard_pages.guarded(x, at_end) for x in operands))) != want:
                         return f"{number} {said} over {layouts}, {isa}: other bits"
     return None
 
@@ -235,11 +235,11 @@ def run(number: int) -> str | None:
 def one_element_too_far() -> None:
     """Run a kernel on one block more than its operand has, which must end the process."""
     kernel = pointwise(f"t0 = identity(x0) @ {RNE}", ("f32",), "f32")
-    x, out = (guards.empty((1024,), (1,), torch.float32, True) for _ in range(2))
+    x, out = (guard_pages.empty((1024,), (1,), torch.float32, True) for _ in range(2))
     call = MapCall.of(kernel, [((1025,), (1,))])
     assert call is not None
-    guards.announce(0, "one element too far")
-    call.over(range(call.blocks), array([x.data_ptr()]), array([out.data_ptr()]), (guards.ctypes.c_uint32 * 4)())
+    guard_pages.announce(0, "one element too far")
+    call.over(range(call.blocks), array([x.data_ptr()]), array([out.data_ptr()]), (guard_pages.ctypes.c_uint32 * 4)())
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import random
 import sys
 from typing import Any, Final
 
-import guards
+import guard_pages
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -160,10 +160,10 @@ def run(number: int) -> str | None:
         args[at] = spoil.any_of(args[at])
     operator = getattr(OPS, name)
     said = f"{name}({', '.join(map(shown, args))})"
-    guards.announce(number, said)
+    guard_pages.announce(number, said)
     at_end = spoil.random() < 0.5
-    with guards.everywhere(at_end):
-        real = outcome(operator, pytree.tree_map_only(Tensor, lambda x: guards.guarded(x, at_end), args))
+    with guard_pages.everywhere(at_end):
+        real = outcome(operator, pytree.tree_map_only(Tensor, lambda x: guard_pages.guarded(x, at_end), args))
     with FakeTensorMode() as mode:
         fake = outcome(operator, pytree.tree_map_only(Tensor, mode.from_tensor, args))
     for kind, result in (("kernel", real), ("fake kernel", fake)):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
 from fxround.kernels.shapes import Exact
 from fxround.numerics.arithmetic import scalar
@@ -66,7 +66,7 @@ def _key(rng: Tensor, node: int) -> tuple[int, int, int, int]:
 
 
 def _pointwise(xs: Sequence[Tensor], program: str, dtype: torch.dtype, rng: Tensor, node: int) -> Tensor:
-    kernel = parsed.pointwise(program, loads_of(xs), STORAGES[dtype])
+    kernel = from_text.pointwise(program, loads_of(xs), STORAGES[dtype])
     full = torch.broadcast_shapes(*(x.shape for x in xs))
     return tensor(np.broadcast_to(reference.map_(kernel, [stored(x) for x in xs], _key(rng, node)), full), dtype)
 
@@ -88,7 +88,7 @@ def _contracted(
     a: Array, b: Array, dtype: torch.dtype, accumulate: str, rounding: str, rng: Tensor, node: int
 ) -> Tensor:
     storage = STORAGES[dtype]
-    kernel = parsed.contract(accumulate, rounding, (storage, storage), storage)
+    kernel = from_text.contract(accumulate, rounding, (storage, storage), storage)
     return tensor(reference.contract(kernel, a, b, _key(rng, node)), dtype)
 
 
@@ -207,9 +207,9 @@ def _sum(
 ) -> Tensor:
     lines, kept, short = _lines(x, dims)
     kernel = sum_kernel(
-        parsed.order(order),
-        parsed.rounding(accumulate),
-        parsed.rounding(rounding),
+        from_text.order(order),
+        from_text.rounding(accumulate),
+        from_text.rounding(rounding),
         STORAGES[x.dtype],
         STORAGES[x.dtype],
     )
@@ -219,13 +219,17 @@ def _sum(
 
 def _prod(x: Tensor, dims: Any, keepdim: bool, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
     lines, kept, short = _lines(x, dims)
-    kernel = prod_kernel(parsed.rounding(accumulate), parsed.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
+    kernel = prod_kernel(
+        from_text.rounding(accumulate), from_text.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype]
+    )
     return tensor(reference.reduce(kernel, lines, _key(rng, node)), x.dtype).reshape(kept if keepdim else short)
 
 
 def _scanned(make: Any) -> Callable[..., Tensor]:
     def scan(x: Tensor, dim: int, accumulate: str, rounding: str, rng: Tensor, node: int) -> Tensor:
-        kernel = make(parsed.rounding(accumulate), parsed.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype])
+        kernel = make(
+            from_text.rounding(accumulate), from_text.rounding(rounding), STORAGES[x.dtype], STORAGES[x.dtype]
+        )
         last = x.movedim(dim, -1)
         made = reference.scan(kernel, stored(last).reshape(-1, last.shape[-1]), _key(rng, node))
         return tensor(made, x.dtype).reshape(last.shape).movedim(-1, dim).contiguous()
@@ -238,7 +242,7 @@ def _places(x: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, places: Tensor, source: Tensor, accumulate: str, rng: Tensor, node: int) -> Tensor:
-    kernel = scatter_kernel(parsed.rounding(accumulate), STORAGES[x.dtype])
+    kernel = scatter_kernel(from_text.rounding(accumulate), STORAGES[x.dtype])
     made = reference.scatter(
         kernel, stored(x).reshape(-1), places.reshape(-1).numpy(), stored(source).reshape(-1), _key(rng, node)
     )

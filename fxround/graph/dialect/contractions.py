@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator, require_state
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Contract
 from fxround.numerics.formats.storage import Storage
 
@@ -58,7 +58,7 @@ class ContractionCall(Call[T]):
     def kernel(self, loads: tuple[Storage, ...]) -> Contract:
         """Return the kernel; both operands and the result are stored in the same way."""
         first, second = loads
-        return parsed.contract(self.accumulate, self.rounding, (first, second), second)
+        return from_text.contract(self.accumulate, self.rounding, (first, second), second)
 
     def require(self: ContractionCall[Tensor]) -> None:
         """Raise what the operator raises for the roundings, the dtype or the random state."""

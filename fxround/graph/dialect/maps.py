@@ -18,7 +18,7 @@ from fxround.errors import shown
 from fxround.graph.dialect.call import Call, T, operator, read, require_state, value_of
 from fxround.graph.dtypes import LOADS, dtype_of, result_storage, stored_as
 from fxround.graph.geometry import broadcast
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.long_programs import is_long
 from fxround.kernels.shapes import Map
 from fxround.numerics.formats.storage import Storage
@@ -69,7 +69,7 @@ class Pointwise(ProgramCall[T]):
     def kernel(self, loads: tuple[Storage, ...]) -> Map | None:
         """Return the kernel; None for a program that runs in parts."""
         (result,) = self.results
-        return None if is_long(self.program, loads, (result,)) else parsed.pointwise(self.program, loads, result)
+        return None if is_long(self.program, loads, (result,)) else from_text.pointwise(self.program, loads, result)
 
     def fake(self: Pointwise[Tensor]) -> Tensor:
         """Return a tensor of the shape to which the operands broadcast."""
@@ -94,17 +94,17 @@ class Fused(ProgramCall[T]):
     @property
     def results(self) -> tuple[Storage, ...]:
         """How the results are stored."""
-        return parsed.storages(self.stored)
+        return from_text.storages(self.stored)
 
     def kernel(self, loads: tuple[Storage, ...]) -> Map | None:
         """Return the kernel; None for a program that runs in parts. Raises ValueError for too few node numbers."""
         self.require_nodes()
         long = is_long(self.program, loads, self.results)
-        return None if long else parsed.fused(self.program, loads, self.stored)
+        return None if long else from_text.fused(self.program, loads, self.stored)
 
     def require_nodes(self) -> None:
         """Raise ValueError for too few node numbers."""
-        drawn = parsed.drawn(self.program)
+        drawn = from_text.drawn(self.program)
         if len(self.nodes) < drawn:
             raise ValueError(f"{shown(self.program)} draws {drawn} times, got {len(self.nodes)} node numbers")
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, operator, require_state
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.kernels.shapes import Exact, Reduce, Scan
 from fxround.numerics.accumulation import Accumulation
@@ -54,7 +54,7 @@ class ChainCall(Call[T]):
     def arithmetic(self, loads: tuple[Storage, ...]) -> tuple[Accumulation, Rounding, Storage, Storage]:
         """Return what specializes a kernel: both roundings, and how operand and result are stored."""
         (stored,) = loads
-        return parsed.accumulation(self.accumulate), parsed.rounding(self.rounding), stored, stored
+        return from_text.accumulation(self.accumulate), from_text.rounding(self.rounding), stored, stored
 
 
 class ReductionCall(ChainCall[T]):
@@ -101,7 +101,7 @@ class Sum(ReductionCall[T]):
 
     def kernel(self, loads: tuple[Storage, ...]) -> Reduce | Exact:
         """Return the kernel of the order."""
-        return parsed.total(self.order, self.accumulate, self.rounding, *loads)
+        return from_text.total(self.order, self.accumulate, self.rounding, *loads)
 
 
 @operator("prod", aten=("prod.default", "prod.dim_int"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxround.graph.dialect.call import Call, T, operator, require_state, value_of
 from fxround.graph.dtypes import stored_as
 from fxround.graph.geometry import differ, require_one_dtype, surely
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Scatter
 from fxround.numerics.formats.storage import Storage
 
@@ -52,7 +52,7 @@ class ScatterCall(Call[T]):
 
     def kernel(self, loads: tuple[Storage, ...]) -> Scatter:
         """Return the kernel."""
-        return parsed.scatter(self.accumulate, *loads)
+        return from_text.scatter(self.accumulate, *loads)
 
     @abstractmethod
     def require(self: ScatterCall[Tensor]) -> None:

@@ -25,7 +25,7 @@ from fxround.graph.dtypes import STORAGES, literal
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import META, float_value, site
 from fxround.graph.values import module_of
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program
 from fxround.numerics.formats.storage import CARRIER_OF, Storage
@@ -131,7 +131,7 @@ def _step(node: fx.Node) -> Fusible | None:
     call = read_map(node)
     if not isinstance(call, Pointwise):
         return _choice(node)
-    program = parsed.program(call.program)
+    program = from_text.program(call.program)
     if len(program.statements) > 1:
         return None
     drawn = (call.node,) if draws(program.statements[0]) else ()

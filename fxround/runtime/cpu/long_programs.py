@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.long_programs import parts
 from fxround.kernels.shapes import Map
 from fxround.numerics.arithmetic.scalar import Function, param
@@ -41,7 +41,7 @@ def run_parts(
         xs = [values[o] if isinstance(o, str) else _number(o.hex(), carrier) for o in part.read]
         # A statement draws for each element of the program's result, also where its own operands are smaller.
         xs[0] = xs[0].expand(shape)
-        kernel = parsed.fused(part.text, loads_of(xs), carrier)
+        kernel = from_text.fused(part.text, loads_of(xs), carrier)
         words = draw.key()
         if kernel.draws:
             node, which = (draw.node, number) if own is None else (next(own), 0)
@@ -49,7 +49,7 @@ def run_parts(
         values[part.target] = _run(kernel, xs, words)
         for name in part.dead:
             values.pop(name, None)
-    returned = zip(parsed.program(text).results, results, strict=True)
+    returned = zip(from_text.program(text).results, results, strict=True)
     return [_run(_conversion(carrier, storage), [values[name]], draw.key()) for name, storage in returned]
 
 

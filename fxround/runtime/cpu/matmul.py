@@ -17,7 +17,7 @@ from torch import Tensor
 from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import STORAGES
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.runtime.contractions import TABLES, Right
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Contraction, Pending
@@ -72,7 +72,7 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
     """The product for operands of these layouts."""
     (left, steps, dtype), (right, other_steps, other) = a, b
     require_product(left, right, (dtype, other))
-    kernel = parsed.contract(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
+    kernel = from_text.contract(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
     shape, draws = (*left[:-1], right[-1]), kernel.draws or kernel.finish_draws
     if 0 in shape:
         return Bound(shape, dtype, None, False, draws)

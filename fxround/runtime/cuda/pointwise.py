@@ -14,7 +14,7 @@ from torch import Tensor
 from fxround.graph.dialect import Fused, Pointwise, ProgramCall
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Map
 from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
@@ -33,7 +33,7 @@ _EACH_THAT_DRAWS: Final = 16
 
 def pointwise(call: Pointwise[Tensor]) -> Tensor:
     """Run a program of rounded pointwise operations over operands that broadcast."""
-    kernel = parsed.pointwise(call.program, _loads(call), *call.results)
+    kernel = from_text.pointwise(call.program, _loads(call), *call.results)
     draw = Draw.unread(call.rng, call.node) if kernel.draws else Draw()
     return run_kernel(kernel, call.xs, draw.words((draw.node,)), state=draw.state)[0]
 
@@ -41,7 +41,7 @@ def pointwise(call: Pointwise[Tensor]) -> Tensor:
 def fused(call: Fused[Tensor]) -> list[Tensor]:
     """Run a chain of rounded pointwise operations in one pass over memory: the bits of one call for each operation."""
     call.require_nodes()
-    kernel = parsed.fused(call.program, _loads(call), call.stored)
+    kernel = from_text.fused(call.program, _loads(call), call.stored)
     draw = Draw.unread(call.rng, 0) if kernel.draws else Draw()
     return run_kernel(kernel, call.xs, draw.words(call.nodes), state=draw.state)
 

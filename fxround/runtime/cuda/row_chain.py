@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxround.graph.dialect import Fused, ProgramCall
 from fxround.graph.dtypes import LOADS, STORAGES, dtype_of
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Exact, Map, Reduce
 from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
@@ -24,7 +24,7 @@ from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch, o
 from fxround.runtime.cuda.pointwise import on_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
-from fxround.runtime.rows import Chain, ChainedKernel
+from fxround.runtime.row_chains import Chain, ChainedKernel
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _kernel(stage: ChainedKernel, dtypes: Sequence[torch.dtype]) -> Map | Reduce
         return stage.reduction(STORAGES[dtypes[0]])
     loads = tuple(LOADS[dtype] for dtype in dtypes)
     if isinstance(call, Fused):
-        return parsed.fused(call.program, loads, call.stored)
-    return parsed.pointwise(call.program, loads, *call.results)
+        return from_text.fused(call.program, loads, call.stored)
+    return from_text.pointwise(call.program, loads, *call.results)
 
 
 def _numbered(stage: ChainedKernel, kernel: Map | Reduce, place: dict[int, int], wide: bool) -> RowStage:

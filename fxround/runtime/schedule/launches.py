@@ -26,7 +26,7 @@ from fxround.kernels.reductions import largest_kernel
 from fxround.kernels.shapes import Exact, Map, Reduce
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work
-from fxround.runtime.cpu.llvm.rows import build_rows
+from fxround.runtime.cpu.llvm.row_copies import build_rows
 from fxround.runtime.cpu.pointwise import ENOUGH, array, call_for
 from fxround.runtime.cpu.reduction import reduction_for
 from fxround.runtime.cpu.threads import pieces_of

@@ -28,7 +28,7 @@ from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, ProgramCall, Su
 from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.operators.rules import argument
@@ -42,7 +42,7 @@ from fxround.runtime.cpu.threads import pieces_of, scratch, spread
 from fxround.runtime.cuda.launcher import has_slow_binary64, runs_texts
 from fxround.runtime.cuda.row_chain import RowsCall, plan_rows
 from fxround.runtime.draw import NO_KEY
-from fxround.runtime.rows import Chain, ChainedKernel
+from fxround.runtime.row_chains import Chain, ChainedKernel
 from fxround.runtime.schedule.groups import Part, grouped, is_operand, key_of, map_of, subgraph
 
 LARGEST: Final = torch.ops.aten.amax.default
@@ -105,7 +105,7 @@ def _reduces_rows(node: fx.Node, dims: int) -> bool:
     call = read(node)
     if isinstance(call, Sum):
         rows = call.keepdim and _is_last(call.dims, dims)
-        return rows and parsed.order(call.order).kind != "exact"
+        return rows and from_text.order(call.order).kind != "exact"
     return is_largest_of_rows(node, dims)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, read
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
-from fxround.kernels import parsed
+from fxround.kernels import from_text
 from fxround.runtime import buffers
 from fxround.runtime.run import run_blocks
 from fxround.runtime.schedule.groups import Part, grouped, subgraph
@@ -45,14 +45,14 @@ def join_scaled(graph: fx.GraphModule) -> fx.GraphModule:
 def _group(node: fx.Node) -> Nodes | None:
     """The maxima, scales, wide scales and elements of a rounding, given the elements; None for any other node."""
     elements = read(node)
-    if not isinstance(elements, Pointwise) or len(elements.xs) != 2 or parsed.drawn(elements.program):
+    if not isinstance(elements, Pointwise) or len(elements.xs) != 2 or from_text.drawn(elements.program):
         return None
     x, wide = elements.xs
     expanded = read(wide)
     if not isinstance(expanded, BlockExpand) or expanded.x is not x:
         return None
     scales = read(expanded.scales)
-    if not isinstance(scales, Pointwise) or not scales.xs or parsed.drawn(scales.program):
+    if not isinstance(scales, Pointwise) or not scales.xs or from_text.drawn(scales.program):
         return None
     maxima = read(scales.xs[0])
     if not isinstance(maxima, BlockMaximum) or maxima.x is not x or list(maxima.sizes) != list(expanded.sizes):
@@ -73,7 +73,7 @@ class Scaled(Part):
         maxima, scales, elements = read(group[0]), read(group[1]), read(group[3])
         assert isinstance(maxima, BlockMaximum) and isinstance(scales, Pointwise) and isinstance(elements, Pointwise)
         place = {node: i for i, node in enumerate(inputs)}
-        self.figure, self.elements = parsed.program(scales.program), parsed.program(elements.program)
+        self.figure, self.elements = from_text.program(scales.program), from_text.program(elements.program)
         self.x, self.sizes = place[maxima.x], tuple(maxima.sizes)
         # Indices of the numbers that all blocks share among the inputs.
         self.shared = tuple(place[node] for node in scales.xs[1:])

@@ -26,8 +26,17 @@ from fxround.runtime.cuda.launcher import forces_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.aliasing import is_kernel
+from fxround.runtime.schedule.call_programs import (
+    CallPlan,
+    PythonCall,
+    Run,
+    Slot,
+    assumed,
+    binding,
+    expectation,
+    view_of,
+)
 from fxround.runtime.schedule.launches import SIZES, KeyAddress, Launch, NoPlan, Planner, Value
-from fxround.runtime.schedule.programs import CallPlan, PythonCall, Run, Slot, assumed, binding, expectation, view_of
 from fxround.runtime.schedule.segments import Segment
 from fxround.runtime.torch_ops import KERNELS
 

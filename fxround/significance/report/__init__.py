@@ -18,8 +18,8 @@ from typing import Any, Final
 import networkx as nx
 from torch import Tensor
 
+from fxround.atomic_files import write_file
 from fxround.errors import shown, type_of
-from fxround.files import write_file
 from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.figures import Figures, plain

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fxround.files import write_file
+from fxround.atomic_files import write_file
 from fxround.significance.bits import require
 from fxround.significance.figures import Figures
 

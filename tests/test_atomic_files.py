@@ -16,8 +16,8 @@ from torch import nn
 
 import fxround
 from fxround import demo
+from fxround.atomic_files import write_file
 from fxround.cli.arguments import put
-from fxround.files import write_file
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Helpers of policies: checks of keys, globs that select operations, suggestions for unknown words, TOML values."""
+"""How policies are spelled: checks of keys, globs that select operations, suggestions for unknown words, TOML."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from fxround.graph.site import Direction
-from fxround.keys import selects
+from fxround.spelling import selects
 from fxround.views.summaries import sorted_rows
 from fxround.views.table import Table, data_frame
 
