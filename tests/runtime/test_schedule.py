@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 import fxround
 from fxround.errors import VerificationError
 from fxround.graph.dialect import FUSED, POINTWISE
+from fxround.operators.rules import RULES
 from fxround.runtime import buffers
 from fxround.runtime import schedule as schedule_module
 from fxround.runtime.schedule.aliasing import is_view_of, may_share
@@ -260,6 +261,13 @@ def a_release_of_what_an_unknown_operator_read(g: Sketch) -> fx.Node:
     return b
 
 
+def a_release_of_what_an_unknown_operator_may_keep(g: Sketch) -> fx.Node:
+    a, b = g.add(g.x, g.y), g.add(g.y, g.x)
+    g.call(print, a)
+    g.release(a)
+    return b
+
+
 def a_chain_that_releases_one_argument_twice(g: Sketch) -> fx.Node:
     a, b = g.add(g.x, g.y), g.add(g.y, g.x)
     return g.chain((0, 0), a, b)
@@ -287,6 +295,7 @@ def a_chain_that_releases_what_is_used_later(g: Sketch) -> fx.Node:
         a_release_of_a_view_of_an_input,
         a_release_of_what_stock_made,
         a_release_of_what_an_unknown_operator_read,
+        a_release_of_what_an_unknown_operator_may_keep,
         a_chain_that_releases_one_argument_twice,
         a_chain_that_releases_what_another_argument_shares,
         a_chain_that_releases_what_is_used_later,
@@ -413,3 +422,28 @@ def test_operators_share_no_memory_that_the_schedule_does_not_expect() -> None:
         assert shares or not is_view_of(node, node.args[0]), operator_  # type: ignore[arg-type]
     joined = aten.cat.default([x, x[:0]])
     assert joined.untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+def test_a_row_major_result_and_its_views_are_told_from_what_may_be_a_copy() -> None:
+    aten, g = torch.ops.aten, Sketch()
+    made = g.add(g.x, g.y)
+    transposed = g.call(aten.t.default, made)
+    flat = g.call(aten.reshape.default, made, [16])
+    for view in (made, transposed, flat, g.call(aten.t.default, transposed), g.call(aten.slice.Tensor, flat, 0, 2)):
+        assert is_view_of(view, made), view
+    assert is_view_of(g.call(aten.select.int, g.call(aten.unsqueeze.default, flat, 0), 0, 0), made)
+    # A reshape of a tensor that is not row-major may copy it, whatever follows.
+    copied = g.call(aten.reshape.default, transposed, [16])
+    others = (g.call(aten.view.default, copied, [4, 4]), g.x, g.call(aten.t.default, g.x), g.add(made), None)
+    for other in (copied, *others):
+        assert not is_view_of(other, made), other
+
+
+def test_what_is_not_known_may_share_memory() -> None:
+    g = Sketch()
+    a = g.add(g.x, g.y)
+    # An operator without a rule, whatever its schema says; a part of a list; and a function of Python.
+    for target in (torch.ops.aten._fused_sdp_choice.default, print):
+        assert str(target) not in RULES and may_share(g.call(target, a, a, a)), target
+    assert may_share(g.call(operator.getitem, a, 0))
+    assert not may_share(g.call(torch.ops.aten.cat.default, [a, a])) and not may_share(a)
