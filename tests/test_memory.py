@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxround
 from fxround.runtime import contractions, memo
@@ -75,3 +77,22 @@ def test_a_deleted_module_takes_its_model_and_its_graphs_along(training: bool) -
     watched = used()
     gc.collect()
     assert [name for name, value in watched.items() if value() is not None] == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_dropped_model_takes_its_traces_along(training: bool) -> None:
+    def used() -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).train(training)
+        y = fxround.compile(model, "reproducible")(torch.rand(3, 4))
+        if training:
+            y.sum().backward()
+
+    def kept() -> int:
+        gc.collect()
+        return sum(issubclass(type(value), ShapeEnv | FakeTensorMode) for value in gc.get_objects())
+
+    used()
+    before = kept()
+    for _ in range(2):
+        used()
+    assert kept() == before

@@ -33,6 +33,7 @@ from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by,
 from fxround.capture.empty_sizes import asked_of_data
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
+from fxround.capture.leftovers import forget_tensors
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
@@ -183,6 +184,7 @@ def _captured(
                 other = _with_tensors(model, numbers, example, decompositions, doubled, marked)
                 captured = _with_numbers(model, captured, other, numbers) if other is not None else captured
             guards = traced.noted.compiled(captured.numbers.keys())
+            forget_tensors(traced.noted.output.output_graph.shape_env)
             _require_held(model, guards, args, kwargs)
             captured = replace(captured, reads=traced.reads, guards=guards)
             return replace(captured, aliases=traced.aliases, once=traced.once)

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fxround.capture import Captured, Decompositions, Dimension, capture
 from fxround.capture.derivatives import differentiated
+from fxround.capture.leftovers import forget_computed
 from fxround.capture.loops import unrolled_loops
 from fxround.capture.numbers import Number
 from fxround.capture.recurrent import recurrent_layers
@@ -126,6 +127,12 @@ class Pipeline:
     @uncollected()
     def program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
         """Return a captured graph, ready to run; state: of delayed scales. Raises what ``lower`` raises."""
+        try:
+            return self._program(captured, owners, state)
+        finally:
+            forget_computed(captured.graph)
+
+    def _program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None) -> Entry:
         lowered = lower(captured.graph, Plan(self.policy, self.strict))
         step, delayed = self._step(captured, lowered), delayed_scales(lowered)
         if state is None:
@@ -140,7 +147,10 @@ class Pipeline:
     @uncollected()
     def step(self, captured: Captured) -> TrainingStep | None:
         """Return the training step of a captured joint graph; None for a graph without gradients."""
-        return self._step(captured, lower(captured.graph, Plan(self.policy, self.strict)))
+        try:
+            return self._step(captured, lower(captured.graph, Plan(self.policy, self.strict)))
+        finally:
+            forget_computed(captured.graph)
 
     def graphs(self, graph: fx.GraphModule) -> Graphs:
         """Return a captured graph without gradients after each part of the pipeline."""

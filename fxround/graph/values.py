@@ -91,6 +91,11 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
     node.meta["val"] = known.values[key]
 
 
+def forget_values(mode: Any) -> None:
+    """Forget the fake values that a mode has computed; ``evaluate`` computes them again."""
+    vars(mode).pop(_KNOWN, None)
+
+
 @dataclass(frozen=True)
 class _Known:
     """The fake values that one mode has computed.
