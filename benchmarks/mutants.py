@@ -54,6 +54,7 @@ JUDGES: Final = {
     "fxround/compiler": ("tests/compiler", "tests/module"),
     "fxround/compiler/state_key.py": ("tests/compiler",),
     "fxround/passes": ("tests/passes",),
+    "fxround/passes/verify.py": ("tests/passes/test_passes.py",),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 import fxround
 from fxround.capture import capture
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding, VerificationError
+from fxround.graph.dialect import CALLS
 from fxround.graph.site import META, Site, site
 from fxround.graph.values import settle
 from fxround.operators.formulas import decompositions
@@ -386,6 +388,20 @@ def test_verify_catches_what_is_not_accounted_for() -> None:
     mul.target = torch.ops.aten.mul.Tensor
     with pytest.raises(VerificationError, match="claims to be rounded"):
         verify_accounted(graph)
+
+
+def test_verify_asks_whether_what_rounds_is_said_to_round() -> None:
+    graph = lowered(lambda x: torch.dropout(x * 2, 0.5, train=True), torch.ones(3))
+    verify_accounted(graph)
+    rounded = [node for node in graph.graph.nodes if (place := site(node)) and place.status == "rounded"]
+    (draw,) = (node for node in graph.graph.nodes if (place := site(node)) and place.kind == "random")
+    assert {node.name for node in rounded} >= {"mul"} and draw.target in CALLS and draw.meta[META].status == "exact"
+    for node, status in ((rounded[0], "exact"), (rounded[0], "native"), (draw, "native")):
+        place = node.meta[META]
+        node.meta[META] = replace(place, status=status)
+        with pytest.raises(VerificationError, match=f"{node.name} .* claims to be {status}"):
+            verify_accounted(graph)
+        node.meta[META] = place
 
 
 def test_up_down_does_not_move_an_integer_that_becomes_a_float() -> None:
