@@ -170,8 +170,8 @@ _GRAPHS_OF_CODE: Final = 1 << 40
 def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Iterator[None]:
     """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError.
 
-    symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own. Otherwise
-    sizes are numbers, and other sizes are captured again.
+    symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own, and an int
+    that is an attribute of a module. Otherwise they are numbers, and other ones are captured again.
     """
     from torch._dynamo import config, exc
 
@@ -181,6 +181,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         assume_static_by_default=not symbolic,
         automatic_dynamic_shapes=symbolic,
         specialize_float=True,
+        allow_unspec_int_on_nn_module=symbolic,
         recompile_limit=GRAPHS,
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,

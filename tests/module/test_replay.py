@@ -287,3 +287,53 @@ def test_models_of_the_same_code_have_graphs_of_their_own(monkeypatch: pytest.Mo
     compiled[0].source.kind = "c"
     with pytest.raises(CaptureError, match="Numbered has 2 graphs already"):
         compiled[0](torch.ones(2))
+
+
+class Stepping(nn.Module):
+    """A layer whose result depends on the number of its calls."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.fc, self.use, self.step = nn.Linear(3, 3), use, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        result: Tensor = self.use(self.fc(x), self.step)
+        return result
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "stochastic"])
+@pytest.mark.parametrize(
+    "use, graphs",
+    [
+        (lambda y, step: y, 1),
+        (lambda y, step: y * step, 1),
+        (lambda y, step: y * 0.5**step, 1),
+        (lambda y, step: y + torch.full((3,), float(step)), 1),
+        (lambda y, step: y.tanh() if step % 2 == 0 else y, 2),
+        (lambda y, step: y[:, : step % 3 + 1], 3),
+    ],
+    ids=["unread", "factor", "decay", "tensor", "branch", "size"],
+)
+def test_a_counter_of_calls_needs_no_graph_for_each_value(use: Any, graphs: int, policy: str) -> None:
+    model, x = Stepping(use).eval(), torch.randn(2, 3)
+    compiled = fxround.compile(model, policy, seed=1)
+    for step in (1, 2, 3, 4, 5, 6, 2**24 + 1, 2**53 + 1):
+        model.step = step - 1
+        constant = step
+        expected = fxround.compile(lambda x: use(model.fc(x), constant), policy, seed=1)(x)  # noqa: B023
+        assert torch.equal(compiled.reseed(1)(x), expected) and model.step == step, step
+    assert len(compiled.captures()) <= graphs
+
+
+def test_a_counter_of_calls_in_training() -> None:
+    model, x = Stepping(lambda y, step: y * 0.5**step), torch.randn(2, 3)
+    compiled = fxround.compile(model, "bfloat16")
+    gradients = []
+    for _ in range(3):
+        model.zero_grad()
+        compiled(x).sum().backward()
+        assert model.fc.bias.grad is not None
+        gradients.append(model.fc.bias.grad.clone())
+    assert torch.equal(gradients[0], 2 * gradients[1]) and torch.equal(gradients[1], 2 * gradients[2])
+    assert len(compiled.captures()) == 1 and model.step == 3
