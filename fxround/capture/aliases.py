@@ -81,10 +81,10 @@ class Alias:
                 "a result of the model is a view in which elements of an input, or of another result, repeat (expand): "
                 "PyTorch would add their gradients, not the policy. Return a copy (.clone()), or detach it."
             )
-        found: Any = tensor
+        made: Any = tensor
         for view in self.views:
-            found = view.of(found, measured)
-        return found  # type: ignore[no-any-return]
+            made = view.of(made, measured)
+        return made  # type: ignore[no-any-return]
 
 
 def aliases_of(
@@ -98,7 +98,7 @@ def aliases_of(
     outputs: Any = graph.graph.output_node().args[0]
     nodes = {i: outputs[leaf] for i, leaf in enumerate(returned) if isinstance(leaf, int)}
     chains = {i: list(_chain(node)) for i, node in nodes.items() if _has_memory(_value(node))}
-    found = {i: Alias(leaf, ()) for i, leaf in enumerate(returned) if isinstance(leaf, Port | Tensor)}
+    aliases = {i: Alias(leaf, ()) for i, leaf in enumerate(returned) if isinstance(leaf, Port | Tensor)}
     first: dict[fx.Node, int] = {}
     for i, chain in chains.items():
         first.setdefault(chain[0].node, i)
@@ -108,11 +108,11 @@ def aliases_of(
         if base is not None:
             made = [link for link in chain[:length] if link.view is not None]
             views = tuple(link.view for link in reversed(made) if link.view is not None)
-            found[i] = Alias(base, views, repeats=any(_name(link.node) in _REPEATING for link in made))
-    shared = {link.node for i, chain in chains.items() if i in found for link in chain}
+            aliases[i] = Alias(base, views, repeats=any(_name(link.node) in _REPEATING for link in made))
+    shared = {link.node for i, chain in chains.items() if i in aliases for link in chain}
     _refuse_reshaped(graph, shared, {id(_value(node)) for node in inputs})
-    _refuse_overlaps([chain[0].node for i, chain in chains.items() if i not in found and chain[1:]])
-    return found
+    _refuse_overlaps([chain[0].node for i, chain in chains.items() if i not in aliases and chain[1:]])
+    return aliases
 
 
 def positions_of(aliases: Mapping[int, Alias], returned: Sequence[Returned]) -> set[int]:

@@ -127,8 +127,8 @@ def require_layers(cache: Any, layers: Sequence[CacheLayer], batch: int, device:
         if not layer.is_initialized:
             described.initialize(layer, batch, device)
         if CacheLayer.of(layer) != described:
-            found = CacheLayer.of(layer)
-            raise ValueError(f"layer {index} of the cache is {found}; the program was exported for {described}")
+            own = CacheLayer.of(layer)
+            raise ValueError(f"layer {index} of the cache is {own}; the program was exported for {described}")
 
 
 def put(cache: Any, tensors: CacheTensors) -> None:

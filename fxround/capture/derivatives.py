@@ -206,18 +206,18 @@ def _repeat(joint: fx.GraphModule, source: fx.GraphModule) -> None:
             continue
         if node.target is operator.getitem:
             users = getattr(repeated.get(node.args[0]), "users", ())
-            found = next((u for u in users if u.target is operator.getitem and u.args[1] == node.args[1]), None)
+            match = next((u for u in users if u.target is operator.getitem and u.args[1] == node.args[1]), None)
         else:
-            found = named.get(traced_from(node))
-            found = found if found is not None and found.target is node.target else None
-        if found is not None and found not in taken:
-            taken.add(found)
-            repeated[node] = found
-    for node, found in repeated.items():
-        site: Site | None = found.meta.get(META)
+            match = named.get(traced_from(node))
+            match = match if match is not None and match.target is node.target else None
+        if match is not None and match not in taken:
+            taken.add(match)
+            repeated[node] = match
+    for node, match in repeated.items():
+        site: Site | None = match.meta.get(META)
         if site is not None and node not in entries[len(source.graph.find_nodes(op="placeholder")) :]:
             node.meta[REPEATED] = site
-        if CONSTANT in found.meta:
+        if CONSTANT in match.meta:
             node.meta[CONSTANT] = True
     numbers = [node.meta[META].number for node in source.graph.nodes if META in node.meta]
     joint.graph.output_node().meta[FREE] = 2 + max(numbers, default=-2)

@@ -217,7 +217,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.enter_context(config.patch(replay_side_effects=False, side_effect_replay_policy="info"))
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fullgraph_capture"))
-        found = stack.enter_context(_changes())
+        effects = stack.enter_context(_changes())
         read = stack.enter_context(readings())
         stack.callback(unmark, model)
         stack.enter_context(computed_views())
@@ -231,12 +231,12 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
     if captured.backend_input is not None:
         captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
-    changes = [c for c in found if isinstance(c, Change)]
+    changes = [c for c in effects if isinstance(c, Change)]
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
     noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read)
-    return graph, (*_reads(graph, model, args, kwargs), *(c for c in found if isinstance(c, Kept))), noted
+    return graph, (*_reads(graph, model, args, kwargs), *(c for c in effects if isinstance(c, Kept))), noted
 
 
 def unmark(model: nn.Module) -> None:
@@ -292,16 +292,16 @@ def _changes() -> Iterator[list[Change | Kept]]:
     """Collect what Dynamo would replay after the graph that it traces inside of the block."""
     from torch._dynamo.side_effects import SideEffects
 
-    found: list[Change | Kept] = []
+    changes: list[Change | Kept] = []
     generate = SideEffects.codegen_update_mutated
 
     def watched(self: Any, *rest: Any, **named: Any) -> Any:
-        found[:] = [c for v in self._get_modified_vars() if _lasts(v) for c in _described(self, v)]
-        found.extend(Change("a hook on a tensor", "hook", "") for _ in self.tensor_hooks)
+        changes[:] = [c for v in self._get_modified_vars() if _lasts(v) for c in _described(self, v)]
+        changes.extend(Change("a hook on a tensor", "hook", "") for _ in self.tensor_hooks)
         return generate(self, *rest, **named)
 
     with mock.patch.object(SideEffects, "codegen_update_mutated", watched):
-        yield found
+        yield changes
 
 
 def _lasts(variable: Any) -> bool:
@@ -419,8 +419,8 @@ def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
 def inputs_of(graph: fx.GraphModule, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the values of the inputs of Dynamo's graph in a call of the model."""
     codegen: Any = graph.graph._codegen
-    found: tuple[Any, ...] = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
-    return found
+    inputs: tuple[Any, ...] = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    return inputs
 
 
 def tensors_of(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> dict[fx.Node, Port | Tensor]:

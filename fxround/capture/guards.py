@@ -111,12 +111,12 @@ class Guards:
         if not self.check(scope):
             parts = [str(part) for part in self.explain(scope).verbose_code_parts]
             return [self._spelled(part) for part in parts[:1]] or ["a value that the model reads"]
-        found = [f"torch.{flag.__name__}()" for flag, given, value in self.flags if flag(*given) != value]
+        changes = [f"torch.{flag.__name__}()" for flag, given, value in self.flags if flag(*given) != value]
         if self.layouts is not None and self.layouts != layouts_of((args, kwargs)):
-            found.append("the order of an argument in memory")
+            changes.append("the order of an argument in memory")
         if self.environment is not None and _environment() != self.environment:
-            found.append("os.environ")
-        return found or ["the code of a method"]
+            changes.append("os.environ")
+        return changes or ["the code of a method"]
 
     def _spelled(self, part: str) -> str:
         """Return the source that a failed guard reads."""
@@ -243,11 +243,11 @@ def _is_compared(source: Any, names: set[str]) -> bool:
 
 def _chain(source: Any) -> list[Any]:
     """Return the sources by which a value is found, from the variable to the value itself."""
-    found = []
+    chain = []
     while source is not None:
-        found.append(source)
+        chain.append(source)
         source = getattr(source, "base", None)
-    return found[::-1]
+    return chain[::-1]
 
 
 def _root(source: Any) -> str:
@@ -349,12 +349,12 @@ def _binding(
     rest = [name for name in names if name not in cells]
 
     def bind(args: Any, kwargs: Any) -> dict[str, Any]:
-        found = {name: cell.cell_contents for name, cell in wanted.items()}
+        bound_values = {name: cell.cell_contents for name, cell in wanted.items()}
         if rest:
             given = signature.bind(*([None] if bound else []), *args, **kwargs)
             given.apply_defaults()
-            found |= {name: given.arguments[name] for name in rest}
-        return found
+            bound_values |= {name: given.arguments[name] for name in rest}
+        return bound_values
 
     return bind
 
@@ -399,10 +399,10 @@ def _code(value: Any) -> CodeType | None:
 
 def _parts(cls: type, name: str) -> list[str]:
     """Return the expressions that read a method of a class and its code."""
-    found = getattr(cls, name)
-    if isinstance(found, property):
+    held = getattr(cls, name)
+    if isinstance(held, property):
         return [name, f"{name}.fget.__code__"]
-    return [f"{name}.__func__" if isinstance(found, MethodType) else name, f"{name}.__code__"]
+    return [f"{name}.__func__" if isinstance(held, MethodType) else name, f"{name}.__code__"]
 
 
 def spelled(source: str) -> str:
@@ -419,7 +419,7 @@ def _said(source: str, model: nn.Module) -> str:
     code = getattr(getattr(model, "function", None), "__code__", None)
     if code is not None:
         cell = r"^L\['self'\]\.function\.__closure__\[(\d+)\]\.cell_contents"
-        inside = re.sub(cell, lambda found: str(code.co_freevars[int(found[1])]), inside)
+        inside = re.sub(cell, lambda match: str(code.co_freevars[int(match[1])]), inside)
     return spelled(inside)
 
 

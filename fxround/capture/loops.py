@@ -82,8 +82,8 @@ def scan(step: Body, carries: Sequence[Any], xs: Sequence[Any], others: Sequence
     operands = (*carries, *xs, *others)
     guarded = _separate(step, len(carries))
     if _differentiated(operands):
-        found: tuple[Any, ...] = _Scan.apply(guarded, len(carries), len(xs), *operands)  # type: ignore[no-untyped-call]
-        return found
+        results: tuple[Any, ...] = _Scan.apply(guarded, len(carries), len(xs), *operands)  # type: ignore[no-untyped-call]
+        return results
     return tuple(SCAN(guarded, list(carries), list(xs), tuple(others)))
 
 
@@ -109,8 +109,8 @@ def chosen(predicate: Any, step: Body, other: Body, operands: Sequence[Any] = ()
     operands = _apart(operands)
     steps = _separate(step, 0), _separate(other, 0)
     if _differentiated(operands):
-        found: tuple[Any, ...] = _Cond.apply(predicate, *steps, *operands)  # type: ignore[no-untyped-call]
-        return found
+        results: tuple[Any, ...] = _Cond.apply(predicate, *steps, *operands)  # type: ignore[no-untyped-call]
+        return results
     return tuple(COND(predicate, *steps, tuple(operands)))
 
 
@@ -158,13 +158,13 @@ def _separate(step: Body, carries: int) -> Body:
 
 def _apart(operands: Sequence[Any]) -> list[Any]:
     """Return the operands with a copy of each that shares memory with an earlier one, which PyTorch's loops refuse."""
-    taken, found = set(), []
+    taken, copies = set(), []
     for x in operands:
         if isinstance(x, Tensor):
             x = x.clone() if _memory(x) in taken else x
             taken.add(_memory(x))
-        found.append(x)
-    return found
+        copies.append(x)
+    return copies
 
 
 def _row_major(x: Any) -> Any:
@@ -254,10 +254,10 @@ def _differentiate(step: Body, operands: Sequence[Any], carries: int) -> _Parts:
         sources = [primals[i] for i in wanted]
         results = step(*primals)
         ends = [results[i] for i in given]
-        found = (
+        gradients = (
             torch.autograd.grad(ends, sources, list(cotangents), allow_unused=True) if ends else [None] * len(sources)
         )
-        return *results, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, sources, strict=True))
+        return *results, *(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, sources, strict=True))
 
     graph = trace(joint, (*plain, *tangents), force_enable_grad=True)
     if any(_mutates(node) for node in graph.graph.nodes):
@@ -275,8 +275,8 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _results(graph: fx.GraphModule) -> list[Any]:
-    found: Any = graph.graph.output_node().args[0]
-    return list(found)
+    results: Any = graph.graph.output_node().args[0]
+    return list(results)
 
 
 def _split(
@@ -313,11 +313,11 @@ def _split(
 
 
 def _needed(graph: fx.GraphModule, ends: Sequence[Any]) -> set[fx.Node]:
-    found = {end for end in ends if isinstance(end, fx.Node)}
+    needed = {end for end in ends if isinstance(end, fx.Node)}
     for node in reversed(graph.graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return {node for node in found if node.op == "call_function"}
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return {node for node in needed if node.op == "call_function"}
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -371,10 +371,10 @@ class _Scan(torch.autograd.Function):
             example = [x.detach().requires_grad_(f) if _is_float(x) else x for x, f in zip(one, flags, strict=True)]
             parts = _differentiate(step, example, carries)
         with torch._C._AutoDispatchBelowAutograd():
-            found = tuple(SCAN(parts.forward, list(first), list(xs), tuple(others)))
+            computed = tuple(SCAN(parts.forward, list(first), list(xs), tuple(others)))
         ctx.parts, ctx.sizes = parts, (carries, mapped_)
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in operands]
-        results, saved = found[: parts.results], found[parts.results :]
+        results, saved = computed[: parts.results], computed[parts.results :]
         ctx.save_for_backward(*(x for x in operands if isinstance(x, Tensor)), *saved)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in parts.given))
         return results
@@ -410,13 +410,17 @@ class _Scan(torch.autograd.Function):
             stacked = dict(zip(results, own, strict=False))
             cotangents = [carried[i] if i < carries else stacked[i] for i in parts.given]
             kept = own[len(results) + len(read_xs) :][: len(saved)]
-            found = dict(zip(parts.wanted, run(*(rows[i] for i in parts.read), *kept, *cotangents), strict=True))
-            sums = [total + found[i] for total, i in zip(state[len(of_carries) :], of_others, strict=True)]
-            return [*(found[i] for i in of_carries), *sums, *(found[i] for i in parts.wanted if carries <= i < xs_end)]
+            computed = dict(zip(parts.wanted, run(*(rows[i] for i in parts.read), *kept, *cotangents), strict=True))
+            sums = [total + computed[i] for total, i in zip(state[len(of_carries) :], of_others, strict=True)]
+            return [
+                *(computed[i] for i in of_carries),
+                *sums,
+                *(computed[i] for i in parts.wanted if carries <= i < xs_end),
+            ]
 
-        found = tuple(SCAN(_separate(step, len(begun)), begun, reversed_, tuple(operands[i] for i in read_others)))
-        gradients: dict[int, Any] = dict(zip([*of_carries, *of_others], found, strict=False))
-        rows = zip([i for i in parts.wanted if carries <= i < xs_end], found[len(begun) :], strict=True)
+        computed = tuple(SCAN(_separate(step, len(begun)), begun, reversed_, tuple(operands[i] for i in read_others)))
+        gradients: dict[int, Any] = dict(zip([*of_carries, *of_others], computed, strict=False))
+        rows = zip([i for i in parts.wanted if carries <= i < xs_end], computed[len(begun) :], strict=True)
         gradients |= {i: torch.flip(g, (0,)) for i, g in rows}
         return None, None, None, *(gradients.get(i) for i in range(len(operands)))
 
@@ -436,21 +440,21 @@ class _Cond(torch.autograd.Function):
             run = _interpreted(parts[k].forward)
 
             def forward(*args: Any) -> list[Any]:
-                found = list(run(*args))
+                computed = list(run(*args))
                 missing = [torch.zeros(tuple(v.shape), dtype=v.dtype) for v in parts[1 - k].saved]
-                own = found[results:]
-                return [*found[:results], *((own + missing) if k == 0 else (missing + own))]
+                own = computed[results:]
+                return [*computed[:results], *((own + missing) if k == 0 else (missing + own))]
 
             return forward
 
         with torch._C._AutoDispatchBelowAutograd():
-            found = tuple(COND(predicate, branch(0), branch(1), tuple(operands)))
+            computed = tuple(COND(predicate, branch(0), branch(1), tuple(operands)))
         ctx.parts, ctx.saved = parts, saved
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in operands]
-        ctx.save_for_backward(predicate, *(x for x in operands if isinstance(x, Tensor)), *found[results:])
+        ctx.save_for_backward(predicate, *(x for x in operands if isinstance(x, Tensor)), *computed[results:])
         given = {i for part in parts for i in part.given}
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(found[:results]) if i not in given))
-        return found[:results]
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(computed[:results]) if i not in given))
+        return computed[:results]
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
@@ -471,6 +475,6 @@ class _Cond(torch.autograd.Function):
 
             return _separate(backward, 0)
 
-        found = COND(predicate, branch(0), branch(1), flat)
-        gradients = dict(zip(parts[0].wanted, found, strict=True))
+        computed = COND(predicate, branch(0), branch(1), flat)
+        gradients = dict(zip(parts[0].wanted, computed, strict=True))
         return None, None, None, *(gradients.get(i) for i in range(len(operands)))

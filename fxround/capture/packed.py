@@ -119,27 +119,27 @@ def _spread(rows: Tensor, places: Tensor, count: Any, fill: float) -> Tensor:
 
 def taken(wide: Tensor, places: Tensor, fill: float = 0.0) -> Tensor:
     """Return the rows of a tensor of shape [steps, batch, ...] at places that are all different."""
-    found: Tensor = _Taken.apply(wide.flatten(0, 1), places, fill)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Taken.apply(wide.flatten(0, 1), places, fill)  # type: ignore[no-untyped-call]
+    return result
 
 
 def spread(rows: Tensor, places: Tensor, steps: Any, batch: Any, fill: float = 0.0) -> Tensor:
     """Return a tensor of shape [steps, batch, ...] with the rows at their places, and ``fill`` elsewhere."""
-    found: Tensor = _Spread.apply(rows, places, steps * batch, fill)  # type: ignore[no-untyped-call]
-    wide: Tensor = found.unflatten(0, (steps, batch))
+    result: Tensor = _Spread.apply(rows, places, steps * batch, fill)  # type: ignore[no-untyped-call]
+    wide: Tensor = result.unflatten(0, (steps, batch))
     return wide
 
 
 def begun(state: Tensor, inside: Tensor) -> Tensor:
     """Return the state of the sequences that have not ended, and zero for the others. inside: bool [batch]."""
-    found: Tensor = _Begun.apply(state, inside.unsqueeze(1))  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Begun.apply(state, inside.unsqueeze(1))  # type: ignore[no-untyped-call]
+    return result
 
 
 def row(begun: Tensor, state: Tensor, inside: Tensor) -> Tensor:
     """Return a copy of the state, whose gradient is added to the others of ``begun(state, inside)``."""
-    found: Tensor = _Row.apply(begun, state, inside.unsqueeze(1))  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Row.apply(begun, state, inside.unsqueeze(1))  # type: ignore[no-untyped-call]
+    return result
 
 
 def pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

@@ -81,36 +81,36 @@ def readings() -> Iterator[Readings]:
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    found = Readings()
+    noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
     attribute, item = GetAttrBuiltinVariable._call_getattr, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def built(self: Any, value: Any) -> Any:
-        found.read(self.get_source(), value)
+        noted.read(self.get_source(), value)
         return build(self, value)
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         result = call(self, tx, args, kwargs)
-        found.call(self.value, args, kwargs, result)
+        noted.call(self.value, args, kwargs, result)
         return result
 
     def attribute_of(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         try:
             return attribute(self, tx, args, kwargs)
         except ObservedAttributeError:
-            found.miss(args[0], args[1], is_attribute=True)
+            noted.miss(args[0], args[1], is_attribute=True)
             raise
 
     def item_of(self: Any, tx: Any, key: Any) -> Any:
         try:
             return item(self, tx, key)
         except ObservedKeyError:
-            found.miss(self, key, is_attribute=False)
+            noted.miss(self, key, is_attribute=False)
             raise
 
     def strided(method: Any) -> Any:
         def asked(*args: Any, **kwargs: Any) -> Any:
-            found.strides = True
+            noted.strides = True
             return method(*args, **kwargs)
 
         return asked
@@ -123,4 +123,4 @@ def readings() -> Iterator[Readings]:
         stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
         for name in ("method_stride", "method_is_contiguous"):
             stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))
-        yield found
+        yield noted

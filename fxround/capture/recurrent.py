@@ -36,8 +36,8 @@ def recurrent_layers(loops: bool) -> Iterator[None]:
         projection = params[4] if len(params) == 5 else params[2] if len(params) == 3 else None
 
         def step(state: list[Tensor], x: Tensor, given: list[Tensor | None]) -> list[Tensor]:
-            found: tuple[Tensor, Tensor] = formulas.lstm_cell(x, *state, *given, chunk_dim=2)
-            return list(found)
+            states: tuple[Tensor, Tensor] = formulas.lstm_cell(x, *state, *given, chunk_dim=2)
+            return list(states)
 
         given = [weight, bias, projection]
         out, last = _rows(run, inp, params, has_biases, reverse, list(hidden), step, given, batch_sizes)
@@ -100,12 +100,12 @@ def _layers(
     for i in range(num_layers):
         if i and dropout and train:
             inp = torch.dropout(inp, dropout, train=True)
-        found = [
+        both = [
             layer_fn(inp, hidden[k], params[k], has_biases, reverse=k % directions == 1, **known)
             for k in range(directions * i, directions * (i + 1))
         ]
-        last += [state for _, state in found]
-        inp = torch.cat([out for out, _ in found], -1) if bidirectional else found[0][0]
+        last += [state for _, state in both]
+        inp = torch.cat([out for out, _ in both], -1) if bidirectional else both[0][0]
     return (inp.transpose(0, 1) if batch_first else inp), last
 
 
@@ -165,5 +165,5 @@ def _loop(
 
     # A step returns the state that it was given, not the next one: then the gradients of a state are added in the order
     # of the unrolled formulas, that of the layer's result first.
-    found = run(body, state, xs, [x for x in given if x is not None])
-    return [rows.squeeze(1)[1:] for rows in found[count:]], list(found[:count])
+    computed = run(body, state, xs, [x for x in given if x is not None])
+    return [rows.squeeze(1)[1:] for rows in computed[count:]], list(computed[:count])

@@ -93,15 +93,15 @@ class LeftToPython(CaptureError):
     A call of a compiled module handles it by way of ``torch.compile``; every other use of the module raises this error.
     """
 
-    def __init__(self, model: torch.nn.Module, found: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, uses: Sequence[tuple[str, str, str]], reads: bool = False) -> None:
         self.reads = reads
         verb = "relies on" if reads else "changes"
         lines = [
             f"  {'returns' if kind == RESULT else verb} {source} ({kind}){f' at {line}' if line else ''}"
-            for source, kind, line in found[:8]
+            for source, kind, line in uses[:8]
         ]
-        more = [f"  and {len(found) - 8} more"] if len(found) > 8 else []
-        assigned = next((source for source, kind, _ in found if kind == BUFFER), None)
+        more = [f"  and {len(uses) - 8} more"] if len(uses) > 8 else []
+        assigned = next((source for source, kind, _ in uses if kind == BUFFER), None)
         if assigned:
             more.append(
                 f"  {assigned} is a buffer that is assigned another tensor. A graph keeps a change in place: "
@@ -175,10 +175,10 @@ _ADVICE: Final = (
 def called_with(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the sizes of the arguments of a call; of an object that holds tensors (a cache), those of the first."""
     named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
-    found = [(name, value, _first_tensor(value)) for name, value in named]
+    tensors = [(name, value, _first_tensor(value)) for name, value in named]
     return ", ".join(
         f"{name} {tuple(t.shape)}" if t is value else f"{name} ({type(value).__name__}, which holds {tuple(t.shape)})"
-        for name, value, t in found
+        for name, value, t in tensors
         if t is not None
     )
 
@@ -206,10 +206,10 @@ _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\
 
 def _package(filename: str) -> Path:
     """Return the folder of the outermost package that a file belongs to, or the file itself."""
-    found = Path(filename)
-    while (found.parent / "__init__.py").is_file():
-        found = found.parent
-    return found
+    folder = Path(filename)
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def explained(model: torch.nn.Module, error: Exception, called: str = "") -> CaptureError:

@@ -90,8 +90,8 @@ def traced_once(stack: contextlib.ExitStack, graph: fx.GraphModule, args: Any, k
 
 def _parameters(graph: fx.GraphModule, args: Any, kwargs: Any) -> dict[_Node, str]:
     """Return the names of the parameters that enter Dynamo's graph; one with two names does not belong to a block."""
-    found = [(id(tensor), name) for name, tensor in graph.named_parameters(remove_duplicate=False)]
-    names, times = dict(found), Counter(key for key, _ in found)
+    named = [(id(tensor), name) for name, tensor in graph.named_parameters(remove_duplicate=False)]
+    names, times = dict(named), Counter(key for key, _ in named)
     entering = zip(graph.graph.find_nodes(op="placeholder"), inputs_of(graph, args, kwargs), strict=True)
     return {node: names[id(value)] for node, value in entering if times[id(value)] == 1}
 
@@ -125,7 +125,7 @@ class _Search:
         yield from self._part(0, start).runs()
         blocks = tuple(tuple(self.nodes[at : at + period]) for at in range(start, end, period))
         names = [_renamed(blocks[_FIRST - 1], block, self.parameters) for block in blocks]
-        known = tuple(found for found in names if found is not None)
+        known = tuple(known_name for known_name in names if known_name is not None)
         if len(known) == times and not _is_read_later(blocks) and not self._add_gradients(blocks):
             yield Repetition(blocks, known)
         yield from self._part(end, len(self.nodes)).runs()
@@ -148,8 +148,8 @@ class _Search:
             last[text] = i
         for period, times in distances.items():
             if period and times >= _LEAST:
-                found = ((start, period, (end - start) // period) for start, end in self._equal(period))
-                yield from (run for run in found if _left_out(run) >= _LEAST)
+                runs = ((start, period, (end - start) // period) for start, end in self._equal(period))
+                yield from (run for run in runs if _left_out(run) >= _LEAST)
 
     def _equal(self, period: int) -> Iterator[tuple[int, int]]:
         """Yield ranges in which every node equals the node one period before it.
@@ -209,14 +209,14 @@ def _renamed(block: Sequence[_Node], other: Sequence[_Node], parameters: Mapping
 
 def _read(node: _Node) -> list[_Node]:
     """Return the nodes among the arguments, one for each place."""
-    found: list[_Node] = []
+    read: list[_Node] = []
 
     def note(used: _Node) -> _Node:
-        found.append(used)
+        read.append(used)
         return used
 
     fx.map_arg((node.args, node.kwargs), note)
-    return found
+    return read
 
 
 def _text(node: _Node, parameters: Mapping[_Node, str]) -> str:
@@ -322,9 +322,9 @@ class _Block:
 
     def gradients(self, results: Mapping[str, _Node | None]) -> dict[str, int | None]:
         """Return which of the backward nodes is the gradient of each parameter; None: no gradient, -1: another node."""
-        found = {name: results.get(node.meta["desc"].target) for name, node in self.parameters.items()}
+        produced = {name: results.get(node.meta["desc"].target) for name, node in self.parameters.items()}
         index = {node: i for i, node in enumerate(self.backward)}
-        return {name: None if node is None else index.get(node, -1) for name, node in found.items()}
+        return {name: None if node is None else index.get(node, -1) for name, node in produced.items()}
 
 
 def _completed(graph: fx.Graph, run: Repetition, inputs: Mapping[str, _Node]) -> bool:
@@ -374,9 +374,9 @@ def _traced(graph: fx.Graph, run: Repetition, parameters: Sequence[Mapping[str, 
         order.pop(0)
     while order and order[-1] is None:
         order.pop()
-    found = [i for i, _, _ in forward]
+    places = [i for i, _, _ in forward]
     backwards = [i for i in order if i is not None]
-    in_order = found == sorted(found) and set(found) == {*traced} and len(backwards) == len(order)
+    in_order = places == sorted(places) and set(places) == {*traced} and len(backwards) == len(order)
     return list(blocks.values()) if in_order and backwards == sorted(backwards, reverse=True) else None
 
 
@@ -427,11 +427,11 @@ def _origin(node: _Node, source: _Node) -> dict[str, Any]:
 
     A sum of gradients has the stack of the operation before it, and a note.
     """
-    found = {key: source.meta.get(theirs) for key, theirs in _keys(node).items() if key in node.meta}
-    if adds_gradients(node) and found.get("stack_trace"):
+    meta = {key: source.meta.get(theirs) for key, theirs in _keys(node).items() if key in node.meta}
+    if adds_gradients(node) and meta.get("stack_trace"):
         _, note, rest = node.meta["stack_trace"].partition(NOTE_OF_SUMS)
-        found["stack_trace"] += note + rest
-    return found
+        meta["stack_trace"] += note + rest
+    return meta
 
 
 def _copy(
@@ -449,7 +449,7 @@ def _copy(
 
     def copied(i: int, block: int, before: _Block, after: _Block, place: _Node) -> _Node:
         node, source = nodes[i], sources[i]
-        operands = iter([copies[block].at(found, before, after) for found in places[i]])
+        operands = iter([copies[block].at(used, before, after) for used in places[i]])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
         with graph.inserting_after(place):
             new = graph.create_node(node.op, node.target, args, kwargs, re.sub(r"_\d+$", "", node.name))
@@ -485,11 +485,11 @@ def _returned(output: _Node) -> dict[str, int]:
 
 def _return_gradients(graph: fx.Graph, copies: Sequence[_Block], gradients: Mapping[str, int | None]) -> None:
     output = graph.output_node()
-    positions, found = _returned(output), output.args[0]
-    assert isinstance(found, list | tuple)
-    results = list(found)
+    positions, values = _returned(output), output.args[0]
+    assert isinstance(values, list | tuple)
+    results = list(values)
     for block in copies:
         for name, i in gradients.items():
             if i is not None:
                 results[positions[block.parameters[name].meta["desc"].target]] = block.backward[i]
-    output.args = (type(found)(results),)
+    output.args = (type(values)(results),)

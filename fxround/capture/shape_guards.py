@@ -44,8 +44,8 @@ class Sizes:
     def measured(self, shape: Sequence[Any], shapes: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
         """Return a traced shape in the numbers of these arguments; a size that they do not determine stays a symbol."""
         values = {expression: size for expression, size in self._paired(shapes) if not isinstance(expression, int)}
-        found = [n.node.expr.xreplace(values) if isinstance(n, torch.SymInt) else n for n in shape]
-        return tuple(int(n) if _is_number(n) else n for n in found)
+        sizes = [n.node.expr.xreplace(values) if isinstance(n, torch.SymInt) else n for n in shape]
+        return tuple(int(n) if _is_number(n) else n for n in sizes)
 
     def _paired(self, shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[Any, int]]:
         """Return each dimension of the arguments with its size."""

@@ -259,10 +259,10 @@ def _shared_inputs() -> Iterator[None]:
     Dynamo refuses it in case one of them is changed in place, which it refuses by itself.
     """
     tracer: Any = importlib.import_module("torch._dynamo.output_graph").SubgraphTracer
-    found = tracer.has_aliasing
+    original = tracer.has_aliasing
 
     def has_aliasing(self: Any) -> Any:
-        info = found(self)
+        info = original(self)
         return type(info)(False, "") if info.msg.startswith("Input-to-input") else info
 
     with mock.patch.object(tracer, "has_aliasing", has_aliasing):
@@ -429,10 +429,10 @@ def quickened() -> Iterator[None]:
 
     def maybe_as_int(self: Any) -> int | None:
         expression = self.expr
-        found = constant.get(expression)
-        if found is None:
-            found = constant[expression] = bool(expression.is_number)
-        return int(expression) if found else None
+        is_constant = constant.get(expression)
+        if is_constant is None:
+            is_constant = constant[expression] = bool(expression.is_number)
+        return int(expression) if is_constant else None
 
     with contextlib.ExitStack() as stack:
         for name in _ARITHMETIC:
@@ -456,10 +456,10 @@ def _remembering(symbolic: Any, name: str, known: dict[Any, Any]) -> Callable[[A
         if environment is None or get_proxy_mode() or not (_is_plain(self) and _is_plain(other)):
             return compute(self, other)
         key = (name, id(environment), _replacements(environment), *_all_of(self), *_all_of(other))
-        found = known.get(key)
-        if found is None:
-            found = known[key] = compute(self, other)
-        return found
+        result = known.get(key)
+        if result is None:
+            result = known[key] = compute(self, other)
+        return result
 
     return remembered
 

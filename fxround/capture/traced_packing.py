@@ -64,14 +64,14 @@ def _same_numbers(known: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
     """Give the declared number, for instance of ``batch_sizes[0]``, to every ``.item()`` of the element."""
     implementations: Any = importlib.import_module("torch._subclasses.fake_impls").op_implementations_dict
     scalar = torch.ops.aten._local_scalar_dense.default
-    found = implementations[scalar]
+    original = implementations[scalar]
 
     def number(mode: Any, func: Any, arg: Any) -> Any:
         key = _element(arg)
         for tensor, first in known:
             if _element(mode.from_tensor(tensor)) == key:
                 return first
-        return _NUMBERS[key][0] if key in _NUMBERS else found(mode, func, arg)
+        return _NUMBERS[key][0] if key in _NUMBERS else original(mode, func, arg)
 
     with mock.patch.dict(implementations, {scalar: number}):
         try:
@@ -97,8 +97,8 @@ def most_rows(tensor: Any) -> Any:
     size = tensor.shape[0]
     if isinstance(size, int) or not free_unbacked_symbols(size):
         return size
-    found = _NUMBERS.get(_element(_plain(tensor)))
-    return size if found is None else found[1]
+    known = _NUMBERS.get(_element(_plain(tensor)))
+    return size if known is None else known[1]
 
 
 def _plain(tensor: Any) -> Any:

@@ -52,8 +52,8 @@ def by_rows(backward: Backward, tangents: Sequence[Any]) -> Sequence[Any]:
     dims = [functorch.maybe_get_bdim(t) if batched else None for t, batched in zip(tangents, own, strict=True)]
     plain = [functorch.get_unwrapped(t) if batched else t for t, batched in zip(tangents, own, strict=True)]
     with temporarily_pop_interpreter_stack():
-        found = _stacked(functools.partial(by_rows, backward), plain, dims)
-    return found if dims == [None] * len(dims) else [_wrapped(functorch._add_batch_dim, g, level) for g in found]
+        stacked = _stacked(functools.partial(by_rows, backward), plain, dims)
+    return stacked if dims == [None] * len(dims) else [_wrapped(functorch._add_batch_dim, g, level) for g in stacked]
 
 
 def _by_rows_of_autograd(backward: Backward, tangents: Sequence[Any]) -> Sequence[Any]:
@@ -64,8 +64,8 @@ def _by_rows_of_autograd(backward: Backward, tangents: Sequence[Any]) -> Sequenc
     torch._C._vmapmode_increment_nesting()
     level = torch._C._vmapmode_decrement_nesting()
     plain = [torch._remove_batch_dim(t, level, 1, 0) if b else t for t, b in zip(tangents, own, strict=True)]
-    found = _stacked(backward, plain, [0 if batched else None for batched in own])
-    return [_wrapped(torch._add_batch_dim, g, level) for g in found]
+    stacked = _stacked(backward, plain, [0 if batched else None for batched in own])
+    return [_wrapped(torch._add_batch_dim, g, level) for g in stacked]
 
 
 def _wrapped(wrap: Callable[..., Any], gradient: Any, level: int) -> Any:
