@@ -206,7 +206,9 @@ def _with_tensors(
             traced = _trace(other, example, decompositions, doubled, marked)
     except CaptureError:
         return None
-    return None if traced is None else describe(traced.joint, len(traced.leaves))
+    if traced is None or traced.noted.reads(model, numbers):  # by another path, on which the number is a constant
+        return None
+    return describe(traced.joint, len(traced.leaves))
 
 
 def _with_numbers(

@@ -161,6 +161,23 @@ class Noted:
         values = {guard.name for guard in graph.guards if guard.create_fn_name() in _EQUAL}
         return any(number.source(root) in values for root in roots)
 
+    def reads(self, model: nn.Module, numbers: Collection[Number]) -> bool:
+        """Whether the trace may have read one of these numbers from this model, which is not the traced one."""
+        graph = self.output.output_graph
+        scope = {"L": graph.local_scope, "G": graph.global_scope}
+        read = [*(guard.originating_source for guard in graph.guards), *self.readings.sources.values()]
+        named = {(number.name, id(number.holder(model))) for number in numbers}
+        names = {number.name for number in numbers}
+        parts = {p.name: p for source in read for p in _chain(source) if isinstance(_key(p), str) and _key(p) in names}
+        for part in parts.values():
+            try:
+                holder = eval(part.base.name, scope)  # as Dynamo's guards do
+            except Exception:  # a name of the trace alone
+                return True
+            if {(_key(part), id(holder)), (_key(part), id(getattr(holder, "__dict__", None)))} & named:
+                return True
+        return False
+
     def compiled(self, numbers: Collection[Number] = ()) -> Guards:
         """Return the guards for the values as they are now, outside of the switches of a trace.
 
@@ -248,6 +265,11 @@ def _chain(source: Any) -> list[Any]:
         chain.append(source)
         source = getattr(source, "base", None)
     return chain[::-1]
+
+
+def _key(source: Any) -> Any:
+    """Return the attribute or the key by which a value is found in its holder."""
+    return getattr(source, "member", getattr(source, "index", None))
 
 
 def _root(source: Any) -> str:

@@ -199,3 +199,71 @@ def test_the_model_is_not_changed() -> None:
         compiled(x)
         assert before == {name: dict(vars(module)) for name, module in model.named_modules()}
         assert buffers == {name: dict(module._buffers) for name, module in model.named_modules()}
+
+
+class Scaled(nn.Module):
+    """Scales by a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Reached(nn.Module):
+    """A part that is reached as a submodule, and by another path; or a model that its own parts know."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.part, self.act = way, Scaled(), nn.ReLU()
+        part = self.part
+        self.twin = part if way == "twin" else None
+        self.parts = nn.ModuleList([part, part] if way == "list of modules" else [])
+        self.plain: Any = {
+            "list": [part],
+            "bound method": {"scale": part.forward},
+            "object": Helper(part),
+            "closure": lambda x: x * part.gain,
+            "dict": vars(part),
+        }.get(way)
+        if way == "hook":
+            self.act.register_forward_hook(lambda module, args, result: result * part.gain)
+        if way == "forward":
+            part.forward = lambda x: x * part.gain  # type: ignore[method-assign,assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        other: dict[str, Callable[[Tensor], Tensor]] = {
+            "twin": lambda x: self.twin(x),  # type: ignore[misc]
+            "list of modules": lambda x: self.parts[1](self.parts[0](x)),
+            "list": lambda x: self.plain[0](x),
+            "bound method": lambda x: self.plain["scale"](x),
+            "object": lambda x: self.plain(x),
+            "closure": lambda x: self.plain(x),
+            "dict": lambda x: x * self.plain["gain"],
+            "hook": self.act,
+            "forward": lambda x: x * self.part.gain,
+        }
+        return self.part(x) + other[self.way](x)
+
+
+class Helper:
+    """An object that knows a module."""
+
+    def __init__(self, module: Scaled) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.module.gain
+
+
+@pytest.mark.parametrize(
+    "way", ["twin", "list of modules", "list", "bound method", "object", "closure", "dict", "hook", "forward"]
+)
+def test_a_number_that_is_read_by_two_paths_is_never_a_constant_on_one(way: str) -> None:
+    model, x = Reached(way), torch.randn(3, 4)
+    compiled = fxround.compile(model, "reproducible", seed=3)
+    for value in (1.0, 2.0, 3.0, 4.0, 2.0):
+        model.part.gain = value
+        _assert_constants(model, compiled, x, differentiated=False)
