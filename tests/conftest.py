@@ -47,7 +47,7 @@ CORES: Final = {
     "numerics/test_formats": "test_magnitudes_are_the_values_of_all_codes",
     "operators/test_formulas": "test_a_formula_computes_its_operator",
     "numerics/test_elementary_unary": "test_every_16_bit_input_is_rounded_once",
-    "runtime/test_guards": "test_one_element_too_far_ends_the_process",
+    "runtime/test_guard_pages": "test_one_element_too_far_ends_the_process",
     "numerics/test_elementary_binary": "test_random_pairs_and_hard_cases_are_correctly_rounded",
     "test_random_models": "test_the_judge_sees_a_fault",
     "numerics/test_rounding": "test_boundaries",
