@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxround
 from fxround.runtime import contractions, memo
 from fxround.runtime.contractions import TABLES
 from fxround.runtime.cpu import depthwise, matmul
+from fxround.runtime.schedule.straight import _StraightPlanner
 
 RNG = torch.tensor([3, 1])
 TEXTS = ("binary32/nearest_even/inf",) * 2
@@ -96,3 +100,92 @@ def test_a_dropped_model_takes_its_traces_along(training: bool) -> None:
     for _ in range(2):
         used()
     assert kept() == before
+
+
+def _forward(model: Any, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [x, model(x)]
+
+
+def _backward(model: Any, x: Tensor) -> list[Tensor]:
+    y = model(x.requires_grad_())
+    tangent = torch.rand(y.shape)
+    y.backward(tangent)
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    assert x.grad is not None and all(gradient is not None for gradient in gradients)
+    return [x, y, tangent, x.grad, *gradients]
+
+
+def _twice(model: Any, x: Tensor) -> list[Tensor]:
+    y = model(x.requires_grad_())
+    (once,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), x)
+    return [x, y, once, twice]
+
+
+_CALLS: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "create_graph": _twice,
+}
+
+
+def _outlive(make: Callable[[], list[Tensor]]) -> list[StorageWeakRef]:
+    """Call often enough for every plan; return which of the values outlive their call."""
+    values = [StorageWeakRef(value.untyped_storage()) for _ in range(4) for value in make()]
+    gc.collect()
+    return _alive(values)
+
+
+def _alive(values: list[StorageWeakRef]) -> list[StorageWeakRef]:
+    return [value for value in values if not value.expired()]
+
+
+@pytest.mark.parametrize("layers", ["linear", "convolution", "mxfp8"])
+@pytest.mark.parametrize("name", _CALLS)
+def test_a_call_leaves_none_of_its_values(name: str, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 3, padding=1), nn.Flatten(), nn.Linear(12, 5)
+    model = nn.Sequential(*(first if layers == "convolution" else (nn.Linear(4, 5),)), nn.Tanh(), nn.Linear(5, 3))
+    compiled = fxround.compile(model, "mxfp8" if layers == "mxfp8" else "stochastic")
+    kept = {p.untyped_storage()._cdata for p in model.parameters()}
+    planned: list[StorageWeakRef] = []
+    at_home = _StraightPlanner._at_home
+
+    def watched(planner: _StraightPlanner, x: Tensor) -> Any:
+        # Parameters stay, and so do seed and sample.
+        if x.untyped_storage()._cdata not in kept and x.dtype != torch.int64:
+            planned.append(StorageWeakRef(x.untyped_storage()))
+        return at_home(planner, x)
+
+    monkeypatch.setattr(_StraightPlanner, "_at_home", watched)
+    assert not _outlive(lambda: _CALLS[name](compiled, torch.rand(2, 4)))
+    assert planned and not _alive(planned)
+
+
+def test_a_loaded_program_leaves_none_of_its_values(tmp_path: Path) -> None:
+    fxround.compile(nn.Sequential(nn.Linear(4, 5), nn.Tanh()), "stochastic").export(
+        tmp_path / "m.pt2", torch.rand(2, 4)
+    )
+    loaded = fxround.load(tmp_path / "m.pt2")
+    assert not _outlive(lambda: _forward(loaded, torch.rand(2, 4)))
+
+
+def test_an_iteration_leaves_none_of_its_values() -> None:
+    outside: list[Tensor] = []
+
+    def step(state: Tensor, row: Tensor) -> Tensor:
+        return torch.tanh(state * outside[0] + row)
+
+    def call() -> list[Tensor]:
+        source = torch.rand(3, requires_grad=True)
+        outside[:] = [source * 2]
+        state, rows = torch.rand(3, requires_grad=True), torch.rand(6, 3)
+        last, path = fxround.iterate(step, state, 6, "bfloat16", inputs=rows, keep=2)
+        (last.sum() + path.sum()).backward()
+        assert source.grad is not None and state.grad is not None
+        values = [source, *outside, state, rows, last, path, source.grad, state.grad]
+        outside.clear()
+        return values
+
+    assert not _outlive(call)

@@ -143,6 +143,10 @@ class Captures:
         self.latest, _ = pipeline.receive(graph, inputs, self.delayed)
         return self.latest
 
+    def forget_state(self) -> None:
+        """Forget the tensors of the model's latest call, which the next one reads again."""
+        self._state_keys.forget()
+
     def record(self, capture: Capture) -> None:
         """Add a row to the table of captures."""
         self.recorded.append(replace(capture, module=self.path))

@@ -44,6 +44,10 @@ class StateKeys:
         self._path = path
         self._latest: _Reading | None = None
 
+    def forget(self) -> None:
+        """Hold nothing of the latest reading; the next one reads everything."""
+        self._latest = None
+
     def of(self, model: nn.Module) -> Any:
         """Return the key of a model as it is now."""
         if isinstance(model, Function):

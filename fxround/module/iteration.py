@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
 import torch
@@ -49,6 +49,11 @@ class Iteration(nn.Module):
         parameters: Any = self.outside._parameters
         parameters.update(state)
         self.outside._buffers.update({name: x for name, x in held.items() if name not in state})
+
+    def release(self) -> None:
+        """Hold no tensor from outside; it may be the result of many operations, and a step stays captured."""
+        self.outside._parameters.clear()
+        self.outside._buffers.clear()
 
     def forward(self, state: Any, ticks: Tensor, inputs: Any = None) -> Any:
         """Return the last state and every ``keep``-th one, stacked; the last state and () if none is kept."""
@@ -141,9 +146,7 @@ def iterate(
 
     def run(count: int) -> Any:
         given = () if inputs is None else (pytree.tree_map(lambda x: x[:count], inputs),)
-        with _HOLDING if watched.found else contextlib.nullcontext():
-            if watched.found and isinstance(compiled.source, Iteration):
-                compiled.source.hold(watched)
+        with _holding(compiled, watched) if watched.found else contextlib.nullcontext():
             return compiled.reseed(seed, sample)(wide, torch.empty(count, 0, dtype=torch.int64), *given)
 
     last, rows = run(steps)
@@ -182,6 +185,20 @@ def _compiled(
     step: Callable[..., Any], policy: Policy, strict: bool | None, keep: int | None, signature: Any
 ) -> RoundedModule:
     return RoundedModule(Iteration(step, keep), policy, strict, 0)
+
+
+@contextlib.contextmanager
+def _holding(compiled: RoundedModule, watched: Watched) -> Iterator[None]:
+    """Let a compiled iteration hold what its step reads from outside, until the call ends."""
+    source = compiled.source
+    assert isinstance(source, Iteration)
+    with _HOLDING:
+        source.hold(watched)
+        try:
+            yield
+        finally:
+            source.release()
+            compiled._captures.forget_state()
 
 
 def _require_count(name: str, value: Any) -> None:

@@ -35,7 +35,6 @@ class Segment:
 
     def __init__(self, launches: Sequence[Launch], outside: Sequence[int], inside: Sequence[Value]) -> None:
         """outside: the homes whose addresses a call gives; inside: the other homes, as row-major values."""
-        self.launches = tuple(launches)
         self._words, self._places = [0], list[tuple[int, int, int]]()
         self._bases = {home: (_OUTSIDE + i, 0) for i, home in enumerate(outside)}
         end = 0
@@ -44,8 +43,17 @@ class Segment:
             end += _aligned(value.tensor.nbytes)
         spaces = [arg.size for launch in launches for arg in launch.arguments if isinstance(arg, Space)]
         self._space = end
-        self._firsts = [self._arguments(launch) for launch in launches]
-        kernels = [self._kernel(*pair) for pair in zip(launches, self._firsts, strict=True)]
+        firsts = [self._arguments(launch) for launch in launches]
+        kernels = [self._kernel(*pair) for pair in zip(launches, firsts, strict=True)]
+        self._count = len(kernels)
+        # A plan outlives the call that it was made in: it holds what its addresses are of, and no value of the call.
+        keys = [arg.words for launch in launches for arg in launch.arguments if isinstance(arg, KeyAddress)]
+        self._held = *((launch.function, launch.held) for launch in launches), keys
+        # By the number of a launch: the contraction that may be done again, and where its arguments are in the frame.
+        pairs = zip(launches, firsts, strict=True)
+        self._works = {
+            i: (launch.work, first, len(launch.arguments)) for i, (launch, first) in enumerate(pairs) if launch.work
+        }
         # A kernel with few arguments is called with numbers after them that it does not take.
         self._words += [0] * MOST
         self._frame = _aligned(8 * len(self._words))
@@ -56,7 +64,6 @@ class Segment:
         self._given = Struct(f"{_OUTSIDE + len(outside)}q").pack
         self._at = ctypes.addressof(self._plan)
         self._straight = native("straight", build_straight, None, "straight", _STRAIGHT)
-        self._may_fail = any(launch.work is not None for launch in launches)
 
     def run(self, outside: Sequence[Tensor], rng: Tensor | None) -> None:
         """Run all launches; outside: the tensors of the homes outside. rng: None if nothing draws."""
@@ -65,9 +72,9 @@ class Segment:
         at = space.data_ptr()
         draw = _NO_DRAW if rng is None else Draw.of(rng, 0)
         bases = self._given(draw.seed, draw.sample, at, at + self._frame, *addresses(outside))
-        plan, count = self._at, len(self.launches)
+        plan, count = self._at, self._count
         self._straight(0, count, plan, bases, at)
-        if not self._may_fail:
+        if not self._works:
             return
         status = ctypes.c_int64.from_address(at)
         while done := status.value:
@@ -76,11 +83,10 @@ class Segment:
 
     def _again(self, number: int, at: int) -> None:
         """Do a contraction again whose quick results do not count."""
-        launch = self.launches[number]
-        assert launch.work is not None
-        words = (ctypes.c_int64 * len(launch.arguments)).from_address(at + 8 * self._firsts[number])
+        work, first, arguments = self._works[number]
+        words = (ctypes.c_int64 * arguments).from_address(at + 8 * first)
         *pointers, _space, key, _flag = words[1:]
-        launch.work.run(tuple(pointers), (ctypes.c_uint32 * 4).from_address(key) if key else None)
+        work.run(tuple(pointers), (ctypes.c_uint32 * 4).from_address(key) if key else None)
 
     def _kernel(self, launch: Launch, first: int) -> tuple[int, ...]:
         """A launch as the plan has it: ``llvm.straight.KERNEL``."""
