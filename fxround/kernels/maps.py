@@ -52,6 +52,18 @@ def fused_kernel(program: Program, loads: tuple[Storage, ...], results: tuple[St
     return _map_kernel(program, loads, results, drawn)
 
 
+@lru_cache(maxsize=4096)
+def steps_kernel(program: Program, loads: tuple[Storage, ...], result: Storage) -> Map:
+    """Return the kernel of a program that stores the value of every statement, with the draws of ``map_kernel``'s.
+
+    The values are stored in binary32, or in binary64 where the program's result is.
+    """
+    words = tuple(Word(0, n) for n in range(len(program.statements)))
+    every = replace(program, returned=tuple(s.target for s in program.statements))
+    stored: Storage = "f64" if CARRIER_OF[result] == "f64" else "f32"
+    return _map_kernel(every, loads, (stored,) * len(words), words)
+
+
 def draws(statement: Statement) -> bool:
     """Whether a statement's rounding draws random bits."""
     return statement.rounding is not None and statement.rounding.mode.random_bits > 0

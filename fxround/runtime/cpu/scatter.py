@@ -7,6 +7,7 @@ from typing import Final
 
 from torch import Tensor
 
+from fxround.graph.dtypes import dtype_of
 from fxround.kernels.shapes import Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions
@@ -23,7 +24,7 @@ _ENOUGH: Final = 1 << 13
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
     """x with the contributions added, row-major."""
     x = x.detach().contiguous()
-    result = buffers.empty(x.shape, x.dtype)
+    result = buffers.empty(x.shape, dtype_of(kernel.result))
     if result.numel() == 0:
         return result
     source = contributions.source

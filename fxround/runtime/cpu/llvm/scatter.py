@@ -46,8 +46,9 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
     kernel, lanes = variant
     module = ir.Module("scatter")
     b, a = define(module, "scatter", [*ARGS, *POINTERS])
-    memory, storage, seed = MEMORY[kernel.result], kernel.result, load_seed(b, a["key"])
-    buffer = scratch(b, memory, lanes)
+    (storage,), seed = kernel.loads, load_seed(b, a["key"])
+    memory, stored = MEMORY[storage], MEMORY[kernel.result]
+    buffer, last = scratch(b, memory, lanes), scratch(b, stored, lanes)
     vectors = b.sdiv(b.add(a["inner"], I64(lanes - 1)), I64(lanes))
     with count(b, a["begin"], a["end"]) as item:
         row = b.sdiv(item, vectors)
@@ -78,9 +79,9 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
         acc, state = carried.load()
         bits, _ = advance(b, state, lanes, draws=False)
         (result,) = emit(kernel.finish, b, [acc, bits], lanes)
-        here = at(b, a["out"], index, memory)
-        store_vector(b, result, b.select(short, buffer, here), storage, lanes)
+        here = at(b, a["out"], index, stored)
+        store_vector(b, result, b.select(short, last, here), kernel.result, lanes)
         with b.if_then(short):
-            copy_elements(b, here, buffer, left, memory)
+            copy_elements(b, here, last, left, stored)
     b.ret_void()
     return str(module)
