@@ -16,6 +16,8 @@ Importing the package registers the operators ``torch.ops.fxround.*``, which exp
 import fxround.interrupts  # noqa: F401  before the imports that take seconds
 
 # isort: split
+from fxround.attribution.attribute import attribute
+from fxround.attribution.report import AttributionReport
 from fxround.eager.round import round as round
 from fxround.errors import (
     CaptureError,
@@ -56,6 +58,7 @@ table = Format.table
 
 # compile, round and hash are left out: a star import would replace the builtins of these names.
 __all__ = [
+    "AttributionReport",
     "CaptureError",
     "Coverage",
     "Flip",
@@ -87,6 +90,7 @@ __all__ = [
     "UnsupportedRounding",
     "VariabilityReport",
     "VerificationError",
+    "attribute",
     "calibrate",
     "check_invariance",
     "compile_optimizer",

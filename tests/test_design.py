@@ -51,6 +51,7 @@ RANKS = {
     "module": 7,
     "torch_probe": 8,
     "significance": 8,
+    "attribution": 8,
     "localization": 8,
     "invariance": 8,
     "selftests": 8,

@@ -1,14 +1,15 @@
 """The commands of ``fxround``.
 
-They are demo, inspect, variability, perplexity, localize, invariance, describe, selftest and doctor. Commands parse
-arguments, call the library and print; the same results are available as data (``--json``). A wrong argument prints a
-message on standard error and exits with status 2, without a traceback; a failed check exits with status 1, a command
-interrupted by Ctrl-C with 130. Examples::
+They are demo, inspect, variability, perplexity, attribute, localize, invariance, describe, selftest and doctor.
+Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
+argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
+status 1, a command interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
     $ fxround perplexity net.py:build --inputs tokens.pt --widths 4:12 --samples 5
+    $ fxround attribute net.py:build --inputs images.npy --formats bfloat16 e4m3fn
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
     $ fxround describe mxfp8
@@ -34,6 +35,7 @@ from typing import Any, Final
 
 from fxround.atomic_files import write_file
 from fxround.cli.arguments import POLICY, add_device, add_model, put, said
+from fxround.cli.attribute import add_attribute
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_variability(commands)
     add_perplexity(commands, _loaded)
     add_localize(commands, _loaded, _named)
+    add_attribute(commands, _loaded, _named)
     add_invariance(commands, _loaded)
     describe = commands.add_parser("describe", **said("print the numbers of a format, and how it treats special cases"))
     describe.add_argument("format", metavar="FORMAT", help="a format, rounding or scaled format, for example mxfp8")

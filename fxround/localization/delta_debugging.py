@@ -11,7 +11,7 @@ test alone, which is called in a fixed order.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
@@ -39,6 +39,22 @@ def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
         else:
             parts = 2 * len(pieces)
     return failing
+
+
+def likely(units: Units, shares: Mapping[str, float], fails: Fails) -> Units:
+    """Return the first failing set of the 1, 2, 4, ... units with the largest shares; ``units`` if none of them fails.
+
+    A set has at most half of the units, in their order. Nothing is tried without shares.
+    """
+    order = sorted((unit for unit in units if shares.get(unit)), key=lambda unit: -shares[unit])
+    count = 1
+    while 2 * count <= len(units) and count <= len(order):
+        chosen = set(order[:count])
+        tried = tuple(unit for unit in units if unit in chosen)
+        if fails(tried):
+            return tried
+        count *= 2
+    return units
 
 
 def disjoint(units: Sequence[str], fails: Fails, search: Callable[[Units], Units]) -> Iterator[Units]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from fxround.attribution.attribute import shares_of
+from fxround.attribution.subject import Subject
 from fxround.capture import Captured
 from fxround.errors import UnsupportedOperator
 from fxround.fingerprint import hash
@@ -68,7 +71,7 @@ class Masked:
         self.quiet = replace(Policy.parse(quiet), definitions=self.policy.definitions)
         self._compiled = compile(model, self.policy, fuse=False, unroll_loops=True)
         with torch.no_grad():
-            entry = self._compiled._entry(args, kwargs)
+            self._entry = entry = self._compiled._entry(args, kwargs)
             self.captured: Captured = entry.captured
             _refuse_loops(self.captured.graph)
             self._off = bundles(self._compiled.with_policy(self.quiet, strict=False).graph)
@@ -107,6 +110,16 @@ class Masked:
     def random(self) -> bool:
         """Whether two samples may differ: a rounding of either version draws random bits."""
         return any(bundle.random for bundle in (*self._on.values(), *self._off.values()))
+
+    def shares(self, seed: int) -> dict[str, float]:
+        """Return the part of every site in the error of the result, all sites on; a site without a figure has none.
+
+        Raises UnsupportedOperator or UnsupportedRounding for a model that cannot be attributed.
+        """
+        leaves = pytree.tree_leaves((self.call.args, self.call.kwargs))
+        compiled = self._compiled.reseed(seed)
+        shares = shares_of(Subject(compiled.source, compiled, self._entry, leaves, None, None, seed, 0))
+        return {name: share for name, share in shares.items() if name in self.sites and not math.isnan(share)}
 
     @property
     def undrawn(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class Blame:
     elements    row-major half-open ranges of the result's elements that are to blame; None if not searched
     amplifier   the operation, this one or a later one, in which most bits cancel in the quiet run; "" if none do
     cancelled   the number of bits that cancel there
+    share       its part in the error of the result with every site on (``fxround.attribute``); None if it is not known
     """
 
     node: str
@@ -48,6 +49,7 @@ class Blame:
     elements: tuple[tuple[int, int], ...] | None = None
     amplifier: str = ""
     cancelled: float = 0.0
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class LocalizeReport(Tabled):
     failing     the number of different sets that failed
     passed      the number of different sets that passed
     random      whether samples may differ
+    unattributed why sites have no shares, and were tried in the order of the graph; "" if they have
     undrawn     the operations that are no sites: a stock kernel computes them, with the same result in every sample
 
     ``print(report)`` shows the sets with source lines; ``table()``, ``to_dict()`` and ``to_json()`` give the same data.
@@ -117,6 +120,7 @@ class LocalizeReport(Tabled):
     remedy: dict[str, Any] | None = None
     remedied: bool = False
     undrawn: tuple[str, ...] = ()
+    unattributed: str = ""
 
     @property
     def overlooked(self) -> float:
@@ -129,11 +133,20 @@ class LocalizeReport(Tabled):
     def table(self) -> Table:
         """Return a table with one row per site to blame."""
         rows = [
-            (i, s.module or "(root)", s.operator, s.source, s.code, f"{len(c.failures)} of {self.runs}", s.amplifier)
+            (
+                i,
+                s.module or "(root)",
+                s.operator,
+                s.source,
+                s.code,
+                f"{len(c.failures)} of {self.runs}",
+                _share(s),
+                s.amplifier,
+            )
             for i, c in enumerate(self.sets, 1)
             for s in c.sites
         ]
-        columns = ("set", "module", "operator", "source", "code", "fails", "amplified by")
+        columns = ("set", "module", "operator", "source", "code", "fails", "share %", "amplified by")
         return Table(columns, tuple(rows), title=self._title(), note=self._note())
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,10 +204,15 @@ def _module(path: str, culprits: Culprits) -> str:
     return f"  {path or '(root)'}{kind}: {', '.join(dict.fromkeys(words))}"
 
 
+def _share(site: Blame) -> float | None:
+    return None if site.share is None else 100 * site.share
+
+
 def _lines(site: Blame) -> str:
     """Return a site's place and the lines around it, with the site's line marked."""
     result = f"{site.operator} -> {list(site.shape)}"
-    place = f"  {site.module or '(root)'}  {result}  {site.source or site.code}  (node {site.node})"
+    share = "" if site.share is None else f", {100 * site.share:.2g} % of the error of the result"
+    place = f"  {site.module or '(root)'}  {result}  {site.source or site.code}  (node {site.node}{share})"
     amplified = [f"    amplified by {site.amplifier}: {site.cancelled:.0f} bits cancel"] if site.amplifier else []
     elements = [f"    elements {_shown_elements(site)}"] if site.elements is not None else []
     line = int(site.source.rpartition(":")[2]) if site.excerpt else 0

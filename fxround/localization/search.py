@@ -1,7 +1,9 @@
 """The search of ``localize``: over modules, then nodes, then elements.
 
-Modules are tested first, whole branches of the data flow before their parts; then the nodes of the modules found; then,
-for every node of a set, ranges of its result's elements, while the other nodes of the set stay on.
+Sites are tried in the order of their shares in the error of the result (``attribution``): the first few alone, before
+all of them are divided. Modules are tested first, whole branches of the data flow before their parts; then the nodes of
+the modules found; then, for every node of a set, ranges of its result's elements, while the other nodes of the set stay
+on.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import Final, Literal
 import networkx as nx
 from torch import fx
 
+from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.graph.site import located
 from fxround.graph.source_lines import innermost
 from fxround.localization.cancellation import Cancellation, cancelled
-from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, minimal
+from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, likely, minimal
 from fxround.localization.remedy import remaining, remedy
 from fxround.localization.report import Blame, Culprits, Level, LocalizeReport
 from fxround.localization.verdicts import Ranges, Verdicts
@@ -46,11 +49,19 @@ class Search:
         self.found: list[Culprits] = []
         self.rest: Units = tuple(self.masked.sites)
         self.narrowed: Units = self.rest
+        self.shares, self.unattributed = self._shares()
         self.remedy: Policy | None = None
         self.remedied = False
         shown = sys.stderr.isatty() if progress is None else progress
         self._say = (_print if shown is True else shown) or (lambda text: None)
         verdicts.after_run = self._report_progress
+
+    def _shares(self) -> tuple[dict[str, float], str]:
+        """Return the shares of sites, by which they are tried, or none and the reason."""
+        try:
+            return self.masked.shares(self.verdicts.seed), ""
+        except (UnsupportedOperator, UnsupportedRounding) as error:
+            return {}, str(error)
 
     def run(self, model: str) -> LocalizeReport:
         """Find sets until the rest passes, the limit is reached or Ctrl-C is pressed.
@@ -88,6 +99,7 @@ class Search:
             remedy=self.remedy.to_dict() if self.remedy else None,
             remedied=self.remedied,
             undrawn=masked.undrawn,
+            unattributed=self.unattributed,
         )
 
     def _begin(self) -> None:
@@ -143,11 +155,15 @@ class Search:
         def sites(modules: Units) -> Units:
             return tuple(name for name in rest if paths[name] in modules)
 
+        def modules_fail(some: Units) -> bool:
+            return self._fails(sites(some))
+
         modules = tuple(dict.fromkeys(paths.values()))
-        guilty = minimal(modules, lambda some: self._fails(sites(some)), self._module_branches.divide)
+        totals = {path: sum(self.shares.get(name, 0.0) for name in sites((path,))) for path in modules}
+        guilty = minimal(likely(modules, totals, modules_fail), modules_fail, self._module_branches.divide)
         if self.level == "modules":
             return sites(guilty)
-        return minimal(sites(guilty), self._fails, self._branches.divide)
+        return minimal(likely(sites(guilty), self.shares, self._fails), self._fails, self._branches.divide)
 
     @cached_property
     def _branches(self) -> Branches:
@@ -209,6 +225,7 @@ class Search:
             elements=elements,
             amplifier=f"{worst.operator} at {worst.source or worst.node}" if worst else "",
             cancelled=worst.lost if worst else 0.0,
+            share=self.shares.get(name),
         )
 
     @cached_property

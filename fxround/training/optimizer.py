@@ -9,7 +9,7 @@ taken is the sample: the bits of a step are a function of (seed, step), which ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -131,6 +131,26 @@ class _Batch:
         return [torch.full((), self.numbers[name], dtype=dtype, device=device) for name in names]
 
 
+@dataclass(frozen=True)
+class StepGraph:
+    """The lowered graph of a parameter's next step, and what enters it after the parameter and its gradient.
+
+    The parameter, its gradient and the states enter as tensors of one dimension; then the numbers, and (seed, step).
+    """
+
+    parameter: Tensor
+    lowered: fx.GraphModule
+    states: tuple[Tensor, ...]
+    numbers: tuple[Tensor, ...]
+    rng: Tensor
+
+    @property
+    def entering(self) -> list[Tensor]:
+        """What enters after the gradient."""
+        flat = [state.detach().resolve_neg().reshape(-1) for state in self.states]
+        return [*flat, *self.numbers, self.rng]
+
+
 class RoundedOptimizer(torch.optim.Optimizer):
     """An optimizer with explicit roundings, which ``fxround.compile_optimizer`` makes.
 
@@ -243,6 +263,42 @@ class RoundedOptimizer(torch.optim.Optimizer):
         """
         return graph_views.coverage(self._taken()[-1].lowered)
 
+    def graphs(self, with_gradients: Collection[int], later: int = 0) -> Iterator[StepGraph]:
+        """Yield the graph of the next step of each parameter whose id is in ``with_gradients``; nothing is changed.
+
+        later: the steps between the next one and that whose random bits are drawn.
+
+        Raises what ``step`` raises before it changes anything.
+        """
+        number = 0
+        for group in self.param_groups:
+            _refuse_options(group)
+            seed, done = group.get(RNG_KEY, self.param_groups[0][RNG_KEY])
+            for k, p in enumerate(group["params"], number + 1):
+                if id(p) in with_gradients:
+                    yield self._graph(p, group, (seed + k * _APART) % (1 << 63), done, later)
+            number += len(group["params"])
+
+    def _graph(self, p: Tensor, group: dict[str, Any], seed: int, done: int, later: int) -> StepGraph:
+        _refuse_tensors(p)
+        state: Mapping[str, Any] = self.state.get(p, {})
+        first, count = self._count(state, done)
+        update = self._update_of(group, first)
+        numbers = update.numbers(group, count)
+        by_path = any(rule.match != "*" for rule in self.policy.rules)
+        compiled = self._compile(update, tuple(numbers), p.dtype, self._paths.get(id(p), "") if by_path else "")
+        held = [state.get(name) for name in update.states]
+        made = [update.initial(n, p, group) if s is None else s for n, s in zip(update.states, held, strict=True)]
+        scalars = [torch.full((), numbers[name], dtype=p.dtype) for name in compiled.numbers]
+        return StepGraph(p, compiled.lowered, tuple(made), tuple(scalars), random_state(seed, done + later))
+
+    def _count(self, state: Mapping[str, Any], done: int) -> tuple[bool, int]:
+        """Return whether a parameter's step is the first one with a momentum, and its number, from 1."""
+        if self.kind is torch.optim.SGD:
+            return state.get("momentum_buffer") is None, done + 1
+        before = state.get("step")
+        return False, (0 if before is None else int(before.item())) + 1
+
     def _taken(self) -> list[_Compiled]:
         if not self._compiled:
             raise ValueError("no step has been taken yet: call step() when the parameters have gradients")
@@ -260,13 +316,11 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if p.grad is None:
                 continue
             _refuse_tensors(p)
-            state, count = self.state[p], done + 1
-            first = self.kind is torch.optim.SGD and state.get("momentum_buffer") is None
+            state = self.state[p]
+            first, count = self._count(state, done)
             if self.kind is not torch.optim.SGD:
                 before = state.get("step")
-                before = torch.zeros((), dtype=torch.float32) if before is None else before
-                count = int(before.item()) + 1
-                counted.append((state, before))
+                counted.append((state, torch.zeros((), dtype=torch.float32) if before is None else before))
             path = self._paths.get(id(p), "") if by_path else ""
             key = (first, count, p.dtype, p.device, path)
             batch = batches.get(key)

@@ -248,7 +248,7 @@ def test_doctor_ends_with_status_1_where_the_core_is_broken(
     assert status == 1 and "BROKEN: " in text and message in text
 
 
-@pytest.mark.parametrize("command", ["demo", "inspect", "variability", "localize", "invariance"])
+@pytest.mark.parametrize("command", ["demo", "inspect", "variability", "attribute", "localize", "invariance"])
 def test_ctrl_c_ends_a_command_with_130_and_no_traceback(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -272,3 +272,15 @@ def test_a_terminal_without_the_characters_of_tables_shows_others(monkeypatch: p
     assert cli.main(["doctor"]) == 0
     sys.stdout.flush()
     assert b"The core works." in written.getvalue() and b"????" in written.getvalue()
+
+
+def test_attribute_prints_shares_and_ends_with_1_below_the_bits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ("attribute", "fxround.demo:DigitsCNN", "--shape", "2,1,8,8", "--probes", "2")
+    files = ("--html", str(tmp_path / "shares.html"), "--draw", str(tmp_path / "shares.svg"))
+    status, text, _ = run(capsys, *command, "--formats", "bfloat16", "--min-bits", "5", *files)
+    assert status == 0 and "what each rounding costs" in text and "bfloat16/nearest_even/inf" in text
+    assert all((tmp_path / name).exists() for name in ("shares.html", "shares.svg"))
+    status, text, _ = run(capsys, *command, "--min-bits", "24", "--json", "-")
+    assert status == 1 and json.loads(text)["trusted"]

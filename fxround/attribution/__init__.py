@@ -1,0 +1,1 @@
+"""Attribution: which rounding of a model costs how much of a result, from one run and its derivatives."""

@@ -1,0 +1,748 @@
+"""One run of a lowered graph, and its derivatives at the values of the run.
+
+Every node is computed three times, and only the first result goes on to other nodes:
+
+    its bits       the kernels of the policy, as ``fxround.compile`` runs them
+    exactly        the same function of the same operands in binary64, without a rounding; the difference is what the
+                   node's roundings lost (``losses``)
+    to be derived  by PyTorch in the dtype of the model, for autograd; its value is replaced by the bits
+
+A perturbation accompanies the values. Each rounding adds its own error to it (a known one, or one drawn with the
+variance of the rounding), and it passes a node by the node's derivative. At every node that is not linear, the run
+compares f(x + d) and f(x - d) with f(x), for the perturbation d of the operands. Half of
+f(x + d) - 2 f(x) + f(x - d) is what the derivatives miss: of second order where f is smooth, and of first order where
+d crosses a kink or changes a decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, getitem
+from typing import Any, Final
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from fxround.attribution.functions import computed, exact_of, is_differentiated
+from fxround.attribution.losses import Loss, is_biased, losses_of, moments, rounding_loss, stored_deterministically
+from fxround.eager.round import round as round_stochastically
+from fxround.errors import UnsupportedOperator
+from fxround.graph.dialect import CALLS, ContractionCall, Cumsum, Pointwise, Sum, loops_of, read
+from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
+from fxround.kernels import from_text
+from fxround.kernels.maps import steps_kernel
+from fxround.kernels.program import Statement
+from fxround.numerics.modes import Rounding
+from fxround.operators.rules import rule_of
+from fxround.runtime.draw import Draw
+from fxround.runtime.operands import loads_of
+from fxround.runtime.run import run_kernel
+
+# Operators whose results are sums of products of operands: a perturbation of one operand alone passes exactly.
+_MULTILINEAR: Final = (ContractionCall, Sum, Cumsum)
+_LINEAR: Final = frozenset(("identity", "neg", "add", "sub"))
+_BILINEAR: Final = frozenset(("mul", "fma"))
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What the roundings of a site do to one number, by one backward pass.
+
+    variance    the variance that its drawn errors add
+    effect      the sum of the effects of its known errors
+    doubt       the magnitude of what the derivatives miss at the operation
+    tried       for each of ``formats``, the variance that a rounding of its result would add
+    """
+
+    variance: float = 0.0
+    effect: float = 0.0
+    doubt: float = 0.0
+    tried: tuple[float, ...] = ()
+
+
+@dataclass
+class SiteLosses:
+    """What the roundings of an operation lost.
+
+    missed      what the derivatives miss of the operation for the perturbation of its operands; None for nothing
+    value       its result; only with ``formats``
+    formats     roundings to try on the result
+    collected   the effects that the last backward pass found; None if no derivative reached the operation
+    """
+
+    node: str
+    place: Site
+    losses: list[Loss]
+    missed: Tensor | None = None
+    value: Tensor | None = None
+    formats: tuple[Rounding, ...] = ()
+    collected: Effects | None = None
+
+    def collect(self, gradient: Tensor) -> None:
+        """Keep the effects for this derivative with respect to the operation's result."""
+        g = gradient.double()
+        variance = effect = doubt = 0.0
+        for loss in self.losses:
+            own = g if loss.carried is None else loss.carried(g)
+            if loss.variance is not None:
+                variance += float((own * own * loss.variance).sum())
+            if loss.error is not None:
+                effect += float((own * loss.error).sum())
+        if self.missed is not None:
+            each = g * self.missed
+            # Elements may miss in one direction, or in all.
+            doubt = max(abs(float(each.sum())), float(each.square().sum().sqrt()))
+        tried: tuple[float, ...] = ()
+        if self.value is not None:
+            value = self.value.double()
+            # A number that leaves the range, or is none there, is as wrong as can be.
+            errors = (moments(rounding, value)[0].nan_to_num(math.inf) for rounding in self.formats)
+            tried = tuple(float(torch.where(g == 0, 0.0, g * error).square().sum()) for error in errors)
+        self.collected = Effects(variance, effect, doubt, tried)
+
+
+class _Bits(torch.autograd.Function):
+    """The bits of a node in place of the value that PyTorch computes, with the derivative of that value."""
+
+    @staticmethod
+    def forward(ctx: Any, derived: Tensor, bits: Tensor, root: Tensor) -> Tensor:
+        return bits.view_as(bits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, gradient.new_zeros(())
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The values, no floating point, to which a perturbation and its opposite lead."""
+
+    plus: Any
+    minus: Any
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run has of a value: three pytrees of one structure.
+
+    bits      the value of the run
+    derived   the same numbers for autograd, at least float32
+    moved     the perturbation of a floating-point tensor, None if there is none; ``Decisions`` of another value, None
+              if the perturbation changes nothing
+    """
+
+    bits: Any
+    derived: Any
+    moved: Any
+
+    @staticmethod
+    def constant(value: Any) -> State:
+        """Return the state of a value that does not depend on a rounding."""
+        return State(value, pytree.tree_map(_derivable, value), pytree.tree_map(lambda _: None, value))
+
+    @property
+    def moves(self) -> bool:
+        """Whether the perturbation changes the value."""
+        return any(leaf is not None for leaf in _leaves(self.moved))
+
+    def reshaped(self, shape: Sequence[int]) -> State:
+        """Return the state of a floating-point tensor in another shape."""
+        moved = None if self.moved is None else self.moved.reshape(shape)
+        return State(self.bits.reshape(shape), self.derived.reshape(shape), moved)
+
+    def shifted(self, sign: int) -> Any:
+        """Return the value in binary64, with the perturbation added ``sign`` times."""
+        bits, structure = pytree.tree_flatten(self.bits)
+        shifted = [_shifted(value, moved, sign) for value, moved in zip(bits, _leaves(self.moved), strict=True)]
+        return pytree.tree_unflatten(shifted, structure)
+
+    def nearby(self, noise: torch.Generator | None) -> Any:
+        """Return the value with the perturbation added, rounded to numbers of its dtype at random."""
+        bits, structure = pytree.tree_flatten(self.bits)
+        moved = zip(bits, self.shifted_leaves(1), _leaves(self.moved), strict=True)
+        return pytree.tree_unflatten([_on_grid(value, to, by, noise) for value, to, by in moved], structure)
+
+    def shifted_leaves(self, sign: int) -> list[Any]:
+        """Return the leaves of ``shifted``."""
+        return pytree.tree_leaves(self.shifted(sign))
+
+
+# A function of an operation's operands, by node or name, and of the dtype in which it computes a dtype's values.
+Get = Callable[[Any], Any]
+Widened = Callable[[torch.dtype], torch.dtype]
+Function = Callable[[Get, Widened], Any]
+# From the states of results to those of the gradients of results at some positions.
+Tangents = Callable[["Linearized", list[State], list[int]], list[State]]
+
+
+class Linearized:
+    """A run of a lowered graph with its derivatives; ``outputs`` has the states of the graph's results.
+
+    graph       of roundings one by one (``Entry.lowered``), without loops
+    inputs      what enters it, (seed, sample) last. A state may enter in place of a value
+    noise       a generator of the drawn errors of the perturbation; None if nothing draws: the known errors are then
+                the perturbation
+    watched     nodes whose states are kept in ``seen``
+    formats     roundings to try on the result of each site
+    tangents    the function from the states of results to those of their gradients, for a joint graph
+    after       the run whose sites this one continues, for a graph that takes the results of another
+    within      what the names of this graph's sites begin with
+
+    Raises UnsupportedOperator for a loop or complex numbers, UnsupportedRounding for a rounding whose losses are not
+    known.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        noise: torch.Generator | None,
+        watched: Collection[str] = (),
+        formats: tuple[Rounding, ...] = (),
+        tangents: Tangents | None = None,
+        after: Linearized | None = None,
+        within: str = "",
+    ) -> None:
+        _require_plain(graph)
+        self.graph, self.noise, self.formats = graph, noise, formats
+        self.within = within
+        self.sites: list[SiteLosses] = [] if after is None else after.sites
+        self.seen: dict[str, State] = {}
+        self.root: Tensor = torch.zeros((), requires_grad=True) if after is None else after.root
+        self._states: dict[Any, State] = {}
+        self._inputs, self._tangents, self._scales = iter(inputs), tangents, _scales(graph)
+        nodes = _results_first(graph)
+        last = _last_uses(nodes)
+        for node in nodes:
+            if node.op == "output":
+                nothing = State.constant(None)
+                self.outputs = [self._states.get(used, nothing) for used in _listed(node.args[0])]
+                break
+            if self._tangents is not None and any(_is_tangent(used) for used in node.all_input_nodes):
+                self._enter_tangents()
+            self._states[node] = state = self._run(node)
+            if node.name in watched:
+                self.seen[node.name] = state
+            for spent in last.get(node, ()):
+                del self._states[spent]
+        self._states = {}
+
+    def backward(self, value: Tensor, direction: Tensor) -> list[Effects]:
+        """Return the effects of every site on the sum of the products of a derived value and a direction."""
+        for record in self.sites:
+            record.collected = None
+        if value.requires_grad:
+            torch.autograd.backward(value, direction.to(value.dtype), retain_graph=True, inputs=[self.root])
+            self.root.grad = None
+        none = Effects(tried=(0.0,) * len(self.formats))
+        return [record.collected or none for record in self.sites]
+
+    def _enter_tangents(self) -> None:
+        """Set the states of the gradients of results, which follow from those of the results."""
+        assert self._tangents is not None
+        results = [self._states[used] for used in _results(self.graph)]
+        places = [node for node in self.graph.graph.find_nodes(op="placeholder") if _is_tangent(node)]
+        entering = self._tangents(self, results, [node.meta[PORT].index for node in places])
+        self._states.update(zip(places, entering, strict=True))
+        self._tangents = None
+
+    def _run(self, node: fx.Node) -> State:
+        if _is_tangent(node):
+            return State.constant(None)
+        if node.op == "placeholder":
+            given = next(self._inputs)
+            return given if isinstance(given, State) else State.constant(given)
+        if node.op == "get_attr":
+            return State.constant(attrgetter(str(node.target))(self.graph))
+        with torch.no_grad():
+            bits = _called(node, lambda used: self._states[used].bits, None)
+        if node in self._scales:
+            return State.constant(bits)
+        if not float_values(node):
+            return State(bits, bits, self._decisions(node, bits))
+        if not any(_has_floats(self._states[used].bits) for used in node.all_input_nodes):
+            return State.constant(bits)
+        if node.target == Pointwise.overload:
+            return self._program(node, bits)
+
+        def function(get: Get, widened: Widened) -> Any:
+            return _called(node, get, widened)
+
+        rule = rule_of(node)
+        kind = "" if rule is None else rule.kind
+        if kind in ("movement", "integer") or node.target is getitem:
+            return self._moved(function, self._states, node.all_input_nodes, bits)
+        linear = kind != "exact" and self._is_linear(node)
+
+        call = _read(node, self._states) if node.target in CALLS else None
+
+        def lost(exact: Any) -> list[Loss]:
+            if kind == "exact":
+                return []
+            if call is not None:
+                return losses_of(call, bits, exact)
+            pairs = enumerate(zip(_floats(bits), _floats(exact), strict=True))
+            return [Loss(error=a.double() - b, result=i) for i, (a, b) in pairs]
+
+        stored = None if call is None else stored_deterministically(call)
+        return self._operation(node, function, self._states, node.all_input_nodes, bits, lost, linear, None, stored)
+
+    def _decisions(self, node: fx.Node, bits: Any) -> Any:
+        """Return what a value that is no floating point becomes under the perturbation."""
+        nothing = pytree.tree_map(lambda _: None, bits)
+        if not any(self._states[used].moves for used in node.all_input_nodes):
+            return nothing
+        with torch.no_grad():
+            plus = _called(node, lambda used: self._states[used].shifted(1), _binary64)
+            minus = _called(node, lambda used: self._states[used].shifted(-1), _binary64)
+
+        def decided(a: Any, b: Any, c: Any) -> Decisions | None:
+            return None if _same(a, b) and _same(a, c) else Decisions(b, c)
+
+        return pytree.tree_map(decided, bits, plus, minus)
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """Whether a perturbation passes the node exactly: a sum of products in which one factor alone is perturbed."""
+        cls = CALLS.get(node.target)
+        linear = cls is not None and issubclass(cls, _MULTILINEAR)
+        return linear and sum(self._states[used].moves for used in node.all_input_nodes) <= 1
+
+    def _program(self, node: fx.Node, bits: Tensor) -> State:
+        """Run the statements of a pointwise program, each with a rounding of its own."""
+        call: Any = _read(node, self._states)
+        program = from_text.program(call.program)
+        steps = [bits]
+        if len(program.statements) > 1:
+            kernel = steps_kernel(program, loads_of(call.xs), call.results[0])
+            steps = run_kernel(kernel, call.xs, Draw.of(call.rng, call.node).key())
+        operands: Any = node.args[0]
+        states: dict[Any, State] = {}
+        for i, used in enumerate(operands):
+            own = self._states[used]
+            states[f"x{i}"] = own if own.bits.is_floating_point() else State.constant(own.bits.to(torch.float32))
+        for statement, value in zip(program.statements, steps, strict=True):
+            states[statement.target] = self._statement(node, statement, states, value)
+        return states[program.results[0]]
+
+    def _statement(self, node: fx.Node, statement: Statement, states: Mapping[Any, State], value: Tensor) -> State:
+        names = [o for o in statement.operands if isinstance(o, str)]
+        own = states[names[0] if names else "x0"].bits.dtype
+
+        def function(get: Get, widened: Widened) -> Tensor:
+            dtype = widened(own)
+            return computed(statement, {name: get(name).to(dtype) for name in names}, torch.zeros((), dtype=dtype))
+
+        def lost(exact: Tensor) -> list[Loss]:
+            rounding = statement.rounding
+            return [] if rounding is None else [rounding_loss(rounding, value, exact.broadcast_to(value.shape))]
+
+        alone = len(set(names)) == len(names) and sum(states[name].moves for name in names) <= 1
+        linear = statement.operator in _LINEAR or (statement.operator in _BILINEAR and alone)
+        return self._operation(node, function, states, names, value, lost, linear, statement.rounding)
+
+    def _moved(self, function: Function, states: Mapping[Any, State], keys: Sequence[Any], bits: Any) -> State:
+        """Return the state of what moves or selects whole values."""
+        with torch.enable_grad():
+            derived = function(lambda key: states[key].derived, _wide_enough)
+        return State(bits, pytree.tree_map(_kept, derived, bits), _passed(function, states, keys, bits))
+
+    def _operation(
+        self,
+        node: fx.Node,
+        function: Function,
+        states: Mapping[Any, State],
+        keys: Sequence[Any],
+        bits: Any,
+        lost: Callable[[Any], list[Loss]],
+        linear: bool,
+        rounding: Rounding | None = None,
+        stored: Rounding | None = None,
+    ) -> State:
+        """Return the state of a computed value, and add what its roundings lost to the sites.
+
+        rounding: of a statement. stored: the rounding without random bits of what a chain has drawn.
+        """
+        with torch.enable_grad():
+            derived = function(lambda key: states[key].derived, _wide_enough)
+        moved = _passed(function, states, keys, bits)
+        missed: Tensor | None = None
+        with torch.no_grad():
+            exact = function(lambda key: states[key].shifted(0), _binary64)
+            losses = [_finite(loss) for loss in lost(exact)]
+            plus = exact
+            if any(states[key].moves for key in keys):
+                plus = function(lambda key: states[key].shifted(1), _binary64)
+                missed = None if linear else _missed(function, states, exact, plus, moved)
+            if self.noise is not None and (
+                wandered := self._wandered(node, function, states, keys, exact, losses, rounding, stored)
+            ):
+                more, steps = self.wandering(*wandered)
+                losses += more
+                missed = steps if missed is None else missed if steps is None else missed + steps
+        place = site(node)
+        assert place is not None
+        return self.enter(node.name, place, State(bits, derived, moved), losses, missed)
+
+    def enter(self, name: str, place: Site, state: State, losses: Sequence[Loss], missed: Tensor | None) -> State:
+        """Return the state of a computed value, and add what its roundings lost to the sites.
+
+        state: the bits, the value of PyTorch for autograd, and the perturbation that its operands pass on.
+        """
+        kept = pytree.tree_leaves(state.bits)
+        floats = [i for i, value in enumerate(kept) if is_float(value)]
+        values, structure = pytree.tree_flatten(state.derived)
+        replaced: Any = _Bits.apply
+        pairs = zip(values, kept, strict=True)
+        values = [replaced(value, _derivable(k), self.root) if is_float(k) else k for value, k in pairs]
+        moved = _leaves(state.moved)
+        # A stock kernel may have several results, with an error in each; every other operation has one.
+        for position, i in enumerate(floats):
+            own = [loss for loss in losses if loss.result == position]
+            tried = kept[i] if self.formats else None
+            record = SiteLosses(f"{self.within}{name}", place, own, missed, tried, self.formats)
+            self.sites.append(record)
+            values[i].register_hook(record.collect)
+            moved[i] = self._perturbed(moved[i], own, kept[i].dtype)
+            missed = None
+        return State(state.bits, pytree.tree_unflatten(values, structure), pytree.tree_unflatten(moved, structure))
+
+    def wandering(self, error: Tensor, other: Tensor, passed: Tensor) -> tuple[list[Loss], Tensor | None]:
+        """Return the loss of a known error that other samples change, or what the derivatives miss by it.
+
+        error, other: the error of the run, and that for other operands. passed: what the exact function changes. A
+        rounding without random bits of a value that varies has an error that varies: half of the mean square of the
+        difference of two samples is its variance. But where the value varies by less than the rounding's quantum, the
+        rounding undoes most changes and makes few of them a whole quantum, which no derivative tells.
+        """
+        changed = (other - error).nan_to_num(0.0, 0.0, 0.0)
+        if float((changed * passed).sum()) < -float(passed.square().sum()) / 2:
+            return [], changed
+        return [Loss(variance=changed.square() / 2)], None
+
+    def _wandered(
+        self,
+        node: fx.Node,
+        function: Function,
+        states: Mapping[Any, State],
+        keys: Sequence[Any],
+        exact: Any,
+        losses: Sequence[Loss],
+        rounding: Rounding | None,
+        stored: Rounding | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the mean error of a rounding in the run and in another sample, and what changes the rounded value.
+
+        None if the rounding has no such error, or if nothing changes.
+        """
+        if self.noise is None:
+            return None
+        value = _floats(exact)[0]
+        above = value
+        near: dict[Any, Any] = {}
+        if any(states[key].moves for key in keys):
+            near = {key: states[key].nearby(self.noise) for key in keys}
+            above = _floats(function(lambda key: pytree.tree_map(_widened, near[key]), _binary64))[0]
+        if stored is not None:
+            # The store rounds what the chain has drawn.
+            above = sum((one for loss in losses if (one := loss.sample(self.noise)) is not None), start=above)
+        if above is value:
+            return None
+        by = stored or (rounding if rounding is not None and is_biased(rounding) else None)
+        if by is not None:
+            return moments(by, value)[0], moments(by, above)[0], above - value
+        known = [loss.error for loss in losses if loss.error is not None]
+        if not known or rounding is not None or any(loss.draws for loss in losses):
+            return None
+        other = _floats(_called(node, near.__getitem__, None))[0].double() - above
+        return known[0], other, above - value
+
+    def _perturbed(self, moved: Tensor | None, losses: Sequence[Loss], dtype: torch.dtype) -> Tensor | None:
+        """Return the perturbation of a result: that which passed, and the errors of its own roundings."""
+        for loss in losses:
+            own = loss.error if self.noise is None else loss.sample(self.noise)
+            if own is not None:
+                own = own.to(_wide_enough(dtype))
+                moved = own if moved is None else moved + own
+        return moved
+
+
+def _missed(function: Function, states: Mapping[Any, State], exact: Any, plus: Any, moved: Any) -> Tensor:
+    """Return what the derivative misses for the perturbation of the operands or for its opposite, float64.
+
+    Of both the larger one, because a kink is on one side only.
+    """
+    minus = function(lambda key: states[key].shifted(-1), _binary64)
+    value, passed = _floats(exact)[0], next((m for m in _leaves(moved) if isinstance(m, Tensor)), None)
+    first = torch.zeros_like(value) if passed is None else passed.double()
+    up, down = _floats(plus)[0] - value - first, _floats(minus)[0] - value + first
+    missed = torch.where(up.abs() < down.abs(), down, up)
+    return torch.where(value.isfinite(), missed.nan_to_num(math.inf, math.inf, -math.inf), 0.0)
+
+
+def _passed(function: Function, states: Mapping[Any, State], keys: Sequence[Any], bits: Any) -> Any:
+    """Return the perturbation of a result to first order, without the errors of its own roundings."""
+    leaves, structure = pytree.tree_flatten(bits)
+    moving = [key for key in dict.fromkeys(keys) if any(isinstance(m, Tensor) for m in _leaves(states[key].moved))]
+    if not moving:
+        return pytree.tree_unflatten([None] * len(leaves), structure)
+    flat = {key: pytree.tree_flatten(states[key].derived) for key in keys}
+    places = [
+        (key, i) for key in moving for i, moved in enumerate(_leaves(states[key].moved)) if isinstance(moved, Tensor)
+    ]
+
+    def of(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(places, inputs, strict=True))
+
+        def get(key: Any) -> Any:
+            values, form = flat[key]
+            plain = [v.detach() if isinstance(v, Tensor) else v for v in values]
+            return pytree.tree_unflatten([given.get((key, i), v) for i, v in enumerate(plain)], form)
+
+        return tuple(_floats(function(get, _wide_enough)))
+
+    primals = tuple(flat[key][0][i].detach() for key, i in places)
+    tangents = tuple(_leaves(states[key].moved)[i].to(p.dtype) for (key, i), p in zip(places, primals, strict=True))
+    passed = iter(directional(of, primals, tangents))
+    made = [next(passed) if is_float(leaf) else None for leaf in leaves]
+    return pytree.tree_unflatten(made, structure)
+
+
+def directional(
+    function: Callable[..., tuple[Tensor, ...]], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the derivative of a function in a direction."""
+    try:
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = [forward_ad.make_dual(p, t) for p, t in zip(primals, tangents, strict=True)]
+            return tuple(forward_ad.unpack_dual(result).tangent for result in function(*duals))
+    except NotImplementedError:
+        # The operator has no forward mode: the derivative of its backward pass gives the same.
+        with torch.enable_grad():
+            return tuple(torch.autograd.functional.jvp(function, primals, tangents, strict=False)[1])
+
+
+def evaluated(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    exact: bool = False,
+    tangents: Callable[[list[Any], list[int]], list[Any]] | None = None,
+    watched: Collection[str] = (),
+    rounded: Collection[str] = (),
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a lowered graph returns, and the values of the nodes ``watched``.
+
+    exact: whether every operation is computed in binary64, without a rounding, but those ``rounded``. tangents: the
+    function from the results to the gradients of those at some positions, for a joint graph.
+    """
+    values: dict[fx.Node, Any] = {}
+    nodes, seen, scales = _results_first(graph), dict[str, Any](), _scales(graph)
+    given, last = iter(inputs), _last_uses(nodes)
+    waiting = [node for node in graph.graph.find_nodes(op="placeholder") if _is_tangent(node)]
+    with torch.no_grad():
+        for node in nodes:
+            if node.op == "output":
+                return [values.get(used) for used in _listed(node.args[0])], seen
+            if waiting and tangents is not None and any(_is_tangent(used) for used in node.all_input_nodes):
+                made = tangents([values[used] for used in _results(graph)], [one.meta[PORT].index for one in waiting])
+                values.update(zip(waiting, made, strict=True))
+                waiting = []
+            if node.op in ("placeholder", "get_attr"):
+                entering = attrgetter(str(node.target))(graph) if node.op == "get_attr" else None
+                if node.op == "placeholder" and not _is_tangent(node):
+                    entering = next(given)
+                values[node] = _widened(entering) if exact else entering
+            elif not exact:
+                values[node] = _called(node, values.__getitem__, None)
+            elif node in scales or node.name in rounded:
+                values[node] = _called(node, lambda used: pytree.tree_map(_stored, values[used]), None)
+                values[node] = values[node] if node in scales else pytree.tree_map(_widened, values[node])
+            else:
+                values[node] = _called(node, values.__getitem__, _binary64)
+            if node.name in watched:
+                seen[node.name] = values[node]
+            for spent in last.get(node, ()):
+                del values[spent]
+    return [], seen
+
+
+def _stored(value: Any) -> Any:
+    return value.float() if is_float(value) else value
+
+
+def draws(graph: fx.GraphModule) -> bool:
+    """Whether a rounding of a lowered graph draws random bits."""
+    return any(_draws(call) for call in map(read, graph.graph.nodes) if call is not None)
+
+
+def _draws(call: Any) -> bool:
+    if isinstance(call, Pointwise):
+        return from_text.drawn(call.program) > 0
+    chain = getattr(call, "accumulate", None)
+    stored = getattr(call, "rounding", None)
+    drawn = chain is not None and from_text.accumulation(chain).random
+    return drawn or (stored is not None and from_text.rounding(stored).mode.random_bits > 0)
+
+
+def _read(node: fx.Node, states: Mapping[Any, State]) -> Any:
+    """Return the call that a node of the dialect makes, with the tensors of the run."""
+    args: Any = fx.map_arg(node.args, lambda used: states[used].bits)
+    return CALLS[node.target].of(args)
+
+
+def _called(node: fx.Node, get: Get, widened: Widened | None) -> Any:
+    """Return a node's result for operands; with ``widened``, the function that PyTorch computes, without roundings."""
+    target: Any = node.target
+    if widened is None:
+        return target(*fx.map_arg(node.args, get), **fx.map_arg(node.kwargs, get))
+    args, kwargs = (_with_dtypes(fx.map_arg(given, get), widened) for given in (node.args, node.kwargs))
+    return exact_of(CALLS[target].of(args)) if target in CALLS else target(*args, **kwargs)
+
+
+def _with_dtypes(arguments: Any, widened: Widened) -> Any:
+    """Return arguments whose floating-point dtypes are those in which values are computed."""
+    if isinstance(arguments, torch.dtype):
+        return widened(arguments) if arguments.is_floating_point else arguments
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(_with_dtypes(one, widened) for one in arguments)
+    if isinstance(arguments, dict):
+        return {name: _with_dtypes(one, widened) for name, one in arguments.items()}
+    return arguments
+
+
+def _wide_enough(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _binary64(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a floating-point tensor."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _has_floats(value: Any) -> bool:
+    return any(map(is_float, pytree.tree_leaves(value)))
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if is_float(leaf)]
+
+
+def _derivable(value: Any) -> Any:
+    """Return a floating-point tensor in the dtype of derivatives, anything else as it is."""
+    return value.detach().to(_wide_enough(value.dtype)) if is_float(value) else value
+
+
+def _kept(derived: Any, bits: Any) -> Any:
+    """Return what autograd knows of a value that was moved; indices are those of the run."""
+    return derived if is_float(bits) else bits
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def _shifted(value: Any, moved: Any, sign: int) -> Any:
+    if isinstance(moved, Decisions):
+        return (value, moved.plus, moved.minus)[sign]
+    if not is_float(value):
+        return value
+    wide = value.detach().double()
+    return wide if moved is None or sign == 0 else wide + sign * moved.double()
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if is_float(value) else value
+
+
+def _on_grid(value: Any, shifted: Any, moved: Any, noise: torch.Generator | None) -> Any:
+    """Return a shifted value as a tensor of its own dtype, rounded stochastically."""
+    if moved is None or not is_float(value) or value.dtype == torch.float64:
+        return shifted if isinstance(moved, Decisions) else value if moved is None else shifted.to(value.dtype)
+    seed = int(torch.randint(1 << 62, (), generator=noise))
+    return round_stochastically(shifted, f"{FORMAT_OF[value.dtype]}/stochastic", seed).to(value.dtype)
+
+
+def _finite(loss: Loss) -> Loss:
+    """Return a loss in which what is not finite is zero."""
+    return replace(
+        loss,
+        error=None if loss.error is None else loss.error.nan_to_num(0.0, 0.0, 0.0),
+        variance=None if loss.variance is None else loss.variance.nan_to_num(0.0, 0.0, 0.0),
+    )
+
+
+def _leaves(moved: Any) -> list[Any]:
+    """Return the leaves of a perturbation, None among them."""
+    return pytree.tree_leaves(moved, is_leaf=lambda one: one is None or isinstance(one, Decisions))
+
+
+def _listed(returned: Any) -> list[Any]:
+    return list(returned) if isinstance(returned, list | tuple) else [returned]
+
+
+def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each node the nodes that no later node reads."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        for used in (node, *node.all_input_nodes):
+            last[used] = node
+    spent: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        spent.setdefault(node, []).append(used)
+    return spent
+
+
+def _results(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes of a graph's results, without those of values that the model changes and of gradients."""
+    output: Any = graph.graph.output_node()
+    ports = zip(_listed(output.args[0]), output.meta[PORTS], strict=False)
+    return [node for node, port in ports if port.kind == "result" and not port.mutation]
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    port = node.meta.get(PORT)
+    return port is not None and port.kind == "tangent"
+
+
+def _results_first(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes in an order in which nothing that follows from gradients of results precedes a result."""
+    late: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if any(_is_tangent(used) or used in late for used in node.all_input_nodes):
+            late.add(node)
+    return sorted(graph.graph.nodes, key=lambda node: node in late)
+
+
+def _scales(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that yield scales of a format or counts: parameters of a rounding, without a derivative."""
+    scales: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        cls = CALLS.get(node.target) if node.op == "call_function" else None
+        numbers = [used for used in node.all_input_nodes if float_values(used)]
+        if cls is not None and (not is_differentiated(cls) or (numbers and scales.issuperset(numbers))):
+            scales.add(node)
+    return scales
+
+
+def _require_plain(graph: fx.GraphModule) -> None:
+    """Raise UnsupportedOperator for a graph with loops or complex numbers."""
+    for loop, _ in loops_of(graph):
+        place = located(loop.node)
+        raise UnsupportedOperator(
+            f"{placed(place.operator, place.path, place.source, place.code)} chooses at run time what it computes: "
+            "attribute a function of one branch or one iteration."
+        )
+    for node in graph.graph.nodes:
+        if is_complex(node):
+            raise UnsupportedOperator(
+                f"{located(node)} yields complex numbers, whose roundings are not attributed; use real ones "
+                "(torch.view_as_real)."
+            )

@@ -1,0 +1,360 @@
+"""``fxround.attribute``: bits of the policy's run, exact enumerations, runs in binary64, and samples."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layers import Calls
+from models import build
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxround
+from fxround.attribution.functions import function_of
+from fxround.errors import UnsupportedOperator, UnsupportedRounding
+from fxround.fingerprint import hash as bits_of
+from fxround.numerics.arithmetic.operators import OPERATORS
+from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import quantum, round_exact
+
+POLICIES = ("stochastic", "bfloat16", "up_down", "cestac", "e4m3fn/stochastic", "mxfp4", "reproducible")
+
+
+class Chain(nn.Module):
+    """Four additions, each of which rounds what the ones before have drawn."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return (((a + b) + c) + b) + c
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 20), nn.Tanh(), nn.LayerNorm(20), nn.Linear(20, 6), nn.Softmax(-1)).eval()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_run_has_the_bits_of_the_policy(policy: str) -> None:
+    model, x = mlp(), torch.randn(5, 24)
+    report = fxround.attribute(model, x, policy, seed=3, sample=2)
+    compiled = fxround.compile(model, policy, unroll_loops=True).reseed(3, 2)
+    with torch.no_grad():
+        expected = compiled(x)
+    assert report.result is not None and torch.equal(report.result, expected.double())
+
+
+# ---- exact answers ----
+
+
+def paths(values: list[float], rounding: Rounding) -> dict[tuple[float, ...], tuple[Fraction, Fraction]]:
+    """For every path of partial sums: its probability, and the sum of the variances of its roundings, exactly."""
+    known: dict[tuple[float, ...], tuple[Fraction, Fraction]] = {(values[0],): (Fraction(1), Fraction(0))}
+    for value in values[1:]:
+        longer: dict[tuple[float, ...], tuple[Fraction, Fraction]] = {}
+        for path, (probability, variance) in known.items():
+            x = Fraction(path[-1]) + Fraction(value)
+            low, high = (round_exact(x, x < 0, rounding, word) for word in (0, (1 << 32) - 1))
+            gap = Fraction(high) - Fraction(low)
+            p = (x - Fraction(low)) / gap if gap else Fraction(0)
+            for outcome, own in ((low, 1 - p), (high, p)):
+                if own:
+                    before = longer.get((*path, outcome), (Fraction(0), Fraction(0)))
+                    longer[*path, outcome] = before[0] + probability * own, variance + p * (1 - p) * gap * gap
+        known = longer
+    return known
+
+
+@pytest.mark.parametrize("fmt", ["ieee(5,3)", "bfloat16", "binary16"])
+def test_the_variance_of_a_path_is_exact_and_its_mean_is_the_variance_of_the_result(fmt: str) -> None:
+    a, b, c = 1.0, 0.3720703125, -0.21240234375
+    values, rounding = [a, b, c, b, c], Rounding.parse(f"{fmt}/stochastic/inf")
+    known = paths(values, rounding)
+    # The law of total variance: each step is unbiased, so that the mean of the paths' sums is the result's variance.
+    mean = sum(p * Fraction(path[-1]) for path, (p, _) in known.items())
+    of_result = sum(p * (Fraction(path[-1]) - mean) ** 2 for path, (p, _) in known.items())
+    assert sum(p * v for p, v in known.values()) == of_result > 0
+    # The operands themselves are values of the format: only the sums draw.
+    policy = fxround.Policy("sums", (fxround.Rule(rounding=rounding, accumulate="binary32"),))
+    operands = [torch.tensor([value]) for value in (a, b, c)]
+    if fmt == "ieee(5,3)":
+        operands = [fxround.round(operand, f"{fmt}/nearest_even") for operand in operands]
+        values = [float(operands[i]) for i in (0, 1, 2, 1, 2)]
+        known = paths(values, rounding)
+    compiled = fxround.compile(Chain(), policy, unroll_loops=True)
+    seen = set()
+    for sample in range(12):
+        report = fxround.attribute(Chain(), tuple(operands), policy, sample=sample)
+        with torch.no_grad():
+            steps = [
+                float(value)
+                for name, value in compiled.reseed(0, sample)._entry(tuple(operands), {}).steps(operands, compiled.rng)
+                if name.startswith("add") and isinstance(value, Tensor)
+            ]
+        path = (values[0], *(s for s in steps))
+        matching = [v for p, (_, v) in known.items() if p[-1] == path[-1] and set(p[1:]) <= set(path)]
+        assert any(report.deviation**2 == pytest.approx(float(v), rel=1e-12) for v in matching), (path, report)
+        seen.add(path)
+    assert len(seen) > 1
+
+
+def test_the_only_rounding_has_all_of_the_variance() -> None:
+    x, y = torch.rand(50) + 0.5, torch.rand(50) + 0.5
+    report = fxround.attribute(Calls(torch.mul), (x, y), "stochastic", elements=True)
+    assert report.elements is not None
+    for a, b, deviation in zip(x.tolist(), y.tolist(), report.elements.tolist(), strict=True):
+        product = Fraction(a) * Fraction(b)
+        q = quantum(product, fxround.formats["binary32"])
+        lost = product % q
+        assert deviation**2 == pytest.approx(float(lost * (q - lost)), rel=1e-12)
+    assert [row.share for row in report.rows] == [1.0]
+    assert report.rows[0].operator == "aten.mul.Tensor"
+
+
+def test_the_sensitivity_of_a_result_is_the_error_of_the_format() -> None:
+    x = torch.randn(80)
+    report = fxround.attribute(Calls(torch.tanh), x, "reproducible", formats=("bfloat16", "e4m3fn"))
+    (row,) = report.rows
+    result = report.result
+    assert result is not None
+    for fmt, deviation in zip(report.formats, row.sensitivity, strict=True):
+        error = fxround.round(result.float(), fmt).double() - result
+        # Random signs leave squares of single elements as they are.
+        assert deviation == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
+
+
+def test_exact_sums_and_products_lose_nothing() -> None:
+    numbers = torch.randint(-8, 9, (6, 6)).float()
+    report = fxround.attribute(Calls(torch.mm), (numbers, numbers), "stochastic")
+    assert report.deviation == 0 and all(row.share == 0 for row in report.rows)
+
+
+# ---- runs in binary64 ----
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "unet", "recurrent", "encoder"])
+def test_the_error_of_a_deterministic_policy_is_that_against_binary64(name: str) -> None:
+    example = build(name)
+    report = fxround.attribute(example.model, (example.args, example.kwargs), "bfloat16", output=example.result)
+    assert report.measured is not None and report.ratio is not None and report.gained is not None
+    assert report.ratio == pytest.approx(1, abs=0.02)  # of second order: a hundredth of 2^-8 at most
+    assert report.gained > 4
+    # Forward and backward derivatives are computed apart: the shares add up only if both are right.
+    assert sum(row.share for row in report.rows) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["mxfp4", "nvfp4", "e4m3fn", "fixed(16,10)", "int8:channel"])
+def test_scaled_and_narrow_formats_have_an_error(policy: str) -> None:
+    # One product: every rounding enters it linearly, so that only products of two errors are missed.
+    report = fxround.attribute(nn.Linear(64, 8).eval(), torch.randn(16, 64), policy)
+    assert report.ratio == pytest.approx(1, abs=0.1)
+    assert sum(row.share for row in report.rows) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["reproducible", "bfloat16"])
+def test_the_gradients_of_a_loss_are_attributed(policy: str) -> None:
+    model, x, target = mlp()[:4].train(), torch.randn(9, 24), torch.randint(0, 6, (9,))
+    report = fxround.attribute(model, x, policy, loss=lambda y: F.cross_entropy(y, target))
+    assert report.ratio == pytest.approx(1, abs=0.02)
+    assert report.gained is not None and report.gained > 4
+    assert sum(row.share for row in report.rows) == pytest.approx(1, abs=1e-4)
+    assert {"mm_4", "loss_0"} <= {row.node for row in report.rows}
+    compiled = fxround.compile(model, policy, unroll_loops=True)
+    F.cross_entropy(compiled(x), target).backward()
+    gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    assert report.result is not None and torch.equal(report.result, gradients.double())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_training_step_is_attributed_and_changes_nothing(kind: Any) -> None:
+    model, x, target = mlp()[:4].train(), torch.randn(9, 24), torch.randint(0, 6, (9,))
+    optimizer = fxround.compile_optimizer(kind(model.parameters(), lr=0.01), "bfloat16/stochastic", seed=4)
+    compiled = fxround.compile(model, "bfloat16/stochastic", seed=5, unroll_loops=True)
+    before = bits_of(model), torch.get_rng_state(), repr(optimizer.state_dict())
+    report = fxround.attribute(
+        model, x, "bfloat16/stochastic", loss=lambda y: F.cross_entropy(y, target), optimizer=optimizer, seed=5
+    )
+    assert (bits_of(model), repr(optimizer.state_dict())) == (before[0], before[2])
+    assert torch.equal(torch.get_rng_state(), before[1]) and all(p.grad is None for p in model.parameters())
+    assert any(row.node.startswith("3.bias.") for row in report.rows)
+    F.cross_entropy(compiled(x), target).backward()
+    optimizer.step()
+    after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert report.result is not None and torch.equal(report.result, after.double())
+
+
+# ---- samples ----
+
+# The deviation of n samples of m independent elements has a relative error of 1 / sqrt(2 n m): 0.05 for 200 samples of
+# one element, the worst case. A prediction reads the residuals of one run, which adds as much where few roundings
+# dominate. A figure that is right exceeds 0.15 with a probability below 0.3 %, and the draws are those of every run.
+SAMPLED = 0.15
+# The logarithm of a sum near one, whose deviation is as large as its distance from one.
+DOUBTED = [("digits_cnn", "cestac")]
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize("policy", ["stochastic", "up_down", "cestac", "bfloat16/stochastic", "stochastic:6"])
+@pytest.mark.parametrize("name", ["mlp", "digits_cnn", "encoder"])
+def test_predicted_deviations_are_those_of_samples(name: str, policy: str) -> None:
+    if policy == "stochastic:6":
+        policy = "bfloat16/stochastic:6"
+    if name == "mlp":
+        model, inputs, output = mlp(), torch.randn(5, 24), None
+    else:
+        example = build(name)
+        model, inputs, output = example.model, (example.args, example.kwargs), example.result
+    report = fxround.attribute(model, inputs, policy, output=output, probes=8, check=200)
+    assert report.ratio == pytest.approx(1, abs=SAMPLED)
+    assert len(report.layers) > 3
+
+
+def test_a_store_without_random_bits_after_drawn_steps() -> None:
+    # The steps draw more than the store rounds: its error varies with them.
+    rule = fxround.Rule(rounding="binary32/nearest_even", accumulate="bfloat16/stochastic")
+    report = fxround.attribute(
+        nn.Linear(64, 12).eval(), torch.randn(6, 64), fxround.Policy("mixed", (rule,)), probes=16, check=400
+    )
+    assert report.ratio == pytest.approx(1, abs=SAMPLED)
+
+
+@pytest.mark.part(without=("gru",))
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.LSTM(5, 6, batch_first=True),
+        nn.GRU(5, 6, batch_first=True),
+        Calls(lambda x: x.cumsum(1)),
+        Calls(lambda x: (x + 2).cumprod(1)),
+        Calls(lambda x: (x + 2).prod(1)),
+        Calls(lambda x: torch.zeros(3, 5).index_add(0, torch.tensor([0, 1, 1, 2]), x[0, :4])),
+        Calls(lambda x: F.conv_transpose1d(x, torch.ones(4, 3, 2) / 3)),
+    ],
+    ids=["lstm", "gru", "cumsum", "cumprod", "prod", "scatter", "transposed"],
+)
+def test_chains_of_every_kind(model: nn.Module) -> None:
+    report = fxround.attribute(model.eval(), torch.randn(6, 4, 5), "bfloat16/stochastic", probes=8, check=200)
+    assert report.ratio == pytest.approx(1, abs=SAMPLED)
+
+
+# ---- doubt ----
+
+
+class AtZero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.sin(x) * torch.sin(x) + torch.cos(x) * torch.cos(x) - 1.0)
+
+
+class Cancelling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 / ((x + 1e6) - 1e6 - x + 0.05)
+
+
+class Saturated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(torch.stack([x.sum(1), x.flip(1).sum(1)], 1) * 1e7, 1)
+
+
+class Deciding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        s = torch.sin(x) * torch.sin(x) + torch.cos(x) * torch.cos(x)
+        return torch.where(s > 1.0, x, -x)
+
+
+@pytest.mark.parametrize(
+    "model, node", [(AtZero(), "relu"), (Cancelling(), ""), (Saturated(), ""), (Deciding(), "where")]
+)
+def test_what_derivatives_miss_is_said(model: nn.Module, node: str) -> None:
+    report = fxround.attribute(model, torch.randn(16, 32), "stochastic")
+    assert not report.trusted and report.doubtful
+    assert not node or report.doubtful[0].node == node
+    assert "Do not rely on these figures" in str(report) and "Doubtful: at" in str(report)
+
+
+def test_smooth_models_are_trusted() -> None:
+    assert fxround.attribute(mlp(), torch.randn(5, 24)).trusted
+
+
+def test_a_coarse_store_after_fine_steps_is_doubted() -> None:
+    rule = fxround.Rule(rounding="bfloat16/nearest_even", accumulate="binary32/stochastic")
+    report = fxround.attribute(nn.Linear(64, 12).eval(), torch.randn(6, 64), fxround.Policy("coarse", (rule,)))
+    assert not report.trusted
+
+
+# ---- what comes in and what goes out ----
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_every_scalar_operator_has_its_function(name: str) -> None:
+    arity = OPERATORS[name].arity
+    grid = [0.3, 0.75, 0.9] if name in ("atanh", "asin", "acos", "erfinv") else [1.25, 2.5, 3.75]
+    grid = torch.tensor(grid).tolist()  # binary32 numbers
+    for operands in itertools.islice(itertools.product(grid, repeat=arity), 9):
+        operands = tuple(sorted(operands)) if name == "clamp" else operands
+        computed = function_of(name)(*(torch.tensor(o, dtype=torch.float64) for o in operands))
+        bits = [torch.tensor([o]) for o in operands]
+        named = ", ".join(f"x{i}" for i in range(arity))
+        text = f"t0 = {name}({named}) @ binary32/nearest_even/inf"
+        rounded = torch.ops.fxround.pointwise(bits, text, torch.float32, torch.zeros(2, dtype=torch.int64), 0)
+        # Rounded correctly to binary32; PyTorch's binary64 is nearer than half an ulp, but at a tie.
+        assert abs(float(computed) - float(rounded)) <= abs(float(computed)) * 2.0**-24
+
+
+def test_the_report_as_text_table_json_and_drawing(tmp_path: Path) -> None:
+    report = fxround.attribute(mlp(), torch.randn(5, 24), formats=("bfloat16",), check=5, elements=True)
+    text = str(report)
+    assert "what each rounding costs" in text and "Measured by 5 samples" in text and "layer" in text
+    assert len(report.sites) == len(report.rows)
+    assert sum(row["share %"] for row in report.modules) == pytest.approx(100)  # type: ignore[misc]
+    assert report.sensitivity.columns[-1] == "bfloat16/nearest_even/inf"
+    data = json.loads(report.to_json())
+    assert data["trusted"] and len(data["sites"]) == len(report.rows) and data["layers"][0]["bits"] > 15
+    assert report.elements is not None and report.elements.shape == (5, 6)
+    assert "50 %" in report.draw(tmp_path / "shares.svg").read_text()
+    assert "<table" in report._repr_html_()
+    assert "share" in report.to_html(tmp_path / "shares.html").read_text()
+
+
+def test_an_output_function_and_its_kinks() -> None:
+    model, x = mlp(), torch.randn(5, 24)
+    margin = fxround.attribute(model, x, output=lambda y: y[0, 0] - y[0, 1])
+    assert margin.shape == () and margin.uncertainty == 0 and margin.trusted
+    assert margin.result is not None and margin.result.shape == ()
+    with torch.no_grad():
+        same = fxround.compile(model, "stochastic", unroll_loops=True)(x)
+    assert fxround.attribute(model, x, output=lambda y: (y - same).abs().sum()).doubtful[0].node == "output"
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        ({"output": 3}, TypeError, "expected a function of the model's result"),
+        ({"output": lambda y: "no"}, TypeError, "output returned a str; expected a floating-point tensor"),
+        ({"check": 1}, ValueError, "at least 2 samples"),
+        ({"probes": 0}, ValueError, "probes"),
+        ({"optimizer": 3}, TypeError, "what fxround.compile_optimizer returns"),
+        ({"loss": lambda y: y}, TypeError, "expected a floating-point tensor of one element"),
+        ({"formats": ("nonsense",)}, ValueError, "nonsense"),
+        ({"formats": ("binary64",)}, UnsupportedRounding, "model.float"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fxround.attribute(mlp(), torch.randn(5, 24), **arguments)
+
+
+def test_what_cannot_be_attributed_is_refused() -> None:
+    with pytest.raises(UnsupportedRounding, match=r"model\.float"):
+        fxround.attribute(nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), "stochastic")
+    with pytest.raises(UnsupportedOperator, match="complex"):
+        fxround.attribute(Calls(lambda x: torch.fft.fft(x).abs()), torch.randn(8), "stochastic")
+    with pytest.raises(ValueError, match="at most 4,096"):
+        fxround.attribute(Calls(lambda x: x * x), torch.randn(5000), elements=True)
+    with pytest.raises(ValueError, match="no result of the model depends on a parameter"):
+        fxround.attribute(Calls(lambda x: x * x), torch.randn(5), loss=lambda y: y.sum())
+    other = fxround.compile_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), "stochastic")
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        fxround.attribute(mlp()[:4], torch.randn(5, 24), loss=lambda y: y.sum(), optimizer=other)
