@@ -150,6 +150,19 @@ class State:
         """Whether the perturbation changes the value."""
         return any(leaf is not None for leaf in _leaves(self.moved))
 
+    @property
+    def decides(self) -> bool:
+        """Whether the perturbation changes a value that is no floating point."""
+        return any(isinstance(leaf, Decisions) for leaf in _leaves(self.moved))
+
+    def as_numbers(self) -> State:
+        """Return the state of a mask as numbers, zeros and ones."""
+        decided = self.moved
+        if decided is not None:
+            decided = Decisions(decided.plus.to(torch.float32), decided.minus.to(torch.float32))
+        numbers = self.bits.to(torch.float32)
+        return State(numbers, numbers, decided)
+
     def reshaped(self, shape: Sequence[int]) -> State:
         """Return the state of a floating-point tensor in another shape."""
         moved = None if self.moved is None else self.moved.reshape(shape)
@@ -275,14 +288,14 @@ class Linearized:
 
         rule = rule_of(node)
         kind = "" if rule is None else rule.kind
-        if kind in ("movement", "integer") or node.target is getitem:
-            return self._moved(function, self._states, node.all_input_nodes, bits)
-        linear = kind != "exact" and self._is_linear(node)
-
+        decides = any(self._states[used].decides for used in node.all_input_nodes)
+        if node.target is getitem or (kind in ("movement", "integer") and not decides):
+            return self._moved(node, function, bits)
+        linear = kind != "exact" and not decides and self._is_linear(node)
         call = _read(node, self._states) if node.target in CALLS else None
 
         def lost(exact: Any) -> list[Loss]:
-            if kind == "exact":
+            if kind in ("exact", "movement", "integer"):
                 return []
             if call is not None:
                 return losses_of(call, bits, exact)
@@ -294,17 +307,12 @@ class Linearized:
 
     def _decisions(self, node: fx.Node, bits: Any) -> Any:
         """Return what a value that is no floating point becomes under the perturbation."""
-        nothing = pytree.tree_map(lambda _: None, bits)
         if not any(self._states[used].moves for used in node.all_input_nodes):
-            return nothing
+            return pytree.tree_map(lambda _: None, bits)
         with torch.no_grad():
             plus = _called(node, lambda used: self._states[used].shifted(1), _binary64)
             minus = _called(node, lambda used: self._states[used].shifted(-1), _binary64)
-
-        def decided(a: Any, b: Any, c: Any) -> Decisions | None:
-            return None if _same(a, b) and _same(a, c) else Decisions(b, c)
-
-        return pytree.tree_map(decided, bits, plus, minus)
+        return pytree.tree_map(_decided, bits, plus, minus)
 
     def _is_linear(self, node: fx.Node) -> bool:
         """Whether a perturbation passes the node exactly: a sum of products in which one factor alone is perturbed."""
@@ -324,7 +332,7 @@ class Linearized:
         states: dict[Any, State] = {}
         for i, used in enumerate(operands):
             own = self._states[used]
-            states[f"x{i}"] = own if own.bits.is_floating_point() else State.constant(own.bits.to(torch.float32))
+            states[f"x{i}"] = own if own.bits.is_floating_point() else own.as_numbers()
         for statement, value in zip(program.statements, steps, strict=True):
             states[statement.target] = self._statement(node, statement, states, value)
         return states[program.results[0]]
@@ -345,8 +353,12 @@ class Linearized:
         linear = statement.operator in _LINEAR or (statement.operator in _BILINEAR and alone)
         return self._operation(node, function, states, names, value, lost, linear, statement.rounding)
 
-    def _moved(self, function: Function, states: Mapping[Any, State], keys: Sequence[Any], bits: Any) -> State:
-        """Return the state of what moves or selects whole values."""
+    def _moved(self, node: fx.Node, function: Function, bits: Any) -> State:
+        """Return the state of what moves values, or takes one of a tuple."""
+        states, keys = self._states, node.all_input_nodes
+        if node.target is getitem:
+            of, place = states[keys[0]], node.args[1]
+            return State(bits, of.derived[place], of.moved[place])
         with torch.enable_grad():
             derived = function(lambda key: states[key].derived, _wide_enough)
         return State(bits, pytree.tree_map(_kept, derived, bits), _passed(function, states, keys, bits))
@@ -374,10 +386,11 @@ class Linearized:
         with torch.no_grad():
             exact = function(lambda key: states[key].shifted(0), _binary64)
             losses = [_finite(loss) for loss in lost(exact)]
-            plus = exact
-            if any(states[key].moves for key in keys):
+            if not linear and any(states[key].moves for key in keys):
                 plus = function(lambda key: states[key].shifted(1), _binary64)
-                missed = None if linear else _missed(function, states, exact, plus, moved)
+                minus = function(lambda key: states[key].shifted(-1), _binary64)
+                missed = _missed(exact, plus, minus, moved)
+                moved = pytree.tree_map(_moved_or_decided, bits, moved, plus, minus)
             if self.noise is not None and (
                 wandered := self._wandered(node, function, states, keys, exact, losses, rounding, stored)
             ):
@@ -471,17 +484,25 @@ class Linearized:
         return moved
 
 
-def _missed(function: Function, states: Mapping[Any, State], exact: Any, plus: Any, moved: Any) -> Tensor:
+def _missed(exact: Any, plus: Any, minus: Any, moved: Any) -> Tensor:
     """Return what the derivative misses for the perturbation of the operands or for its opposite, float64.
 
     Of both the larger one, because a kink is on one side only.
     """
-    minus = function(lambda key: states[key].shifted(-1), _binary64)
     value, passed = _floats(exact)[0], next((m for m in _leaves(moved) if isinstance(m, Tensor)), None)
     first = torch.zeros_like(value) if passed is None else passed.double()
     up, down = _floats(plus)[0] - value - first, _floats(minus)[0] - value + first
     missed = torch.where(up.abs() < down.abs(), down, up)
     return torch.where(value.isfinite(), missed.nan_to_num(math.inf, math.inf, -math.inf), 0.0)
+
+
+def _decided(bits: Any, plus: Any, minus: Any) -> Decisions | None:
+    return None if _same(bits, plus) and _same(bits, minus) else Decisions(plus, minus)
+
+
+def _moved_or_decided(bits: Any, moved: Any, plus: Any, minus: Any) -> Any:
+    """Return the perturbation of a floating-point result, or the decisions that another one, an index, follows."""
+    return moved if is_float(bits) else _decided(bits, plus, minus)
 
 
 def _passed(function: Function, states: Mapping[Any, State], keys: Sequence[Any], bits: Any) -> Any:
