@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.guards import code_framelocals_names_reversed_cached
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -83,23 +88,106 @@ def test_a_deleted_module_takes_its_model_and_its_graphs_along(training: bool) -
     assert [name for name, value in watched.items() if value() is not None] == []
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_dropped_model_takes_its_traces_along(training: bool) -> None:
-    def used() -> None:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).train(training)
-        y = fxround.compile(model, "reproducible")(torch.rand(3, 4))
-        if training:
-            y.sum().backward()
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
-    def kept() -> int:
-        gc.collect()
-        return sum(issubclass(type(value), ShapeEnv | FakeTensorMode) for value in gc.get_objects())
 
-    used()
-    before = kept()
+class _Scaled(nn.Module):
+    """A number that is an input of the graph once it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class _Branching(nn.Module):
+    """A model that cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+def _evaluated(_: Path) -> None:
+    fxround.compile(_layers().eval(), "reproducible")(torch.rand(3, 4))
+
+
+def _trained(_: Path) -> None:
+    fxround.compile(_layers(), "reproducible")(torch.rand(3, 4)).sum().backward()
+
+
+def _differentiated_twice(_: Path) -> None:
+    _twice(fxround.compile(_layers(), "reproducible"), torch.rand(3, 4))
+
+
+def _called_with_numbers(_: Path) -> None:
+    model = _Scaled()
+    compiled = fxround.compile(model, "reproducible")
+    for scale in (1.0, 2.0, 3.0):
+        model.scale = scale
+        compiled(torch.rand(3, 4))
+    assert len(compiled.captures()) == 2
+
+
+def _refused(_: Path) -> None:
+    with pytest.raises(fxround.CaptureError):
+        fxround.compile(_Branching(), "reproducible")(torch.rand(3, 4))
+
+
+def _exported_and_loaded(folder: Path) -> None:
+    fxround.compile(_layers(), "reproducible").export(folder / "m.pt2", torch.rand(3, 4), gradients=True)
+    fxround.load(folder / "m.pt2")(torch.rand(3, 4)).sum().backward()
+
+
+def _perturbed(_: Path) -> None:
+    model = _layers()
+    with fxround.perturb(model):
+        model(torch.rand(3, 4))
+
+
+def _left_of_traces() -> dict[str, int]:
+    """Return how many objects and names of the process traces have left."""
+    gc.collect()
+    generated = (file for file in linecache.cache if file.startswith("<eval_with_key>"))
+    spaces = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return {
+        "environments": sum(issubclass(type(value), ShapeEnv | FakeTensorMode) for value in gc.get_objects()),
+        "sources": len(graph_module._loader.eval_cache),
+        "lines": sum(1 for _ in generated),
+        "names of globals": sum(name.startswith("__builtins_dict__") for space in spaces for name in list(space)),
+        "code": code_framelocals_names_reversed_cached.cache_info().currsize,
+    }
+
+
+@pytest.mark.parametrize(
+    "use",
+    [_evaluated, _trained, _differentiated_twice, _called_with_numbers, _refused, _exported_and_loaded, _perturbed],
+)
+def test_a_dropped_model_takes_its_traces_along(use: Callable[[Path], None], tmp_path: Path) -> None:
+    use(tmp_path)
+    before = _left_of_traces()
     for _ in range(2):
-        used()
-    assert kept() == before
+        use(tmp_path)
+    assert _left_of_traces() == before
+
+
+def test_a_graph_that_lives_keeps_its_source() -> None:
+    compiled = fxround.compile(_layers(), "reproducible")
+    for _ in range(3):
+        compiled(torch.rand(3, 4)).sum().backward()
+    latest = compiled._called()
+    codes = [
+        latest.step.forward.forward.__code__,
+        *(known.plan._function.__code__ for known in latest.step.forwards._plans.values()),
+    ]
+    assert all(linecache.getlines(code.co_filename) for code in codes)
 
 
 def _forward(model: Any, x: Tensor) -> list[Tensor]:

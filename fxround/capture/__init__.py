@@ -33,7 +33,7 @@ from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by,
 from fxround.capture.empty_sizes import asked_of_data
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
-from fxround.capture.leftovers import forget_tensors
+from fxround.capture.leftovers import forget_export, forgotten_environments
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
@@ -62,6 +62,7 @@ from fxround.capture.torch_private import (
 from fxround.capture.undifferentiated import CONSTANT, mark_constants
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
+from fxround.graph.generated_code import forgotten_sources
 from fxround.graph.site import PORT, PORTS, Port, located
 from fxround.graph.values import drop_aliases, fake_mode, module_of
 
@@ -150,7 +151,13 @@ def capture(
     and what to change, and LeftToPython (a CaptureError) for what Dynamo would do after the graph.
     """
     refuse_unsupported_tensors(model, args, kwargs)
-    with alone(type(model).__name__), uncollected(), logging_while_traced(), _disable_current_modes():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(alone(type(model).__name__))
+        stack.enter_context(uncollected())
+        stack.enter_context(forgotten_environments())
+        stack.enter_context(forgotten_sources())
+        stack.enter_context(logging_while_traced())
+        stack.enter_context(_disable_current_modes())
         return _captured(model, args, kwargs, decompositions, marked, varying, numbers)
 
 
@@ -184,7 +191,6 @@ def _captured(
                 other = _with_tensors(model, numbers, example, decompositions, doubled, marked)
                 captured = _with_numbers(model, captured, other, numbers) if other is not None else captured
             guards = traced.noted.compiled(captured.numbers.keys())
-            forget_tensors(traced.noted.output.output_graph.shape_env)
             _require_held(model, guards, args, kwargs)
             captured = replace(captured, reads=traced.reads, guards=guards)
             return replace(captured, aliases=traced.aliases, once=traced.once)
@@ -250,8 +256,8 @@ def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     dynamic = [_dynamic(leaf, dimensions) for leaf, dimensions in zip(leaves, sizes.dimensions, strict=True)]
     positional, named = pytree.tree_unflatten(dynamic, spec)
     shapes = dict(inspect.signature(module.forward).bind(*positional, **named).arguments)
-    with asked_sizes(), packed_sequences((args, kwargs)), _same_attributes(module):
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+    with packed_sequences((args, kwargs)):
+        return _exported(module, args, kwargs, shapes)
 
 
 def export_graph(module: torch.nn.Module, graph: fx.GraphModule, given: list[Any]) -> Any:
@@ -261,8 +267,14 @@ def export_graph(module: torch.nn.Module, graph: fx.GraphModule, given: list[Any
     """
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     shapes = [_dynamic(leaf, getattr(value, "shape", None)) for leaf, value in zip(given, values, strict=True)]
+    return _exported(module, (given,), {}, (shapes,))
+
+
+def _exported(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Any:
     with asked_sizes(), _same_attributes(module):
-        return torch.export.export(module, (given,), dynamic_shapes=(shapes,), strict=False)
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+    forget_export(program.graph_module)
+    return program
 
 
 @contextlib.contextmanager

@@ -26,11 +26,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxround.capture import Captured, Decompositions, describe, refuse_unsupported_nodes
 from fxround.capture.dynamo import alone
+from fxround.capture.leftovers import forgotten_environments
 from fxround.capture.loops import own_loops
 from fxround.capture.torch_private import is_backward, joint_of, quickened, traced_from, tracing_switches, uncollected
 from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
+from fxround.graph.generated_code import forgotten_sources
 from fxround.graph.site import FREE, META, PORT, PORTS, REPEATED, Port, Site, located
 
 # What the nodes of the traced graph keep of their origin.
@@ -64,7 +66,8 @@ def differentiated(
     Raises:
         CaptureError: for an operation whose derivative is not known; it names the node and its line.
     """
-    with alone("the derivative of a graph"), uncollected(), contextlib.ExitStack() as stack:
+    with alone("the derivative of a graph"), uncollected(), forgotten_environments(), contextlib.ExitStack() as stack:
+        stack.enter_context(forgotten_sources())
         stack.enter_context(tracing_switches())
         stack.enter_context(quickened())
         mode, inputs = _inputs(graph, wanted, shapes)

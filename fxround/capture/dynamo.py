@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Returned
 from fxround.capture.guards import Noted, spelled
+from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
@@ -205,7 +206,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     through an argument that is no tensor, tuple, list or dict.
     """
     from torch._dynamo import config
-    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
     from torch._dynamo.functional_export import create_fx_graph_from_captured_output
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._export.utils import _compiling_state_context
@@ -221,6 +222,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         read = stack.enter_context(readings())
         stack.callback(unmark, model)
         stack.enter_context(computed_views())
+        installed = stack.enter_context(installed_names(get_traced_fn(traced)[0].__globals__))
         captured = fullgraph_capture(traced, args, kwargs)
     if captured.backend_input is not None and not _outputs(captured.backend_input.graph_module):
         raise CaptureError(
@@ -235,7 +237,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
     _keep_apart(graph, model)
-    noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read)
+    noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read, installed)
     return graph, (*_reads(graph, model, args, kwargs), *(c for c in effects if isinstance(c, Kept))), noted
 
 

@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from fxround.capture.leftovers import Installed
 from fxround.capture.numbers import Number, is_number
 from fxround.capture.readings import TRACING, Readings
 from fxround.errors import CaptureError
@@ -68,7 +69,7 @@ class Guards:
     environment the environment, if the trace read it
     layouts     the strides of the arguments, if the trace read some
     grad_mode   whether the trace read the grad mode
-    kept        what is compared by identity
+    kept        what is compared by identity, and what has to live as long
     members     the names of the attributes of arguments that the trace read
     """
 
@@ -144,7 +145,8 @@ class Noted:
     """The guards that Dynamo noted in a trace, before they are compiled.
 
     output: what ``fullgraph_capture`` returned about the trace. model: the user's model, which may be another object
-    than the traced one. args, kwargs: those of the trace. readings: what it read.
+    than the traced one. args, kwargs: those of the trace. readings: what it read. installed: the names of globals that
+    guards read, too.
     """
 
     output: Any = field(repr=False)
@@ -153,6 +155,7 @@ class Noted:
     args: Any = field(repr=False)
     kwargs: Any = field(repr=False)
     readings: Readings = field(repr=False)
+    installed: Installed = field(repr=False)
 
     def guard(self, number: Number) -> bool:
         """Whether the trace noted the value of a number, under the name that it has here."""
@@ -222,7 +225,7 @@ class Noted:
             environment=dict(_environment()) if self.readings.environ else None,
             layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
             grad_mode=self.readings.grad_mode,
-            kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__),
+            kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__, self.installed),
             members=frozenset(part.member for part in parts if type(part).__name__ == "AttrSource"),
         )
 
@@ -290,6 +293,7 @@ def _checker(
     unguarded: what the trace read besides, which is compared by identity. absent: what it did not find.
     """
     from torch._dynamo import config
+    from torch._dynamo import guards as dynamo_guards
     from torch._dynamo.guards import CheckFunctionManager
     from torch._guards import GuardsSet
     from torch.utils._ordered_set import OrderedSet
@@ -329,6 +333,11 @@ def _checker(
                 f"what the model read in the trace cannot be read again ({type(error).__name__}: {error}): the globals "
                 "of a function must be those of the module that its __name__ says, and what it reads must stay there."
             ) from error
+        finally:
+            # A cache of the names in code, which would keep the code of every trace.
+            names_in_code = getattr(dynamo_guards, "code_framelocals_names_reversed_cached", None)
+            if names_in_code is not None:
+                names_in_code.cache_clear()
 
 
 def _lacks_attribute(name: str) -> Callable[[Any], bool]:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxround.capture import Captured
 from fxround.capture.derivatives import gradients_of
 from fxround.capture.dynamo import capturing
+from fxround.capture.leftovers import forget_computed
 from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.site import float_values
@@ -140,4 +141,7 @@ class Derivatives:
 
     @cached_property
     def _graph(self) -> fx.GraphModule:
-        return classified(self.captured.graph, Plan(self.pipeline.policy, self.pipeline.strict))
+        try:
+            return classified(self.captured.graph, Plan(self.pipeline.policy, self.pipeline.strict))
+        finally:
+            forget_computed(self.captured.graph)

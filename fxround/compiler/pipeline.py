@@ -31,6 +31,7 @@ from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import TrainingStep
 from fxround.errors import PolicyError
 from fxround.graph.dialect import graphs_of
+from fxround.graph.generated_code import forgotten_sources
 from fxround.graph.site import META, Port
 from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, classified, lower, optimize
@@ -125,6 +126,7 @@ class Pipeline:
         return decompositions(self.policy.definitions)
 
     @uncollected()
+    @forgotten_sources()
     def program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
         """Return a captured graph, ready to run; state: of delayed scales. Raises what ``lower`` raises."""
         try:
@@ -145,6 +147,7 @@ class Pipeline:
         return Entry(captured, lowered, graphs.fused, graphs.running, owners, None, *own)
 
     @uncollected()
+    @forgotten_sources()
     def step(self, captured: Captured) -> TrainingStep | None:
         """Return the training step of a captured joint graph; None for a graph without gradients."""
         try:
@@ -152,6 +155,7 @@ class Pipeline:
         finally:
             forget_computed(captured.graph)
 
+    @forgotten_sources()
     def graphs(self, graph: fx.GraphModule) -> Graphs:
         """Return a captured graph without gradients after each part of the pipeline."""
         lowered = lower(graph, Plan(self.policy, self.strict))

@@ -33,6 +33,7 @@ from fxround.exported.gradients import Gradients, LoadedGradients
 from fxround.exported.types import module_of, register
 from fxround.float_state import require_ieee_arithmetic
 from fxround.graph.dtypes import DEVICES
+from fxround.graph.generated_code import forgotten_sources
 from fxround.python_model.call_context import check_context, refuse_tangents
 from fxround.runtime.random_state import state_of, write
 
@@ -63,6 +64,7 @@ class Exportable(nn.Module):
         self.__dict__["forward"] = forward
 
 
+@forgotten_sources()
 def load(path: str | Path, *, any_version: bool = False, imports: Collection[str] = ()) -> LoadedModule:
     """Load a program that ``RoundedModule.export`` wrote; it gives the same bits without the model's source.
 

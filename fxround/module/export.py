@@ -18,8 +18,10 @@ from fxround.exported.caches import Cached
 from fxround.exported.files import save
 from fxround.exported.gradients import gradients_of
 from fxround.exported.program import Exportable
+from fxround.graph.generated_code import forgotten_sources
 
 
+@forgotten_sources()
 def write_program(
     path: str | Path, compiled: Any, entry: Entry, joint: Entry | None, example: tuple[Any, Any], keep_inputs: bool
 ) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from fxround.graph.generated_code import forget_source_of
 from fxround.numerics.lazy import cached_property
 from fxround.runtime import buffers
 from fxround.runtime.schedule.segments import Segment
@@ -124,8 +125,10 @@ class CallPlan:
         for step in self.steps:
             step.write(graph, slots)
         graph.output(_filled(self.returned, slots))
-        written: Callable[..., Any] = fx.GraphModule({}, graph).forward
-        return written
+        written: Any = fx.GraphModule({}, graph).forward
+        forget_source_of(written.__code__)
+        function: Callable[..., Any] = written
+        return function
 
 
 def _filled(arg: Any, slots: Mapping[int, fx.Node]) -> Any:
