@@ -46,6 +46,7 @@ from fxround.capture.refusals import (
     explained,
     refuse_unsupported_tensors,
     refused_kind,
+    without_derivative,
 )
 from fxround.capture.repeated_blocks import traced_once
 from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
@@ -299,6 +300,19 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _differentiated(
+    stack: contextlib.ExitStack, model: torch.nn.Module, graph: Any, args: Any, kwargs: Any, formulas: Decompositions
+) -> Any:
+    """Return the joint graph of Dynamo's graph. Raises CaptureError for an operation without a derivative."""
+    try:
+        return traced_once(stack, graph, args, kwargs, formulas)
+    except RuntimeError as error:
+        place = without_derivative(graph)
+        if not place:
+            raise
+        raise explained(model, error, stack=place) from error
+
+
 def _trace(
     model: torch.nn.Module, example: Any, decompositions: Decompositions, doubled: bool, marked: bool
 ) -> _Traced | None:
@@ -330,7 +344,7 @@ def _trace(
                 if marked:
                     mark_values(graph)
             stack.enter_context(tracing(graph.meta["tracing_context"]))
-            joint = traced_once(stack, graph, args, kwargs, decompositions)
+            joint = _differentiated(stack, model, graph, args, kwargs, decompositions)
         except CaptureError:
             raise
         except Exception as e:  # whatever the model's own code raises

@@ -164,6 +164,11 @@ _ADVICE: Final = (
         "make the tensor that is changed in place of arguments, parameters and buffers: register what it is made of "
         "as buffers",
     ),
+    (
+        "derivative for aten::",
+        "detach what the operation reads, as in y.detach() // 2: PyTorch knows no derivative of it, and raises this "
+        "error where a backward pass meets it",
+    ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
@@ -212,19 +217,30 @@ def _package(filename: str) -> Path:
     return folder
 
 
-def explained(model: torch.nn.Module, error: Exception, called: str = "") -> CaptureError:
+def without_derivative(graph: torch.fx.GraphModule) -> str:
+    """Return the stack of the first operation of Dynamo's graph whose derivative PyTorch does not know; "" for none."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        made = value.grad_fn if isinstance(value, torch.Tensor) else None
+        if made is not None and made.name().endswith("NotImplemented"):
+            return str(node.meta.get("stack_trace") or "")
+    return ""
+
+
+def explained(model: torch.nn.Module, error: Exception, called: str = "", stack: str = "") -> CaptureError:
     """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change.
 
     For a line of a library, the line that calls the library is named too.
 
-    called: the sizes of the arguments, if they are known.
+    called: the sizes of the arguments, if they are known. stack: that of the operation, if the error does not name it.
     """
     text = _OF_LOOPS.sub("", str(error))
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     frames = list(getattr(error, "real_stack", None) or ())
     outside = [frame for frame in frames if not frame.filename.startswith(TORCH)]
-    where = ": ".join(source_line(text)) if any(source_line(text)) else "a line that PyTorch does not name"
+    line = next((line for line in (source_line(text), source_line(stack)) if any(line)), None)
+    where = "a line that PyTorch does not name" if line is None else ": ".join(line)
     if frames:
         frame = (outside or frames)[-1]
         callers = [other for other in outside if not PurePath(other.filename).is_relative_to(_package(frame.filename))]

@@ -118,3 +118,32 @@ def test_a_model_that_is_prepared_for_quantization_is_refused_with_the_remedy(tr
         fxround.compile(prepared, "bfloat16")(x)
     assert reason in str(refused.value)
     assert "change  compile the model before torch.ao.quantization prepares it" in str(refused.value)
+
+
+class Bins(nn.Module):
+    """A result that floor division makes, for which PyTorch knows no derivative, beside one that has a gradient."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.layer, self.detaches = nn.Linear(4, 4), detaches
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x)
+        return y, (y.detach() if self.detaches else y) // 0.5
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_operation_without_a_derivative_is_named_with_its_line_and_the_remedy() -> None:
+    model, x = Bins(detaches=False), torch.rand(3, 4)
+    compiled = fxround.compile(model, "reproducible")
+    where = r"at +test_refusals\.py:\d+: return y, .* // 0\.5\n"
+    with pytest.raises(CaptureError, match=where + r".*floor_divide is not implemented\n.*y\.detach\(\) // 2"):
+        compiled(x)
+    with torch.no_grad():
+        bins = compiled(x)[1]
+    model.detaches = True
+    y, again = compiled(x)
+    y.sum().backward()
+    assert torch.equal(bins, again) and not again.requires_grad
+    assert torch.equal(again, (y.detach().double() / 0.5).floor().float()), "the exact quotient by a power of two"
+    assert torch.equal(model.layer.bias.grad, torch.full((4,), 3.0))
