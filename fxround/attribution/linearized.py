@@ -278,7 +278,8 @@ class Linearized:
             return State.constant(bits)
         if not float_values(node):
             return State(bits, bits, self._decisions(node, bits))
-        if not any(_has_floats(self._states[used].bits) for used in node.all_input_nodes):
+        decides = any(self._states[used].decides for used in node.all_input_nodes)
+        if not decides and not any(_has_floats(self._states[used].bits) for used in node.all_input_nodes):
             return State.constant(bits)
         if node.target == Pointwise.overload:
             return self._program(node, bits)
@@ -288,7 +289,6 @@ class Linearized:
 
         rule = rule_of(node)
         kind = "" if rule is None else rule.kind
-        decides = any(self._states[used].decides for used in node.all_input_nodes)
         if node.target is getitem or (kind in ("movement", "integer") and not decides):
             return self._moved(node, function, bits)
         linear = kind != "exact" and not decides and self._is_linear(node)

@@ -259,11 +259,12 @@ class AttributionReport(Tabled):
         if rest:
             yield f"and {len(rest)} more, together {100 * sum(r.share for r in rest):.2f} %"
         yield ""
+        said = f"{self.bits:.1f} significant bits" if self.trusted else "doubtful, see below"
         what = "Deviation of samples" if self.draws else "Error"
         spread = f" ± {self.uncertainty:.2g} by the probes" if self.uncertainty else ""
         yield (
             f"{what}, predicted: {self.deviation:.4g}{spread}, root mean square over {math.prod(self.shape):,} "
-            f"elements of magnitude {self.magnitude:.4g}: {self.bits:.1f} significant bits."
+            f"elements of magnitude {self.magnitude:.4g}: {said}."
         )
         if self.measured is not None:
             how = f"{self.samples} samples" if self.draws else "a run in binary64"

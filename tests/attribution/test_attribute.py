@@ -264,8 +264,38 @@ class Deciding(nn.Module):
         return torch.where(s > 1.0, x, -x)
 
 
+def near_one(x: Tensor) -> Tensor:
+    """Ones, but for rounding errors."""
+    return torch.sin(x) * torch.sin(x) + torch.cos(x) * torch.cos(x)
+
+
+class Gathering(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.gather(1, near_one(x).argmax(1, keepdim=True))
+
+
+class Experts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = near_one(x).topk(2, 1)
+        return (x.gather(1, chosen) * weights).sum(1)
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (near_one(x) > 1)
+
+
 @pytest.mark.parametrize(
-    "model, node", [(AtZero(), "relu"), (Cancelling(), ""), (Saturated(), ""), (Deciding(), "where")]
+    "model, node",
+    [
+        (AtZero(), "relu"),
+        (Cancelling(), "reciprocal"),
+        (Saturated(), ""),
+        (Deciding(), "where"),
+        (Gathering(), "gather"),
+        (Experts(), "gather"),
+        (Masked(), ""),
+    ],
 )
 def test_what_derivatives_miss_is_said(model: nn.Module, node: str) -> None:
     report = fxround.attribute(model, torch.randn(16, 32), "stochastic")
