@@ -111,7 +111,7 @@ def test_a_chain_carries_the_variance_of_every_step_on_its_own_path(text: str) -
     a, b = torch.randn(3, length), torch.randn(length, 4)
     a[0, 2] = 0
     values, variance = unpacked(contracted(contract_losses(how, kernel), a, b))
-    assert torch.equal(values, contracted(kernel, a, b))
+    assert torch.equal(values.float(), contracted(kernel, a, b))
     if how.chunk or how.product:
         return  # the prefixes of the chain are not results; the samples below judge these
     expected = [[Fraction(0)] * 4 for _ in range(3)]
@@ -126,7 +126,7 @@ def test_a_chain_carries_the_variance_of_every_step_on_its_own_path(text: str) -
     for i in range(3):
         for j in range(4):
             # Each step rounds the sum to 20 bits.
-            assert close(float(variance[i, j]), expected[i][j], expected[i][j], length * 2.0**-20), (i, j)
+            assert close(float(variance[i, j]), expected[i][j], expected[i][j], length * 2.0**-19), (i, j)
 
 
 @pytest.mark.parametrize("text", ACCUMULATIONS[6:])
@@ -173,12 +173,12 @@ def test_a_scan_has_the_variance_of_each_step() -> None:
     kernel = cumsum_kernel(how, Rounding.parse("binary32"), "f32", "f32")
     x = torch.randn(5, 9)
     values, variance = unpacked(run_scan(scan_losses(how, kernel), x, Draw(1, 3, 2)))
-    assert torch.equal(values, run_scan(kernel, x, Draw(1, 3, 2)))
+    assert torch.equal(values.float(), run_scan(kernel, x, Draw(1, 3, 2)))
     for i in range(5):
         before = Fraction(0)
         for k in range(9):
             expected = square(before + Fraction(float(x[i, k])), how.step)
-            assert close(float(variance[i, k]), expected, expected, 2.0**-20)
+            assert close(float(variance[i, k]), expected, expected, 2.0**-18)
             before = Fraction(float(values[i, k]))
 
 
@@ -189,7 +189,7 @@ def test_a_scatter_carries_the_variance_of_its_additions() -> None:
     rows = torch.tensor([0, 1, 1, 3, 0, 0, 2, 3, 3, 0])
     packed = run_scatter(scatter_losses(how, kernel), x, Contributions(rows, source), Draw(1, 3, 2))
     values, variance = unpacked(packed)
-    assert torch.equal(values, run_scatter(kernel, x, Contributions(rows, source), Draw(1, 3, 2)))
+    assert torch.equal(values.float(), run_scatter(kernel, x, Contributions(rows, source), Draw(1, 3, 2)))
     one = torch.zeros_like(values)
     expected = [[Fraction(0)] * 3 for _ in range(4)]
     one.copy_(x)
@@ -204,15 +204,20 @@ def test_a_scatter_carries_the_variance_of_its_additions() -> None:
             assert close(float(variance[r, j]), expected[r][j], expected[r][j], 2.0**-16)
 
 
-def test_the_variance_is_not_a_number_where_binary32_does_not_hold_the_accumulator() -> None:
+def test_the_variance_is_not_finite_where_the_accumulator_is_not() -> None:
     text = "binary32/stochastic/inf"
     kernel = contract_losses(Accumulation.parse(text), from_text.contract(text, "binary32", ("f32", "f32"), "f32"))
-    huge = torch.full((1, 4), 3e38)
-    _, variance = unpacked(contracted(kernel, huge, torch.ones(4, 1)))
-    assert bool(variance.isnan().all())
-    # A step of a chain has the exponents of binary64: below those of binary32 the accumulator is no binary32 number.
-    _, variance = unpacked(contracted(kernel, torch.full((1, 2), 1e-30), torch.full((2, 1), 1.1e-15)))
-    assert bool(variance.isnan().all())
+    values, variance = unpacked(contracted(kernel, torch.full((1, 4), torch.inf), torch.ones(4, 1)))
+    assert bool(values.isinf().all()) and not bool(variance.isfinite().any())
+
+
+def test_a_chain_beyond_binary32_keeps_its_path() -> None:
+    # A step of a chain has the exponents of binary64.
+    text = "binary32/stochastic/inf"
+    kernel = from_text.contract(text, "binary32", ("f32", "f32"), "f32")
+    a, b = torch.tensor([[3e38, 3e38, -3e38, -3e38, 1e-30, 1e-30]]), torch.tensor([[1.0, 1, 1, 1, 1.1e-12, 1.7e-12]]).T
+    values, variance = unpacked(contracted(contract_losses(Accumulation.parse(text), kernel), a, b.contiguous()))
+    assert torch.equal(values.float(), contracted(kernel, a, b.contiguous())) and bool(variance.isfinite().all())
 
 
 @pytest.mark.parametrize(
