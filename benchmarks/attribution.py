@@ -125,7 +125,7 @@ def _resnet() -> Case:
     import torchvision
 
     model = torchvision.models.resnet18(num_classes=10).eval()
-    return Case(model, torch.randn(2, 3, 64, 64))
+    return Case(model, torch.randn(2, 3, 32, 32))
 
 
 def _transformer() -> Case:
