@@ -452,10 +452,12 @@ class Linearized:
 
         None if the rounding has no such error, or if nothing changes.
         """
-        if self.noise is None:
+        known = [loss.error for loss in losses if loss.error is not None]
+        by = stored or (rounding if rounding is not None and is_biased(rounding) else None)
+        errs = by is not None or (rounding is None and known and not any(loss.draws for loss in losses))
+        if self.noise is None or not errs:
             return None
-        value = _floats(exact)[0]
-        above = value
+        value = above = _floats(exact)[0]
         near: dict[Any, Any] = {}
         if any(states[key].moves for key in keys):
             near = {key: states[key].nearby(self.noise) for key in keys}
@@ -465,12 +467,8 @@ class Linearized:
             above = sum((one for loss in losses if (one := loss.sample(self.noise)) is not None), start=above)
         if above is value:
             return None
-        by = stored or (rounding if rounding is not None and is_biased(rounding) else None)
         if by is not None:
             return moments(by, value)[0], moments(by, above)[0], above - value
-        known = [loss.error for loss in losses if loss.error is not None]
-        if not known or rounding is not None or any(loss.draws for loss in losses):
-            return None
         other = _floats(_called(node, near.__getitem__, None))[0].double() - above
         return known[0], other, above - value
 

@@ -80,8 +80,8 @@ class Loss:
         """Return errors of both signs with the variances; None for a known error."""
         if self.variance is None:
             return None
-        signs = torch.empty_like(self.variance).bernoulli_(0.5, generator=noise) * 2 - 1
-        errors = self.variance.sqrt() * signs
+        positive = torch.randint(2, self.variance.shape, generator=noise, dtype=torch.uint8)
+        errors = self.variance.sqrt() * positive.mul_(2).sub_(1).view(torch.int8)
         return errors if self.spread is None else self.spread(errors)
 
 
