@@ -69,7 +69,8 @@ class Effects:
 class SiteLosses:
     """What the roundings of an operation lost.
 
-    missed      what the derivatives miss of the operation for the perturbation of its operands; None for nothing
+    missed      what the derivatives miss of the operation for the perturbation of its operands, bfloat16; None for
+                nothing
     value       its result; only with ``formats``
     formats     roundings to try on the result
     collected   the effects that the last backward pass found; None if no derivative reached the operation
@@ -417,7 +418,9 @@ class Linearized:
         for position, i in enumerate(floats):
             own = [loss for loss in losses if loss.result == position]
             tried = kept[i] if self.formats else None
-            record = SiteLosses(f"{self.within}{name}", place, own, missed, tried, self.formats)
+            # A doubt needs no more than a few bits, and every operation has one.
+            doubt = None if missed is None else missed.to(torch.bfloat16)
+            record = SiteLosses(f"{self.within}{name}", place, own, doubt, tried, self.formats)
             self.sites.append(record)
             values[i].register_hook(record.collect)
             moved[i] = self._perturbed(moved[i], own, kept[i].dtype)
