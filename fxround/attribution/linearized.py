@@ -28,7 +28,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from fxround.attribution.functions import computed, exact_of, is_differentiated
-from fxround.attribution.losses import Loss, is_biased, losses_of, moments, rounding_loss, stored_deterministically
+from fxround.attribution.losses import (
+    Kept,
+    Loss,
+    is_biased,
+    losses_of,
+    moments,
+    rounding_loss,
+    stored_deterministically,
+)
 from fxround.eager.round import round as round_stochastically
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dialect import CALLS, ContractionCall, Cumsum, Pointwise, Sum, loops_of, read
@@ -78,7 +86,7 @@ class SiteLosses:
 
     node: str
     place: Site
-    losses: list[Loss]
+    losses: list[Kept]
     missed: Tensor | None = None
     value: Tensor | None = None
     formats: tuple[Rounding, ...] = ()
@@ -90,8 +98,8 @@ class SiteLosses:
         variance = effect = doubt = 0.0
         for loss in self.losses:
             own = g if loss.carried is None else loss.carried(g)
-            if loss.variance is not None:
-                variance += float((own * own * loss.variance).sum())
+            if loss.deviation is not None:
+                variance += float((own * loss.deviation).square().sum())
             if loss.error is not None:
                 effect += float((own * loss.error).sum())
         if self.missed is not None:
@@ -418,12 +426,12 @@ class Linearized:
         for position, i in enumerate(floats):
             own = [loss for loss in losses if loss.result == position]
             tried = kept[i] if self.formats else None
-            # A doubt needs no more than a few bits, and every operation has one.
-            doubt = None if missed is None else missed.to(torch.bfloat16)
-            record = SiteLosses(f"{self.within}{name}", place, own, doubt, tried, self.formats)
+            kept_losses = [loss.kept() for loss in own]
+            moved[i] = self._perturbed(moved[i], own, kept[i].dtype)
+            doubt = _doubt(missed, moved[i])
+            record = SiteLosses(f"{self.within}{name}", place, kept_losses, doubt, tried, self.formats)
             self.sites.append(record)
             values[i].register_hook(record.collect)
-            moved[i] = self._perturbed(moved[i], own, kept[i].dtype)
             missed = None
         return State(state.bits, pytree.tree_unflatten(values, structure), pytree.tree_unflatten(moved, structure))
 
@@ -495,6 +503,13 @@ def _missed(exact: Any, plus: Any, minus: Any, moved: Any) -> Tensor:
     up, down = _floats(plus)[0] - value - first, _floats(minus)[0] - value + first
     missed = torch.where(up.abs() < down.abs(), down, up)
     return torch.where(value.isfinite(), missed.nan_to_num(math.inf, math.inf, -math.inf), 0.0)
+
+
+def _doubt(missed: Tensor | None, moved: Tensor | None) -> Tensor | None:
+    """Return what derivatives miss, in few bits; None if it is nowhere more than a thousandth of the perturbation."""
+    if missed is None or (moved is not None and bool((missed.abs() <= moved.abs() / 1000).all())):
+        return None
+    return missed.to(torch.bfloat16)
 
 
 def _decided(bits: Any, plus: Any, minus: Any) -> Decisions | None:

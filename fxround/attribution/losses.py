@@ -54,6 +54,15 @@ _UNROUNDED: Final = "binary32/nearest_even/inf"
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A loss until the backward passes: the error and the standard deviation, float32, and ``Loss.carried``."""
+
+    error: Tensor | None
+    deviation: Tensor | None
+    carried: Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True)
 class Loss:
     """What one kind of rounding lost in the elements of a result.
 
@@ -75,6 +84,11 @@ class Loss:
     def draws(self) -> bool:
         """Whether the error is drawn."""
         return self.variance is not None
+
+    def kept(self) -> Kept:
+        """Return what the backward passes need, in half of the memory."""
+        error = None if self.error is None else self.error.float()
+        return Kept(error, None if self.variance is None else self.variance.sqrt().float(), self.carried)
 
     def sample(self, noise: torch.Generator) -> Tensor | None:
         """Return errors of both signs with the variances; None for a known error."""
