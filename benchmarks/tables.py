@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from the figures under benchmarks/results/.
+"""Write the tables of docs/performance.md and docs/attribution.md from the figures under benchmarks/results/.
 
     python -m benchmarks.tables
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENT: Final = ROOT / "docs" / "performance.md"
+DOCUMENTS: Final = (ROOT / "docs" / "performance.md", ROOT / "docs" / "attribution.md")
 RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
 CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "load": "load "}
@@ -66,9 +66,10 @@ def written(document: str) -> str:
 
 
 def main() -> None:
-    """Write the tables into docs/performance.md."""
-    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    print(DOCUMENT)
+    """Write the tables into the documents."""
+    for document in DOCUMENTS:
+        document.write_text(written(document.read_text(encoding="utf-8")), encoding="utf-8")
+        print(document)
 
 
 if __name__ == "__main__":

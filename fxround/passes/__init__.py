@@ -1,7 +1,7 @@
 """The pipeline of passes, from a captured graph and a policy to a graph of explicitly rounded operations.
 
-``PIPELINE`` gives the order. A pass is one function in one file that changes the graph in place, and the graph is
-verified after each. For example, ``aten.mm`` and ``aten.add`` become
+``PIPELINE`` gives the order. A pass is a function that changes the graph in place, and the graph is verified after
+each. For example, ``aten.mm`` and ``aten.add`` become
 ``fxround.matmul(x, w, "binary32/nearest_even/inf", ...)`` and ``fxround.pointwise([mm, b], ...)``. Under the identity
 policy no operator changes except in its layout, so the lowered graph gives the bits of the captured graph.
 """

@@ -2,7 +2,7 @@
 
 The pass stores what the policy said in the Site's assignment, resolved for the value's dtype; None if no rule matches.
 A rule for results that matches nothing raises PolicyError. Rules that have operands only are asked where operands are
-rounded (passes.entries).
+rounded (passes.round_inputs).
 """
 
 from __future__ import annotations

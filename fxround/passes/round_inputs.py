@@ -1,4 +1,4 @@
-"""Entries: make the random state an input of the graph, and round values that enter the graph or an operation.
+"""Roundings before operations: of values that enter the graph, and of operands. The random state becomes an input.
 
 The last placeholder is ``rng``, an int64 tensor (seed, sample): it is a run-time value, so a new seed needs no new
 graph. A weight, input, buffer or constant with an assignment is rounded once, before its first use. An operand that a
@@ -56,6 +56,8 @@ from fxround.policy import ENTERING, Assignment
 
 # Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
 _OPERAND_STREAMS: Final = 1 << 28
+# The numbers of values are even, and eight times a number leaves room for so many before those of the next value.
+_MOST_ROUNDINGS: Final = 16
 # Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above. Of faults of
 # their scales: above those of the scales of values; of the scale of the tensor: between both.
 _FAULT_STREAMS: Final = 3 << 29
@@ -158,7 +160,13 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     """Return the stream of a rounding of a value's; ``texts`` are the roundings that the value has so far."""
     if text not in texts:
         texts.append(text)
-    return _OPERAND_STREAMS + 8 * source.number + texts.index(text)
+    index = texts.index(text)
+    if index >= _MOST_ROUNDINGS:
+        raise UnsupportedRounding(
+            f"{source}: its value is rounded in more than {_MOST_ROUNDINGS} different ways as an operand, and each of them "
+            "has random bits of its own; let several rules share a rounding"
+        )
+    return _OPERAND_STREAMS + 8 * source.number + index
 
 
 def _is_delayed(rounding: ScaledRounding) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxround
 from fxround.capture import capture
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding, VerificationError
-from fxround.graph.dialect import CALLS
+from fxround.graph.dialect import CALLS, Pointwise, read
 from fxround.graph.site import META, Site, site
 from fxround.graph.values import settle
 from fxround.operators.formulas import decompositions
@@ -417,3 +417,37 @@ def test_up_down_does_not_move_an_integer_that_becomes_a_float() -> None:
     assert [row["rounding"] for row in compiled.summary() if "_to_copy" in row["operator"]] == [
         "binary32/stochastic/inf"
     ] * 2
+
+
+class Readers(nn.Module):
+    """One value that several layers read, and another one after it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
+        self.last = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x) + 1
+        w = y * 2
+        return self.last(w) + sum(reader(y) for reader in self.readers)
+
+
+def readers(count: int) -> Policy:
+    counts = ("", ":20", ":8", ":16", ":4")
+    formats = [f"{f}/stochastic{n}" for f in ("bfloat16", "e4m3fn", "e5m2", "binary16") for n in counts]
+    rules = [Rule(f"readers.{i}", operands=formats[i]) for i in range(count)]
+    return Policy("readers", (*rules, Rule("last", operands="bfloat16/stochastic")))
+
+
+def test_every_rounding_of_an_operand_has_random_bits_of_its_own_or_is_refused() -> None:
+    compiled = fxround.compile(Readers(16), readers(16))
+    compiled(torch.rand(3, 4))
+    drawn: dict[int, set[tuple[str, str]]] = {}
+    for node in compiled.graph.graph.nodes:
+        call = read(node)
+        if isinstance(call, Pointwise) and call.node >= 1 << 28:
+            drawn.setdefault(call.node, set()).add((str(call.xs), call.program))
+    assert len(drawn) > 16 and all(len(operands) == 1 for operands in drawn.values())
+    with pytest.raises(UnsupportedRounding, match="more than 16 different ways as an operand"):
+        fxround.compile(Readers(17), readers(17))(torch.rand(3, 4))
