@@ -163,7 +163,7 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     index = texts.index(text)
     if index >= _MOST_ROUNDINGS:
         raise UnsupportedRounding(
-            f"{source}: its value is rounded in more than {_MOST_ROUNDINGS} different ways as an operand, and each of them "
+            f"{source}: its value is rounded in more than {_MOST_ROUNDINGS} different ways as an operand, and each "
             "has random bits of its own; let several rules share a rounding"
         )
     return _OPERAND_STREAMS + 8 * source.number + index
