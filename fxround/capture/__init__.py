@@ -192,6 +192,8 @@ def _captured(
                 other = _with_tensors(model, numbers, example, decompositions, doubled, marked)
                 captured = _with_numbers(model, captured, other, numbers) if other is not None else captured
             guards = traced.noted.compiled(captured.numbers.keys())
+            if doubled and guards.changed(args, kwargs):  # the doubled batch may have another layout
+                continue
             _require_held(model, guards, args, kwargs)
             captured = replace(captured, reads=traced.reads, guards=guards)
             return replace(captured, aliases=traced.aliases, once=traced.once)

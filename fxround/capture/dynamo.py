@@ -27,6 +27,7 @@ from fxround.capture.aliases import Returned
 from fxround.capture.guards import Noted, spelled
 from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
+from fxround.capture.memory_reads import memory_reads
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
@@ -236,6 +237,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     changes = [c for c in effects if isinstance(c, Change)]
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
+    read.memory = memory_reads(graph)
     _keep_apart(graph, model)
     noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read, installed)
     return graph, (*_reads(graph, model, args, kwargs), *(c for c in effects if isinstance(c, Kept))), noted

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from fxround.capture.leftovers import Installed
+from fxround.capture.memory_reads import MemoryReads
 from fxround.capture.numbers import Number, is_number
 from fxround.capture.readings import TRACING, Readings
 from fxround.errors import CaptureError
@@ -68,6 +69,8 @@ class Guards:
     flags       functions of PyTorch with arguments and results
     environment the environment, if the trace read it
     layouts     the strides of the arguments, if the trace read some
+    memory      how the trace reads memory
+    places      the layouts of the arguments, as far as it does
     grad_mode   whether the trace read the grad mode
     kept        what is compared by identity, and what has to live as long
     members     the names of the attributes of arguments that the trace read
@@ -82,6 +85,8 @@ class Guards:
     flags: tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...] = field(default=(), repr=False)
     environment: Mapping[Any, Any] | None = field(default=None, repr=False)
     layouts: tuple[Any, ...] | None = field(default=None, repr=False)
+    memory: MemoryReads = field(default_factory=MemoryReads)
+    places: tuple[Any, ...] = field(default=(), repr=False)
     grad_mode: bool = False
     kept: tuple[Any, ...] = field(default=(), repr=False)
     members: frozenset[str] = frozenset()
@@ -102,6 +107,8 @@ class Guards:
             return False
         if self.layouts is not None and self.layouts != layouts_of((args, kwargs)):
             return False
+        if self.memory.order and self.memory.layouts((args, kwargs)) != self.places:
+            return False
         return self.environment is None or _environment() == self.environment
 
     def changed(self, args: Any, kwargs: Any) -> list[str]:
@@ -115,6 +122,8 @@ class Guards:
         changes = [f"torch.{flag.__name__}()" for flag, given, value in self.flags if flag(*given) != value]
         if self.layouts is not None and self.layouts != layouts_of((args, kwargs)):
             changes.append("the order of an argument in memory")
+        if self.memory.order and self.memory.layouts((args, kwargs)) != self.places:
+            changes.append("the memory of an argument (by as_strided)")
         if self.environment is not None and _environment() != self.environment:
             changes.append("os.environ")
         return changes or ["the code of a method"]
@@ -219,11 +228,14 @@ class Noted:
                 *_found_in(function, self.traced, classes, codes),
                 *_own(self.model),
                 *self._copied(),
+                *_memory_of(self.model, self.readings.memory),
                 *(_numbers_of(self.model, number) for number in numbers),
             ),
             flags=self.readings.lasting_flags(),
             environment=dict(_environment()) if self.readings.environ else None,
             layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
+            memory=self.readings.memory,
+            places=self.readings.memory.layouts((self.args, self.kwargs)),
             grad_mode=self.readings.grad_mode,
             kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__, self.installed),
             members=frozenset(part.member for part in parts if type(part).__name__ == "AttrSource"),
@@ -410,6 +422,16 @@ def _own(model: nn.Module) -> Iterator[_Found]:
 def _numbers_of(model: nn.Module, number: Number) -> _Found:
     """Return the row of a number whose value does not matter."""
     return number.holder(model), lambda held: is_number(held.get(number.name)), True
+
+
+def _memory_of(model: nn.Module, reads: MemoryReads) -> Iterator[_Found]:
+    """Yield the row of the layouts of parameters and buffers, if the trace reads memory."""
+    if reads.order:
+
+        def layouts(held: nn.Module) -> tuple[Any, ...]:
+            return reads.layouts([*held.parameters(), *held.buffers()])
+
+        yield model, layouts, layouts(model)
 
 
 def _defaults(function: Any) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from fxround.capture.memory_reads import MemoryReads
+
 # The thread that traces, if one does.
 TRACING: Final[list[int]] = []
 
@@ -26,6 +28,7 @@ class Readings:
     flags       functions of PyTorch that gave a constant, with the arguments and the constant
     grad_mode   whether the grad mode was read
     strides     whether strides of a tensor were read
+    memory      how ``as_strided`` reads memory (``memory_reads``)
     environ     whether the environment was read
     absent      the sources of objects, and the attributes (True) and keys (False) that were not found there
     """
@@ -34,6 +37,7 @@ class Readings:
     flags: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
     grad_mode: bool = False
     strides: bool = False
+    memory: MemoryReads = field(default_factory=MemoryReads)
     environ: bool = False
     absent: list[tuple[Any, Any, bool]] = field(default_factory=list)
 

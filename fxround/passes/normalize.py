@@ -91,10 +91,37 @@ def _restore_strides(graph: fx.GraphModule, node: fx.Node) -> None:
     order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
     if not value.permute(order).is_contiguous():
         raise CaptureError(f"{located(node)}: as_strided of a tensor with gaps reads memory by layout; clone it first.")
+    _restore_offset(node, value)
     inverse = [order.index(d) for d in range(value.dim())]
     permuted = insert(graph, node, aten.permute.default, (source, order))
     copy = insert(graph, node, aten.clone.default, (permuted,), memory_format=_ROW_MAJOR)
     node.update_arg(0, insert(graph, node, aten.permute.default, (copy, inverse)))
+
+
+def _restore_offset(node: fx.Node, value: torch.Tensor) -> None:
+    """Count an offset into memory from the first element of the operand, where its copy begins.
+
+    value: the operand. Raises CaptureError if elements are read that lie in its memory, but are none of its own.
+    """
+    given = [*node.args[1:], *([] if len(node.args) > 3 else [node.kwargs.get("storage_offset")])]
+    values: Any = fx.map_arg(given, lambda each: each.meta["val"])
+    size, stride, begin = values
+    first: Any = value.storage_offset()
+    offset = 0 if begin is None else begin - first
+    if begin is not None and not (isinstance(first, int) and first == 0):
+        if not isinstance(offset, int):
+            raise CaptureError(
+                f"{located(node)}: as_strided with an offset of its own reads the memory of a view: call it on the "
+                "tensor that has the memory, or leave the offset out."
+            )
+        node.args, node.kwargs = (*node.args[:3], offset), {}
+    reach = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    known = all(isinstance(each, int) for each in (offset, reach, value.numel(), *size))
+    if (isinstance(offset, int) and offset < 0) or (known and 0 not in size and offset + reach >= value.numel()):
+        raise CaptureError(
+            f"{located(node)}: as_strided reads elements {offset} to {offset + reach} of a tensor of {value.numel()}, "
+            "that is, memory that is not its own: call it on the tensor that has the memory."
+        )
 
 
 def _cast_operands(graph: fx.GraphModule, node: fx.Node) -> None:
