@@ -120,6 +120,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.dynamo",
             "capture.guards",
             "capture.numbers",
+            "capture.numpy_numbers",
             "capture.readings",
             "graph.values",
             "graph.site",

@@ -28,6 +28,7 @@ from fxround.capture.guards import Noted, spelled
 from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.memory_reads import memory_reads
+from fxround.capture.numpy_numbers import numpy_numbers, refuse_numpy_numbers
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
@@ -223,6 +224,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         read = stack.enter_context(readings())
         stack.callback(unmark, model)
         stack.enter_context(computed_views())
+        stack.enter_context(numpy_numbers())
         installed = stack.enter_context(installed_names(get_traced_fn(traced)[0].__globals__))
         captured = fullgraph_capture(traced, args, kwargs)
     if captured.backend_input is not None and not _outputs(captured.backend_input.graph_module):
@@ -237,6 +239,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     changes = [c for c in effects if isinstance(c, Change)]
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])
+    refuse_numpy_numbers(graph)
     read.memory = memory_reads(graph)
     _keep_apart(graph, model)
     noted = Noted(captured.graph_capture_output, model, traced, args, kwargs, read, installed)

@@ -19,6 +19,7 @@ from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Final
 
+import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -48,7 +49,7 @@ _OF_ARGUMENTS: Final = frozenset(
 # The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 _MISSING: Final = object()
-_INEXACT: Final = float | complex | list | tuple | set | frozenset
+_INEXACT: Final = float | np.floating | complex | list | tuple | set | frozenset
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -363,8 +364,8 @@ def _lacks_key(key: Any) -> Callable[[Any], bool]:
 
 def _may_equal_another(value: Any) -> bool:
     """Whether another value than this one may be equal to it and of the same type."""
-    if isinstance(value, float):
-        return value == 0
+    if isinstance(value, float | np.floating):
+        return bool(value == 0)
     return not isinstance(value, complex) or value.real == 0 or value.imag == 0
 
 

@@ -1,0 +1,91 @@
+"""NumPy's scalars as the numbers that they are to PyTorch, in a trace of Dynamo's.
+
+``x * np.float64(0.1)`` has the dtype of x: PyTorch takes a scalar of NumPy for a Python number. Dynamo makes a tensor
+of no dimension of it, which takes part in the promotion of dtypes. Here it is a constant, with a guard for its value,
+and what NumPy's functions make of constants alone is computed by NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor, fx
+
+from fxround.errors import CaptureError
+from fxround.graph.site import located
+
+
+@contextlib.contextmanager
+def numpy_numbers() -> Iterator[None]:
+    """Let Dynamo take scalars of NumPy for numbers in the block."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.utils import common_constant_types
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.misc import NumpyVariable
+
+    wrap, call = VariableBuilder._wrap, NumpyVariable.call_function
+    make, passed = ConstantVariable.__init__, ConstantVariable.as_proxy
+
+    def wrapped(self: Any, value: Any) -> Any:
+        if not _is_real(value):
+            return wrap(self, value)
+        self.install_guards(GuardBuilder.EQUALS_MATCH)
+        return ConstantVariable.create(value, source=self.source)
+
+    def made(self: Any, value: Any, **options: Any) -> None:
+        make(self, value, **options)
+        self.value = value
+
+    def as_proxy(self: Any) -> Any:
+        return self.value.item() if _is_real(self.value) else passed(self)
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        pure = isinstance(self.value, np.ufunc) or (isinstance(self.value, type) and issubclass(self.value, np.generic))
+        if pure and all(each.is_python_constant() for each in (*args, *kwargs.values())):
+            given = [each.as_python_constant() for each in args]
+            result = self.value(*given, **{name: each.as_python_constant() for name, each in kwargs.items()})
+            if _is_real(result):
+                return ConstantVariable.create(result)
+        return call(self, tx, args, kwargs)
+
+    types = {each for each in np.sctypeDict.values() if issubclass(each, np.floating | np.integer)}
+    types -= common_constant_types
+    common_constant_types.update(types)
+    with contextlib.ExitStack() as stack:
+        stack.callback(common_constant_types.difference_update, types)
+        stack.enter_context(mock.patch.object(VariableBuilder, "_wrap", wrapped))
+        stack.enter_context(mock.patch.object(ConstantVariable, "__init__", made))
+        stack.enter_context(mock.patch.object(ConstantVariable, "as_proxy", as_proxy))
+        stack.enter_context(mock.patch.object(NumpyVariable, "call_function", called))
+        yield
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, np.floating | np.integer)
+
+
+def refuse_numpy_numbers(graph: fx.GraphModule) -> None:
+    """Raise CaptureError where a scalar that NumPy's functions compute in Dynamo's graph meets a tensor."""
+    for part in (part for part in graph.modules() if isinstance(part, fx.GraphModule)):
+        for node in part.graph.nodes:
+            computed = any(_is_numpy(each) and _is_number(each) for each in node.all_input_nodes)
+            if computed and len(node.all_input_nodes) > 1 and not _is_numpy(node):
+                raise CaptureError(
+                    f"{located(node)}: NumPy computes a number from a size or an array in the forward, which would "
+                    "change the dtype of the result: compute it by math, as float(...) in __init__, or by torch."
+                )
+
+
+def _is_numpy(node: fx.Node) -> bool:
+    return type(node.target).__name__.startswith("numpy_") or getattr(node.target, "__name__", "").startswith("numpy_")
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    value = getattr(value, "tensor", value)  # torch._numpy's array has the tensor
+    return isinstance(value, Tensor) and value.dim() == 0

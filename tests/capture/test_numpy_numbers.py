@@ -1,0 +1,66 @@
+"""Scalars of NumPy are numbers to PyTorch: they leave the dtype of a result as it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround.errors import CaptureError
+
+X = torch.arange(4.0) + 1
+SCALE = np.float64(0.5)
+
+
+def _require_same(function: Callable[[Tensor], Any], x: Tensor = X) -> None:
+    computed, expected = fxround.compile(function, "reproducible")(x), function(x)
+    assert computed.dtype == expected.dtype
+    # Every factor is a power of two, or the operation is one correctly rounded product or quotient.
+    assert torch.equal(computed, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum() / np.sqrt(4),
+        lambda x: x.sum() * np.float64(0.1),
+        lambda x: np.float64(0.1) * x.sum(),
+        lambda x: x.half().sum() * np.float32(0.5),
+        lambda x: x.int() * np.float64(0.1),
+        lambda x: x.int() * np.int64(3),
+        lambda x: x.sum() * SCALE,
+        lambda x: x.sum() * (np.float64(-4) / 2),
+        lambda x: x.sum() / np.sqrt(x.shape[0]),
+        lambda x: x / np.sqrt(4),
+        lambda x: x.sum() * (2 if isinstance(np.float64(1.0), np.floating) else 3),
+    ],
+)
+def test_dtype_is_that_of_the_tensor(function: Callable[[Tensor], Tensor]) -> None:
+    _require_same(function)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = 1
+
+    def forward(self, x: Tensor) -> Any:
+        return x.sum() * self.scale
+
+
+def test_attribute_is_read_in_every_call() -> None:
+    model = _Scaled()
+    compiled = fxround.compile(model, "reproducible")
+    for scale in (np.float64(0.5), np.float64(0.25), np.float32(0.0), np.float32(-0.0), np.int64(3), 2.0):
+        model.scale = scale
+        computed, expected = compiled(X), model(X)
+        assert computed.dtype == expected.dtype
+        assert torch.equal(computed.view(torch.int32), expected.view(torch.int32))
+
+
+def test_number_that_numpy_computes_from_an_array_is_refused() -> None:
+    with pytest.raises(CaptureError, match="NumPy computes a number"):
+        fxround.compile(lambda x: x.mean() * np.array([1.0, 2.0]).mean(), "reproducible")(X)
