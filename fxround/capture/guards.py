@@ -20,6 +20,7 @@ from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Final
 
 import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -33,19 +34,20 @@ from fxround.errors import CaptureError
 # The kinds of guards that another check of a call covers, and which.
 _ELSEWHERE: Final = MappingProxyType(
     {
-        "TENSOR_MATCH": "the key of a call has dtypes, ranks and devices; Read compares other tensors",
+        "TENSOR_MATCH": "the key of a call has state and arguments; _metadata is compared of other tensors",
         "SHAPE_ENV": "Sizes",
         "GLOBAL_STATE": "the key has the grad mode, autocast and the default dtype; Readings what else is read",
         "GRAD_MODE": "the key",
         "DETERMINISTIC_ALGORITHMS": "Readings",
         "AUTOGRAD_SAVED_TENSORS_HOOKS": "hooks see what a graph saves, and change no value that it computes",
-        "EMPTY_NN_MODULE_HOOKS_DICT": "the key has the hooks of all modules",
     }
 )
 # The kinds of guards on an argument, or on an item of one, that the key covers: it has the structure and every leaf.
 _OF_ARGUMENTS: Final = frozenset(
     ("TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
 )
+# The kind of guards on the hooks of a module, which the key covers for the modules of the model.
+_HOOKS: Final = "EMPTY_NN_MODULE_HOOKS_DICT"
 # The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 _MISSING: Final = object()
@@ -125,9 +127,11 @@ class Guards:
             changes.append("the order of an argument in memory")
         if self.memory.order and self.memory.layouts((args, kwargs)) != self.places:
             changes.append("the memory of an argument (by as_strided)")
+        if any(read is _layouts_of_state and read(owner) != values for owner, read, values in self.found):
+            changes.append("the order of a parameter or buffer in memory")
         if self.environment is not None and _environment() != self.environment:
             changes.append("os.environ")
-        return changes or ["the code of a method"]
+        return changes or ["a method or an attribute of a class"]
 
     def _spelled(self, part: str) -> str:
         """Return the source that a failed guard reads."""
@@ -183,11 +187,11 @@ class Noted:
         names = {number.name for number in numbers}
         parts = {p.name: p for source in read for p in _chain(source) if isinstance(_key(p), str) and _key(p) in names}
         for part in parts.values():
-            try:
-                holder = eval(part.base.name, scope)  # as Dynamo's guards do
-            except Exception:  # a name of the trace alone
-                return True
-            if {(_key(part), id(holder)), (_key(part), id(getattr(holder, "__dict__", None)))} & named:
+            holder = _value(part.base, scope)
+            if (
+                holder is _MISSING
+                or {(_key(part), id(holder)), (_key(part), id(getattr(holder, "__dict__", None)))} & named
+            ):
                 return True
         return False
 
@@ -208,12 +212,27 @@ class Noted:
         names = fixed | cells.keys()
         free = {number.source(root) for number in numbers for root in models}
         values = [guard for guard in graph.guards if guard.name in free and guard.create_fn_name() in _EQUAL]
-        kept = [guard for guard in graph.guards if guard not in values and _is_evaluated(guard, names)]
+        scope = {"L": graph.local_scope, "G": graph.global_scope}
+        covered = {id(module) for module in (self.traced, *self.model.modules())}
+        kept = [
+            guard
+            for guard in graph.guards
+            if guard not in values and _is_evaluated(guard, names)
+            if guard.create_fn_name() != _HOOKS or id(_value(guard.originating_source.base, scope)) not in covered
+        ]
+        tensors = self._other_tensors(scope)
         known = {guard.name for guard in graph.guards}
         unguarded = [s for n, s in self.readings.sources.items() if n not in known and _is_compared(s, names)]
         absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
-        checker = _checker(self.output.bytecode, graph, kept, unguarded, absent)
-        read = [*(guard.originating_source for guard in kept), *unguarded, *(source for source, _, _ in absent)]
+        checker = _checker(
+            self.output.bytecode, graph, kept, unguarded, absent, tensors, _metadata(self.readings.memory.offset)
+        )
+        read = [
+            *(guard.originating_source for guard in kept),
+            *unguarded,
+            *tensors,
+            *(source for source, _, _ in absent),
+        ]
         root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
         classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
         codes = frozenset(self.output.traced_code)
@@ -230,6 +249,8 @@ class Noted:
                 *_own(self.model),
                 *self._copied(),
                 *_memory_of(self.model, self.readings.memory),
+                *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
+                *_inherited([guard.originating_source for guard in graph.guards], scope),
                 *(_numbers_of(self.model, number) for number in numbers),
             ),
             flags=self.readings.lasting_flags(),
@@ -241,6 +262,16 @@ class Noted:
             kept=(*checker.__dict__.get("kept", ()), function.__defaults__, function.__kwdefaults__, self.installed),
             members=frozenset(part.member for part in parts if type(part).__name__ == "AttrSource"),
         )
+
+    def _other_tensors(self, scope: dict[str, Any]) -> list[Any]:
+        """Return the sources of the tensors that are neither parameters, nor buffers, nor arguments."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        known = {id(t) for t in (*self.model.parameters(), *self.model.buffers(), *leaves)}
+        sources = [
+            g.originating_source for g in self.output.output_graph.guards if g.create_fn_name() == "TENSOR_MATCH"
+        ]
+        values = [(source, _value(source, scope)) for source in sources]
+        return [source for source, value in values if isinstance(value, Tensor) and id(value) not in known]
 
     def _copied(self) -> tuple[_Found, ...]:
         """Return the attributes of the model that the traced one has copies of."""
@@ -261,6 +292,14 @@ def _is_evaluated(guard: Any, names: set[str]) -> bool:
     if not root or root in names:
         return True
     return kind not in _OF_ARGUMENTS or not all(_is_item(source) for source in _chain(guard.originating_source)[1:])
+
+
+def _value(source: Any, scope: dict[str, Any]) -> Any:
+    """Return what a source gives now; _MISSING for a name of the trace alone."""
+    try:
+        return eval(source.name, scope)  # as Dynamo's guards do
+    except Exception:
+        return _MISSING
 
 
 def _is_compared(source: Any, names: set[str]) -> bool:
@@ -299,11 +338,18 @@ def _is_item(source: Any) -> bool:
 
 
 def _checker(
-    code: Any, graph: Any, guards: Sequence[Any], unguarded: Sequence[Any], absent: Sequence[tuple[Any, Any, bool]]
+    code: Any,
+    graph: Any,
+    guards: Sequence[Any],
+    unguarded: Sequence[Any],
+    absent: Sequence[tuple[Any, Any, bool]],
+    tensors: Sequence[Any],
+    metadata: Callable[[Any], Any],
 ) -> Any:
     """Return Dynamo's manager of these guards; it keeps the objects that the guards compare by identity.
 
     unguarded: what the trace read besides, which is compared by identity. absent: what it did not find.
+    tensors: those whose metadata no key has, as ``metadata`` reads them.
     """
     from torch._dynamo import config
     from torch._dynamo import guards as dynamo_guards
@@ -330,6 +376,9 @@ def _checker(
                 told = [f"{source.name} has {name!r} now"]
                 lacks = _lacks_attribute(name) if is_attribute else _lacks_key(name)
                 builder.get_guard_manager_from_source(source).add_lambda_guard(lacks, told, None)
+            for source in tensors:
+                told, value = [f"{source.name} is another kind of tensor"], metadata(builder.get(source))
+                builder.get_guard_manager_from_source(source).add_lambda_guard(_has(metadata, value), told, None)
             super().compile_check_fn(builder, guards_out, guard_fail_fn)
 
     noted = copy.copy(graph)
@@ -338,7 +387,9 @@ def _checker(
     # Dynamo notes the modes of a frame that it runs itself.
     noted.torch_function_mode_stack = _get_current_function_mode_stack()
     noted.skip_guards_check = True
-    with config.patch(guard_nn_modules=True, use_lamba_guard_for_object_aliasing=False):
+    with config.patch(
+        guard_nn_modules=True, skip_nnmodule_hook_guards=False, use_lamba_guard_for_object_aliasing=False
+    ):
         try:
             return Checker(code, noted)
         except Exception as error:  # what a source raises that names a value of another moment or another module
@@ -351,6 +402,22 @@ def _checker(
             names_in_code = getattr(dynamo_guards, "code_framelocals_names_reversed_cached", None)
             if names_in_code is not None:
                 names_in_code.cache_clear()
+
+
+def _metadata(offset: bool) -> Callable[[Any], Any]:
+    """Return the function that reads what a model may read of a tensor besides its numbers. offset: of its storage."""
+
+    def metadata(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return type(x)
+        place = (x.stride(), x.storage_offset() if offset else 0) if x.layout == torch.strided else None
+        return type(x), x.dtype, x.shape, x.layout, x.device, x.requires_grad, place
+
+    return metadata
+
+
+def _has(read: Callable[[Any], Any], value: Any) -> Callable[[Any], bool]:
+    return lambda holder: bool(read(holder) == value)
 
 
 def _lacks_attribute(name: str) -> Callable[[Any], bool]:
@@ -433,6 +500,36 @@ def _memory_of(model: nn.Module, reads: MemoryReads) -> Iterator[_Found]:
             return reads.layouts([*held.parameters(), *held.buffers()])
 
         yield model, layouts, layouts(model)
+
+
+def _layouts_of_state(model: nn.Module) -> tuple[Any, ...]:
+    """Return the strides of parameters and buffers."""
+    return layouts_of([*model.parameters(), *model.buffers()])
+
+
+def _inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
+    """Yield, for each attribute that was read from a base class, whether the classes before that one have it, too."""
+    depths: dict[type, dict[Any, int]] = {}
+    for part in (part for source in sources for part in _chain(source)):
+        base: Any = getattr(part, "base", None)
+        place: Any = base.base if type(base).__name__ == "TypeDictSource" else base
+        order: Any = getattr(place, "base", None)
+        if type(order).__name__ != "TypeMROSource" or not isinstance(_key(part), str):
+            continue
+        cls = _value(order.base, scope)
+        if isinstance(cls, type):
+            known = depths.setdefault(cls, {})
+            known[_key(part)] = max(_key(place), known.get(_key(part), 0))
+    for cls, names in depths.items():
+        inherited = tuple((name, depth) for name, depth in names.items() if depth)
+        if inherited:
+            read = _earlier(inherited)
+            yield cls, read, read(cls)
+
+
+def _earlier(depths: Sequence[tuple[Any, int]]) -> Callable[[type], list[bool]]:
+    """Return the function that says which classes have attributes. depths: how many classes, by the attributes."""
+    return lambda cls: [name in vars(base) for name, depth in depths for base in cls.__mro__[:depth]]
 
 
 def _defaults(function: Any) -> tuple[Any, ...]:

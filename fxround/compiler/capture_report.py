@@ -175,11 +175,13 @@ def _differences(call: KeyedCall, near: Any) -> Iterator[str]:
 
 
 def _changed(module: nn.Module, now: Any, before: Any) -> Iterator[str]:
-    """Yield what the training flags and hooks of a module differ in."""
+    """Yield what the training flags, the names of the state and the hooks of a module differ in."""
     name = type(module).__name__
-    (training, *hooks), (training_before, *hooks_before) = now, before
+    (training, names, *hooks), (training_before, names_before, *hooks_before) = now, before
     if training != training_before:
         yield f"{name} is in {mode_of(training, False)} mode"
+    if names != names_before:
+        yield f"{name} has parameters or buffers of other names"
     if hooks != hooks_before:
         yield f"hooks of {name} have changed"
 

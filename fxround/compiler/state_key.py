@@ -1,9 +1,9 @@
 """What a captured graph depends on beside its arguments and what its guards read, as a key.
 
-The key holds the modules with their training flags and hooks, the dtypes, shapes and devices of the state, and
-autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it found, and is
-made again only if one of them was replaced or changed. What else a model reads (attributes, globals, nested objects) is
-compared for each graph (``capture/guards.py``).
+The key holds the modules with their training flags, names of state and hooks, the dtypes, shapes and devices of the
+state, and autocast. To read all of it takes longer than a small model. A reading therefore keeps the objects that it
+found, and is made again only if one of them was replaced or changed. What else a model reads (attributes, globals,
+nested objects) is compared for each graph (``capture/guards.py``).
 """
 
 from __future__ import annotations
@@ -135,9 +135,14 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _read(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module with its training flag and the numbers of its hooks, which are unique in a process."""
+    """Return a module with its training flag, the names of its state and the numbers of its hooks, unique in a process.
+
+    A tensor that leaves one of two names is state as before: the names tell that the other is no parameter any more.
+    """
     own = module.source if isinstance(module, Method) else module
-    return module, own.training, *(tuple(getattr(own, hooks, ())) for hooks in _HOOKS)
+    named = (*own._parameters.items(), *own._buffers.items())
+    names = tuple(name for name, tensor in named if tensor is not None)
+    return module, own.training, names, *(tuple(getattr(own, hooks, ())) for hooks in _HOOKS)
 
 
 def _flag(own: Mapping[str, Any]) -> tuple[str, Any]:

@@ -56,6 +56,24 @@ def test_a_value_that_is_not_read_may_change() -> None:
     assert len(compiled.captures().rows) == 1
 
 
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("rows of a tensor", "self.held[0] has changed"),
+        ("order of a parameter", "the order of a parameter or buffer in memory has changed"),
+        ("attribute of a class before its base", "a method or an attribute of a class has changed"),
+        ("parameter under one of two names", "Reading has parameters or buffers of other names"),
+    ],
+)
+def test_a_capture_says_what_has_changed(name: str, reason: str) -> None:
+    model, change = state_changes.OTHERS[name]()
+    compiled = fxround.compile(model, "reproducible")
+    compiled(X)
+    change()
+    compiled(X)
+    assert reason in str(compiled.captures())
+
+
 class Asking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (2 if torch.is_grad_enabled() else 3)

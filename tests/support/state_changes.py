@@ -268,7 +268,127 @@ def _code() -> Case:
     return Reading(0, lambda _, x: helper(x)), lambda: setattr(helper, "__code__", (lambda x: x * 3).__code__)
 
 
+def _other_tensor(read: Callable[[Tensor], float], new: Tensor) -> Case:
+    """Return a model that reads a number, and no more, of a tensor in a list, and the change to another tensor."""
+    model = Reading([torch.ones(2, 3)], lambda v, x: x * read(v[0]))
+    return model, lambda: model.held.__setitem__(0, new)
+
+
+def _hooked(hook: Callable[[nn.Module], object]) -> Case:
+    """Return a model that applies a layer that it does not register, and the change of the layer's hooks."""
+    layer = nn.Linear(4, 4)
+    return Reading([layer], lambda v, x: v[0](x)), lambda: hook(layer)
+
+
+def _laid_out(register: Callable[[Any, Tensor], object], read: Callable[[Any, Tensor], Tensor]) -> Case:
+    """Return a model that reads the layout of a tensor of its own, and the change to a transposed one."""
+    model: Any = Reading(0, lambda _, x: read(model.w, x))
+    register(model, torch.arange(16.0).view(4, 4))
+    return model, lambda: setattr(model.w, "data", model.w.detach().T.contiguous().T)
+
+
+def _parameter(model: Any, w: Tensor) -> None:
+    model.w = nn.Parameter(w)
+
+
+def _buffer(model: Any, w: Tensor) -> None:
+    model.register_buffer("w", w)
+
+
+def _plain(model: Any, w: Tensor) -> None:
+    model.w = w
+
+
+def _is_row_major(w: Tensor, x: Tensor) -> Tensor:
+    return x * (2 if w.is_contiguous() else 3)
+
+
+def _channels_last() -> Case:
+    model: Any = Reading(0, lambda _, x: x * (2 if model.conv.weight.is_contiguous() else 3))
+    model.conv = nn.Conv2d(2, 3, 2)
+    return model, lambda: model.to(memory_format=torch.channels_last)
+
+
+def _inherited(depth: int) -> Case:
+    """Return a model that reads an attribute of a base class, and the change that gives a class before it its own."""
+
+    class First:
+        factor = 2.0
+
+    class Second(First):
+        pass
+
+    class Third(Second):
+        pass
+
+    return Reading(Third(), lambda v, x: x * v.factor), lambda: setattr(Third.__mro__[depth], "factor", 3.0)
+
+
+def _inherited_by_the_model() -> Case:
+    base = _class_of(q=2.0, forward=lambda self, x: x * self.q)
+    cls = type("Derived", (base,), {})
+    return cls(), lambda: setattr(cls, "q", 3.0)
+
+
+def _inherited_by_super() -> Case:
+    class First(nn.Module):
+        q = 2.0
+
+    class Second(First):
+        pass
+
+    class Third(Second):
+        q = 5.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * super().q
+
+    return Third(), lambda: setattr(Second, "q", 3.0)
+
+
+def _parameter_no_more() -> Case:
+    model: Any = Reading(0, lambda _, x: x * model.a * (2 if isinstance(model.a, nn.Parameter) else 3))
+    model.a = model.b = nn.Parameter(torch.ones(4))
+
+    def change() -> None:
+        del model.a
+        model.a = torch.ones(4)
+
+    return model, change
+
+
 OTHERS: dict[str, Callable[[], Case]] = {
+    "rows of a tensor": lambda: _other_tensor(len, torch.ones(5, 3)),
+    "shape of a tensor": lambda: _other_tensor(lambda t: t.shape[1], torch.ones(2, 4)),
+    "numbers of a tensor": lambda: _other_tensor(lambda t: t.numel(), torch.ones(2, 4)),
+    "rank of a tensor": lambda: _other_tensor(lambda t: t.dim(), torch.ones(2, 3, 1)),
+    "stride of a tensor": lambda: _other_tensor(lambda t: t.stride(0), torch.ones(3, 2).T),
+    "order of a tensor": lambda: _other_tensor(lambda t: 2 + t.is_contiguous(), torch.ones(3, 2).T),
+    "dtype of a tensor": lambda: _other_tensor(
+        lambda t: 2 + t.is_floating_point(), torch.ones(2, 3, dtype=torch.int32)
+    ),
+    "requires_grad of a tensor": lambda: _other_tensor(
+        lambda t: 2 + t.requires_grad, torch.ones(2, 3).requires_grad_()
+    ),
+    "type of a tensor": lambda: _other_tensor(
+        lambda t: 2 + isinstance(t, nn.Parameter), nn.Parameter(torch.ones(2, 3))
+    ),
+    "hook of a layer outside": lambda: _hooked(lambda m: m.register_forward_hook(lambda m, x, y: y * 2)),
+    "hook before a layer outside": lambda: _hooked(lambda m: m.register_forward_pre_hook(lambda m, x: (x[0] * 2,))),
+    "hook with keywords of a layer outside": lambda: _hooked(
+        lambda m: m.register_forward_hook(lambda m, x, named, y: y * 2, with_kwargs=True)
+    ),
+    "order of a parameter": lambda: _laid_out(_parameter, _is_row_major),
+    "order of a buffer": lambda: _laid_out(_buffer, _is_row_major),
+    "order of an attribute": lambda: _laid_out(_plain, _is_row_major),
+    "stride of a view of a parameter": lambda: _laid_out(_parameter, lambda w, x: x * w.T.stride(0)),
+    "memory of an attribute": lambda: _laid_out(_plain, lambda w, x: x * w.as_strided((4,), (1,))),
+    "channels last": _channels_last,
+    "attribute of a class before its base": lambda: _inherited(0),
+    "attribute of a base before its base": lambda: _inherited(1),
+    "attribute of the model's class before its base": _inherited_by_the_model,
+    "attribute by super": _inherited_by_super,
+    "parameter under one of two names": _parameter_no_more,
     "forward of a class": lambda: _set(_class_of(forward=lambda self, x: x * 2), "forward", lambda self, x: x * 3),
     "forward of a layer": lambda: _set(nn.ReLU(), "forward", lambda x: x * 5),
     "forward in a wrapper": lambda: _set(_class_of(forward=_wrapped(2)), "forward", _wrapped(3)),
