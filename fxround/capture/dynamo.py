@@ -185,6 +185,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         automatic_dynamic_shapes=symbolic,
         specialize_float=True,
         allow_unspec_int_on_nn_module=symbolic,
+        skip_nnmodule_hook_guards=False,
         recompile_limit=GRAPHS,
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,

@@ -337,3 +337,26 @@ def test_a_counter_of_calls_in_training() -> None:
         gradients.append(model.fc.bias.grad.clone())
     assert torch.equal(gradients[0], 2 * gradients[1]) and torch.equal(gradients[1], 2 * gradients[2])
     assert len(compiled.captures()) == 1 and model.step == 3
+
+
+class LayerOutside(nn.Module):
+    """A count, which is left to Python, and a layer that the model does not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.n = [nn.Linear(3, 3)], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = min(self.n + 1, 3)
+        result: Tensor = self.layers[0](x)
+        return result * self.n
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_first_hook_on_a_layer_outside_is_noticed_in_a_replay() -> None:
+    model, x = LayerOutside(), torch.ones(2, 3)
+    compiled = fxround.compile(model, ROUNDED)
+    for _ in range(5):
+        before = compiled(x)
+    model.layers[0].register_forward_hook(lambda module, given, result: result * 2)
+    assert torch.equal(compiled(x), before * 2)
