@@ -68,12 +68,18 @@ class Fault:
 class Faults:
     """The faults of a value, which happen one after the other. ``Faults.parse(str(f)) == f``.
 
+    Raises ValueError if two of them have the same field.
+
     Example::
 
         Faults.parse("significand:1e-6 sign:1e-9")
     """
 
     faults: tuple[Fault, ...]
+
+    def __post_init__(self) -> None:
+        if len({fault.field for fault in self.faults}) < len(self.faults):
+            raise ValueError(f"{shown(str(self))}: expected faults like 'significand:1e-6 sign:1e-9', each field once")
 
     def __str__(self) -> str:
         return " ".join(map(str, self.faults))
@@ -111,7 +117,7 @@ class Faults:
             if _part(field) in FIELDS and not _is_number(number):
                 raise ValueError(f"{shown(number)} is no probability; expected {field}:1e-6")
             faults.append(Fault(field, float(number) if _is_number(number) else math.nan))
-        if not faults or len({fault.field for fault in faults}) < len(faults):
+        if not faults:
             raise ValueError(f"{shown(text)}: expected faults like 'significand:1e-6 sign:1e-9', each field once")
         return Faults(tuple(faults))
 

@@ -43,6 +43,7 @@ from fxround.graph.site import (
 from fxround.graph.values import outputs_of
 from fxround.operators.formulas.table import makes_statistics
 from fxround.operators.rules import CONSTANTS, rule_of
+from fxround.passes import streams
 from fxround.passes.loops import carried_role, enter
 from fxround.passes.rewrite import Plan
 
@@ -98,8 +99,8 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
 
     Values that the results need come first, then inputs and constants, then gradients, then the rest. A value therefore
     has the same number with and without gradients, and the number does not depend on how data is moved, which differs
-    if the batch is symbolic. Each node has two streams: the second is for a rounding after an operator that draws
-    itself. Values that are computed again (``REPEATED``) have their numbers already, and new ones follow.
+    if the batch is symbolic. Values that are computed again (``REPEATED``) have their numbers already, and new ones
+    follow.
     """
     output = graph.graph.output_node()
     results = outputs_of(graph)
@@ -113,8 +114,8 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
             first.add(node)
     values = [n for n in graph.graph.nodes if (float_value(n) is not None or is_loop(n)) and not _is_number(n)]
     own = [node for node in values if REPEATED not in node.meta and node.target is not _ALIAS]
-    free = output.meta.get(FREE, 0)
-    return {node: free + 2 * i for i, node in enumerate(sorted(own, key=lambda node: _turn(node, node in first)))}
+    ordered = sorted(own, key=lambda node: _turn(node, node in first))
+    return dict(zip(ordered, streams.of_values(output.meta.get(FREE, 0), len(ordered)), strict=True))
 
 
 def _turn(node: fx.Node, first: bool) -> int:

@@ -19,14 +19,10 @@ from fxround.graph.site import Site, float_value, site
 from fxround.numerics.faults import Fault, operator_of
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
+from fxround.passes import streams
 from fxround.passes.rewrite import ROUND, Plan, decided, follow, locating, rng_of, sites
 
 FLIP: Final = "fxround.flip"
-# Streams of faults: above those of operands' roundings. A value has one for each field, and so have its scales,
-# those of blocks and that of the tensor.
-FAULT_STREAMS: Final = 1 << 30
-SCALE_FAULT_STREAMS: Final = 1 << 31
-TENSOR_FAULT_STREAMS: Final = 5 << 29
 
 
 def flip_of(
@@ -71,7 +67,7 @@ def inject_faults(graph: fx.GraphModule, plan: Plan) -> None:
             encoding = Encoding(wanted[1].format)
         last = node
         for i, fault in enumerate(wanted[0].faults.faults):
-            call = flip_of(graph, last, place, fault, encoding, FAULT_STREAMS + 4 * place.number + i)
+            call = flip_of(graph, last, place, fault, encoding, streams.of_fault(place.number, i))
             last = follow(graph, last, call, site_of(place, fault, encoding.format), f"{node.name}_flipped")
 
 

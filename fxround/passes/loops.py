@@ -19,6 +19,7 @@ from torch import fx
 from fxround.graph.dialect import COND, SCAN, Iterations, Loop, loops_of
 from fxround.graph.site import DIRECTION, META, ORIGIN, PORT, PORTS, Port, Site, site
 from fxround.graph.values import evaluate, fake_mode, module_of, outputs_of
+from fxround.passes import streams
 from fxround.passes.rewrite import RNG, insert, rng_of, size_of, source_of
 
 aten = torch.ops.aten
@@ -121,7 +122,7 @@ def add_states(graph: fx.GraphModule) -> None:
                 counter = _entrance(body, len(loop.carries), shape=())
                 outer = _entrance(body, len(loop.carries) + 1 + len(loop.others))
                 # The test and the step draw from the two streams of the loop.
-                _state(body, counter, outer, place.number + 1 - i)
+                _state(body, counter, outer, place.number if i else streams.second(place.number))
                 if i:
                     output = body.graph.output_node()
                     following = insert(body, output, aten.add.Tensor, (counter, 1))

@@ -24,6 +24,7 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.operators.rules import argument, rule_of
+from fxround.passes import streams
 from fxround.passes.rewrite import Plan, become, decided, insert, keeps, rng_of, round_after, sites
 from fxround.policy import Assignment
 
@@ -116,9 +117,9 @@ def _scatter(graph: fx.GraphModule, node: fx.Node, place: Site, assignment: Assi
         become(graph, node, IndexPut(x, argument(node, "indices"), operand("values"), *tail))
     if copied:
         evaluate(graph, node)
-        round_after(graph, node, rounding, place.number + 1, dtype)
+        round_after(graph, node, rounding, streams.second(place.number), dtype)
     elif not keeps(rounding, scatter_format(accumulate, STORAGES[dtype]) if _is_zero(x) else stored):
-        round_after(graph, node, rounding, place.number + 1)
+        round_after(graph, node, rounding, streams.second(place.number))
 
 
 def _is_zero(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.hadamard import Hadamard
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.operators.rules import argument
+from fxround.passes import streams
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales
 from fxround.passes.inject_faults import flip_of, site_of
@@ -52,19 +53,9 @@ from fxround.passes.rewrite import (
     source_of,
 )
 from fxround.passes.scaling import scaled
+from fxround.passes.streams import Part
 from fxround.policy import ENTERING, Assignment
 
-# Streams of operands' roundings: above those of values (two per value), and different for two roundings of one value.
-_OPERAND_STREAMS: Final = 1 << 28
-# The numbers of values are even, and eight times a number leaves room for so many before those of the next value.
-_MOST_ROUNDINGS: Final = 16
-# Of faults of operands: above those of values (passes.inject_faults), four for each of the streams above. Of faults of
-# their scales: above those of the scales of values; of the scale of the tensor: between both.
-_FAULT_STREAMS: Final = 3 << 29
-_SCALE_FAULT_STREAMS: Final = 7 << 29
-_TENSOR_FAULT_STREAMS: Final = 6 << 29
-# What flips of an operand: the value or its elements, the scales of blocks, or the scale of the tensor.
-_Part = Literal["operand", "scale", "tensor"]
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
 
 
@@ -104,7 +95,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
     rules = [i for i, rule in enumerate(plan.policy.rules) if rule.operands is not None]
     if not rules:
         return
-    streams: dict[fx.Node, list[str]] = {}
+    roundings: dict[fx.Node, list[str]] = {}
     matched: set[int] = set()
     rounded_sites, scales = [(part, *pair) for part in graphs_of(graph) for pair in sites(part)], DelayedScales(graph)
     for part, node, place in rounded_sites:
@@ -126,7 +117,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 continue
             assert wanted.rounding is not None
             placed = replace(place, role=own.role, assignment=wanted, number=-1)
-            texts = streams.setdefault(source, [])
+            texts = roundings.setdefault(source, [])
             if wanted.scaled is None:
                 stream = _stream(own, texts, _said(wanted))
                 node.replace_input_with(operand, _rounded(part, node, operand, placed, stream))
@@ -160,13 +151,7 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     """Return the stream of a rounding of a value's; ``texts`` are the roundings that the value has so far."""
     if text not in texts:
         texts.append(text)
-    index = texts.index(text)
-    if index >= _MOST_ROUNDINGS:
-        raise UnsupportedRounding(
-            f"{source}: its value is rounded in more than {_MOST_ROUNDINGS} different ways as an operand, and each "
-            "has random bits of its own; let several rules share a rounding"
-        )
-    return _OPERAND_STREAMS + 8 * source.number + index
+    return streams.of_operand(source, texts.index(text))
 
 
 def _is_delayed(rounding: ScaledRounding) -> bool:
@@ -263,7 +248,7 @@ class _Nodes:
         """Return the scales with flipped bits."""
         with locating(self.place):
             encoding = Encoding(fmt)
-        part: _Part = "tensor" if whole else "scale"
+        part: Part = "tensor" if whole else "scales"
         return _flipped(self.graph, self.near, scale, self.place, encoding, self.stream, part)
 
 
@@ -321,7 +306,7 @@ def _flipped(
     place: Site,
     encoding: Encoding,
     stream: int,
-    part: _Part = "operand",
+    part: Part = "elements",
 ) -> fx.Node:
     """Return an operand, its elements or its scales with the bits flipped that its assignment says.
 
@@ -330,15 +315,14 @@ def _flipped(
     wanted = place.assignment
     assert wanted is not None
     at, all_faults = replace(place, kind="operand"), wanted.faults or Faults(())
-    faults, streams = {
-        "operand": (all_faults.of_elements, _FAULT_STREAMS),
-        "scale": (all_faults.of_scales, _SCALE_FAULT_STREAMS),
-        "tensor": (all_faults.of_tensors, _TENSOR_FAULT_STREAMS),
+    faults, name = {
+        "elements": (all_faults.of_elements, "operand"),
+        "scales": (all_faults.of_scales, "scale"),
+        "tensor": (all_faults.of_tensors, "tensor"),
     }[part]
-    first = streams + 4 * (stream - _OPERAND_STREAMS)
     for i, fault in enumerate(faults):
-        call = flip_of(graph, flip, at, fault, encoding, first + i)
+        call = flip_of(graph, flip, at, fault, encoding, streams.of_fault(stream, i, part))
         flip = insert(graph, near, call.overload, call.arguments())
-        flip._rename(f"{near.name}_{part}_flipped")
+        flip._rename(f"{near.name}_{name}_flipped")
         flip.meta[META] = site_of(at, fault, encoding.format)
     return flip

@@ -23,9 +23,11 @@ from fxround.numerics.faults import Fault
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.scaled import ScaledRounding
-from fxround.passes.inject_faults import FAULT_STREAMS, SCALE_FAULT_STREAMS, TENSOR_FAULT_STREAMS, flip_of, site_of
+from fxround.passes import streams
+from fxround.passes.inject_faults import flip_of, site_of
 from fxround.passes.rewrite import ROUND, Plan, last_placeholder, locating, rng_of, sites
 from fxround.passes.scaling import scaled
+from fxround.passes.streams import Part
 
 # They yield operands, or numbers that only choose elements.
 LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
@@ -99,7 +101,7 @@ class _After:
             at = replace(self.place, kind="operand")
             elements = self._append(quotient.overload, quotient.arguments(), at, "elements")
             encoding = Encoding.of_elements(wanted.blocks.format)
-            xs = [self._with_flips(elements, wanted.faults.of_elements, encoding, FAULT_STREAMS), *held]
+            xs = [self._with_flips(elements, wanted.faults.of_elements, encoding), *held]
         made = Pointwise(xs, str(program), dtype, rng, self.stream)
         made.kernel(made.loads())
         return self._append(made.overload, made.arguments(), replace(self.place, kind="pointwise"), "rounded")
@@ -115,14 +117,15 @@ class _After:
         """Return the scales with flipped bits."""
         wanted = self.place.assignment
         assert wanted is not None and wanted.faults is not None
-        faults, streams = wanted.faults.of_scales, SCALE_FAULT_STREAMS
         if whole:
-            faults, streams = wanted.faults.of_tensors, TENSOR_FAULT_STREAMS
-        return self._with_flips(scale, faults, Encoding(fmt), streams)
+            return self._with_flips(scale, wanted.faults.of_tensors, Encoding(fmt), "tensor")
+        return self._with_flips(scale, wanted.faults.of_scales, Encoding(fmt), "scales")
 
-    def _with_flips(self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, streams: int) -> fx.Node:
+    def _with_flips(
+        self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, part: Part = "elements"
+    ) -> fx.Node:
         for i, fault in enumerate(faults):
-            call = flip_of(self.graph, node, self.place, fault, encoding, streams + 4 * self.stream + i)
+            call = flip_of(self.graph, node, self.place, fault, encoding, streams.of_fault(self.stream, i, part))
             at = replace(site_of(self.place, fault, encoding.format), kind="operand")
             node = self._append(call.overload, call.arguments(), at, "flipped")
         return node

@@ -18,7 +18,7 @@ from fxround.numerics.faults import Fault, numbers_of, operator_of
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.specification.exact_faults import flip
-from fxround.passes.inject_faults import FAULT_STREAMS
+from fxround.passes.streams import of_fault
 
 SEED, SAMPLE, STEPS, SIZE = 7, 3, 30, 33
 POLICY = Policy("p", (Rule(rounding="dtype"), Rule(operator="mul", faults="significand:0.05")))
@@ -60,7 +60,7 @@ def test_the_faults_of_a_loop_are_numpys(model: Any, steps: int) -> None:
         key = (np.array([word], np.uint32) for word in (SEED, 0, SAMPLE, 0))
         low, high = iteration_function().evaluate(np.array([i], np.uint64), *key)
         product = state * us[i].numpy()
-        words = _words(SIZE, FAULT_STREAMS, (int(low[0]), int(high[0])))
+        words = _words(SIZE, of_fault(0, 0), (int(low[0]), int(high[0])))
         hit = [flip(float(v), encoding, numbers, word) for v, word in zip(product, words, strict=True)]
         state = np.array(hit, np.float32)
         flipped += int((state != product).sum())

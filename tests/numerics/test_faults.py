@@ -195,6 +195,8 @@ def test_texts() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Faults.parse(text)
+    with pytest.raises(ValueError, match="each field once"):
+        Faults((Fault("sign", 0.1), Fault("sign", 0.2)))
     with pytest.raises(ValueError, match=r"can flip with probability 1\.86e-09, the smallest"):
         share(Fault("any", 1e-10), 8)
     assert share(Fault("any", 0.0), 8) == 0

@@ -434,20 +434,23 @@ class Readers(nn.Module):
 
 
 def readers(count: int) -> Policy:
-    counts = ("", ":20", ":8", ":16", ":4")
+    """A policy under which each reader rounds its operand in a way of its own, and one bit of it may flip."""
+    counts = ("", *(f":{n}" for n in range(1, 21)))
     formats = [f"{f}/stochastic{n}" for f in ("bfloat16", "e4m3fn", "e5m2", "binary16") for n in counts]
-    rules = [Rule(f"readers.{i}", operands=formats[i]) for i in range(count)]
+    rules = [Rule(f"readers.{i}", operands=formats[i], faults="sign:0.1 any:0.1") for i in range(count)]
     return Policy("readers", (*rules, Rule("last", operands="bfloat16/stochastic")))
 
 
 def test_every_rounding_of_an_operand_has_random_bits_of_its_own_or_is_refused() -> None:
-    compiled = fxround.compile(Readers(16), readers(16))
+    compiled = fxround.compile(Readers(20), readers(20))
     compiled(torch.rand(3, 4))
-    drawn: dict[int, set[tuple[str, str]]] = {}
+    drawn: dict[int, set[str]] = {}
     for node in compiled.graph.graph.nodes:
         call = read(node)
-        if isinstance(call, Pointwise) and call.node >= 1 << 28:
-            drawn.setdefault(call.node, set()).add((str(call.xs), call.program))
-    assert len(drawn) > 16 and all(len(operands) == 1 for operands in drawn.values())
-    with pytest.raises(UnsupportedRounding, match="more than 16 different ways as an operand"):
-        fxround.compile(Readers(17), readers(17))(torch.rand(3, 4))
+        if isinstance(call, Pointwise) and node.meta[META].kind == "operand":
+            drawn.setdefault(call.node, set()).add(f"{call.xs} {call.program}")
+    # The value and a weight of each reader are rounded and flip twice; the last layer rounds both of its operands.
+    assert len(drawn) == 20 * 2 * 3 + 2
+    assert all(len(operands) == 1 for operands in drawn.values())
+    with pytest.raises(UnsupportedRounding, match="more than 64 different ways as an operand"):
+        fxround.compile(Readers(65), readers(65))(torch.rand(3, 4))
