@@ -536,7 +536,8 @@ def test_an_addition_in_the_named_places_is_enough(name: str, failures: dict[str
 
 def test_the_additions_keep_the_rules_of_the_design(place: Path) -> None:
     """Who imports whom, rows apart from code, and how long files are. What the design says of tests is the same."""
-    rules = "not oracle and not comparisons"
+    # A new pass wants its name in the list of docs/design.md, which the copy does not get.
+    rules = "not oracle and not comparisons and not lists_the_passes"
     child = run(place, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_design.py", "-k", rules)
     assert child.returncode == 0, child.stdout[-3000:]
     assert re.search(r"^\d{3} passed", child.stdout, re.M), child.stdout[-3000:]

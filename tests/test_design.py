@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 
 import networkx as nx
 import pytest
 import stock_oracles
 from import_graph import ROOT, imported, imports, modules
+
+from fxround.passes import PIPELINE
 
 # The longest prefix decides. passes and runtime share a rank and never import each other.
 RANKS = {
@@ -176,6 +179,43 @@ def test_the_design_names_files_and_folders_that_exist() -> None:
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text)
     missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT.parent))]
     assert len(named) > 20 and missing == []
+    bare = re.findall(r"`([a-z_]+\.py)`", text)
+    files = {path.name for room in ("fxround", "tests", "benchmarks") for path in (ROOT.parent / room).rglob("*.py")}
+    assert len(bare) > 10 and set(bare) <= files
+
+
+# What design.md names with a dot that is no module of fxround, or in none: other packages, and objects of a user.
+OTHERS = {"benchmarks", "torch", "fractions", "fxround", "mkdocs", "compiled", "report"}
+
+
+def test_the_design_names_modules_and_functions_that_exist() -> None:
+    """A dotted name begins with a module, by its path below fxround or the end of that, and goes on with its names."""
+    text = (ROOT.parent / "docs" / "design.md").read_text()
+    named = set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)(?:\(.*?\))?`", text))
+    own = {name for name in named if name.partition(".")[0] not in OTHERS and not name.endswith(".py")}
+    assert len(own) > 20 and {name for name in own if not exists(name)} == set()
+    assert not exists("passes.entries") and not exists("compiler.captures.Captures.entrance")
+
+
+def exists(name: str) -> bool:
+    """Whether a module of fxround whose name ends as ``name`` begins has the rest of ``name``."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        for module in (m for m in modules() if m == prefix or m.endswith(f".{prefix}")):
+            value: object = import_module(f"fxround.{module}")
+            for part in parts[n:]:
+                value = getattr(value, part, None)
+            if value is not None:
+                return True
+    return False
+
+
+def test_the_design_lists_the_passes_in_their_order() -> None:
+    text = (ROOT.parent / "docs" / "design.md").read_text()
+    listed = re.search(r"passes\.PIPELINE +([a-z_,\s]+);", text)
+    assert listed is not None
+    assert listed[1].replace(",", " ").split() == [step.__name__ for step in PIPELINE]
 
 
 def test_no_stock_kernel_is_an_oracle_of_bits() -> None:
