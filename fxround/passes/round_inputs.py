@@ -12,19 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
 
 from fxround.errors import PolicyError, UnsupportedRounding
-from fxround.graph.dialect import Call, HadamardTransform, Pointwise, graphs_of
+from fxround.graph.dialect import Call, HadamardTransform, graphs_of
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
 from fxround.graph.values import fake_mode
-from fxround.kernels.program import Program
-from fxround.kernels.scaled import element_parts
-from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.hadamard import Hadamard
@@ -33,11 +30,9 @@ from fxround.operators.rules import argument
 from fxround.passes import streams
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales
-from fxround.passes.inject_faults import flip_of, site_of
 from fxround.passes.loops import add_states
 from fxround.passes.rewrite import (
     RNG,
-    ROUND,
     Plan,
     decided,
     insert,
@@ -45,15 +40,13 @@ from fxround.passes.rewrite import (
     keeps,
     locating,
     moved_by,
-    rng_of,
     round_after,
     rounded,
     sites,
     size_of,
     source_of,
 )
-from fxround.passes.scaling import scaled
-from fxround.passes.streams import Part
+from fxround.passes.scaling import NodeWriter, What, scaled
 from fxround.policy import ENTERING, Assignment
 
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
@@ -119,8 +112,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
             placed = replace(place, role=own.role, assignment=wanted, number=-1)
             texts = roundings.setdefault(source, [])
             if wanted.scaled is None:
-                stream = _stream(own, texts, _said(wanted))
-                node.replace_input_with(operand, _rounded(part, node, operand, placed, stream))
+                writer = _Before(part, placed, _stream(own, texts, _said(wanted)), node)
+                node.replace_input_with(operand, _rounded(operand, writer))
                 continue
             if part is not graph and _is_delayed(wanted.scaled):
                 raise UnsupportedRounding(
@@ -129,7 +122,9 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 )
             multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
             for position, dims, groups in summed_dims(node, operand):
-                writer = _Nodes(part, node, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), multiplier)
+                writer = _Before(
+                    part, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), node, multiplier
+                )
                 node.update_arg(position, _in_groups(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
@@ -158,7 +153,7 @@ def _is_delayed(rounding: ScaledRounding) -> bool:
     return rounding.format.scaling is not None and rounding.format.scaling.how == "delayed"
 
 
-def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Nodes) -> fx.Node:
+def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
     """Return ``_scaled`` with blocks that begin anew in each of the groups of the first of ``dims``."""
     graph, near = writer.graph, writer.near
     # Images and weights of a convolution have tiles of both kinds of channels, or of images and channels.
@@ -174,12 +169,12 @@ def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _No
     return insert(graph, near, reshape, (rounded, size))
 
 
-def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Nodes) -> fx.Node:
+def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Before) -> fx.Node:
     """Return the operand rounded to a scaled format, in blocks along ``dims``, before ``near`` and for it alone.
 
     other: the dimension of a convolution's tile beside the first of ``dims``.
     """
-    graph, near, place = writer.graph, writer.near, writer.place
+    near, place = writer.near, writer.place
     assert place.assignment is not None and place.assignment.scaled is not None
     rounding, value = place.assignment.scaled, operand.meta["val"]
     block = rounding.format.scaling.block if rounding.format.scaling is not None else "tensor"
@@ -187,21 +182,30 @@ def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Nodes)
     along = dims if block == "channel" else (other, dims[0]) if is_tile else dims[:1]
     if rounding.hadamard is not None:
         turned = HadamardTransform(operand, dims[0] % value.dim(), rounding.hadamard.size, rounding.hadamard.seed)
-        operand = _inserted(graph, near, turned, place)
+        operand = writer.write_rounded(turned, "elements")
         operand._rename(f"{near.name}_hadamard")
     with locating(place):
         return scaled(operand, value.dim(), value.dtype, rounding, along, writer)
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """A Writer (``passes.scaling``) that inserts nodes before ``near``; given: the multiplier of a delayed scale."""
+_NAMES: Final[dict[What, str]] = {
+    "scale": "scale",
+    "quotient": "operand",
+    "elements": "operand",
+    "flipped_elements": "operand_flipped",
+    "flipped_scales": "scale_flipped",
+    "flipped_tensor": "tensor_flipped",
+}
 
-    graph: fx.GraphModule
+
+@dataclass
+class _Before(NodeWriter):
+    """Inserts nodes before ``near``, for it alone; given: the multiplier of a delayed scale."""
+
     near: fx.Node
-    place: Site
-    stream: int
     given: fx.Node | None = None
+
+    KIND: ClassVar[str] = "operand"
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
         """Return the placeholder of the multiplier."""
@@ -212,54 +216,12 @@ class _Nodes:
         """Return a node that calls an operator on blocks."""
         return insert(self.graph, self.near, call.overload, call.arguments())
 
-    def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
-        """Return a node that runs a program, which draws nothing."""
-        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), 0)
-        new = _inserted(self.graph, self.near, made, self.place)
-        new._rename(f"{self.near.name}_scale")
+    def write(self, call: Call[fx.Node], place: Site, what: What) -> fx.Node:
+        """Return a new node that calls an operator."""
+        new = self.call(call)
+        new._rename(f"{self.near.name}_{_NAMES[what]}")
+        new.meta[META] = place
         return new
-
-    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
-        """Return the node of the elements, which draws from the stream."""
-        dtype, rng = operands[0].meta["val"].dtype, rng_of(self.graph)
-        wanted = self.place.assignment
-        assert wanted is not None and wanted.scaled is not None
-        if wanted.faults is None:
-            made = Pointwise(list(operands), str(program), dtype, rng, self.stream)
-            return _inserted(self.graph, self.near, made, self.place)
-        first, rest = element_parts(wanted.scaled, Format.parse(FORMAT_OF[dtype]))
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        quotient = Pointwise(list(operands), str(first), wide, rng, self.stream)
-        elements = _inserted(self.graph, self.near, quotient, self.place)
-        with locating(self.place):
-            encoding = Encoding.of_elements(wanted.scaled.format)
-        flipped = _flipped(self.graph, self.near, elements, self.place, encoding, self.stream)
-        made = Pointwise([flipped, *held], str(rest), dtype, rng, self.stream)
-        return _inserted(self.graph, self.near, made, self.place)
-
-    @property
-    def flips_scales(self) -> bool:
-        """Whether the policy flips bits of the scales."""
-        wanted = self.place.assignment
-        faults = wanted.faults if wanted is not None else None
-        return faults is not None and bool(faults.of_scales or faults.of_tensors)
-
-    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
-        """Return the scales with flipped bits."""
-        with locating(self.place):
-            encoding = Encoding(fmt)
-        part: Part = "tensor" if whole else "scales"
-        return _flipped(self.graph, self.near, scale, self.place, encoding, self.stream, part)
-
-
-def _inserted(graph: fx.GraphModule, near: fx.Node, call: Call[fx.Node], place: Site) -> fx.Node:
-    """Insert the rounding of an operand before ``near``."""
-    with locating(place):
-        call.kernel(call.loads())
-        new = insert(graph, near, call.overload, call.arguments())
-    new._rename(f"{near.name}_operand")
-    new.meta[META] = replace(place, operator=ROUND, kind="operand", status="rounded", reason="")
-    return new
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -277,52 +239,21 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return [n for n in dict.fromkeys(given) if float_value(n) is not None]
 
 
-def _rounded(graph: fx.GraphModule, near: fx.Node, operand: fx.Node, place: Site, stream: int) -> fx.Node:
-    """Return the operand with its source rounded as ``place`` is assigned.
-
-    It is computed before ``near`` and for ``near`` alone.
-    """
-    before, wanted = moved_by(operand), decided(place)
+def _rounded(operand: fx.Node, writer: _Before) -> fx.Node:
+    """Return the operand with its source rounded as the writer's place is assigned."""
+    before, wanted = moved_by(operand), decided(writer.place)
     assert wanted is not None
     if before is not None:
-        moved = _rounded(graph, near, before, place, stream)
+        moved = _rounded(before, writer)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
-        return insert(graph, near, operand.target, args, **operand.kwargs)
-    result = _inserted(graph, near, rounded(graph, operand, wanted[1], stream, operand.meta["val"].dtype), place)
-    with locating(place):
+        return insert(writer.graph, writer.near, operand.target, args, **operand.kwargs)
+    call = rounded(writer.graph, operand, wanted[1], writer.stream, operand.meta["val"].dtype)
+    result = writer.write_rounded(call, "elements")
+    with locating(writer.place):
         encoding = Encoding(wanted[1].format)
-    return _flipped(graph, near, result, place, encoding, stream)
+    return writer.write_flipped(result, encoding)
 
 
 def _said(wanted: Assignment) -> str:
     """Return what is done to an operand."""
     return f"{wanted.said} {wanted.faults}" if wanted.faults else wanted.said
-
-
-def _flipped(
-    graph: fx.GraphModule,
-    near: fx.Node,
-    flip: fx.Node,
-    place: Site,
-    encoding: Encoding,
-    stream: int,
-    part: Part = "elements",
-) -> fx.Node:
-    """Return an operand, its elements or its scales with the bits flipped that its assignment says.
-
-    The nodes are inserted before ``near``.
-    """
-    wanted = place.assignment
-    assert wanted is not None
-    at, all_faults = replace(place, kind="operand"), wanted.faults or Faults(())
-    faults, name = {
-        "elements": (all_faults.of_elements, "operand"),
-        "scales": (all_faults.of_scales, "scale"),
-        "tensor": (all_faults.of_tensors, "tensor"),
-    }[part]
-    for i, fault in enumerate(faults):
-        call = flip_of(graph, flip, at, fault, encoding, streams.of_fault(stream, i, part))
-        flip = insert(graph, near, call.overload, call.arguments())
-        flip._rename(f"{near.name}_{name}_flipped")
-        flip.meta[META] = site_of(at, fault, encoding.format)
-    return flip

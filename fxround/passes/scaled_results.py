@@ -9,25 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Final
 
 import torch
 from torch import fx
 
-from fxround.graph.dialect import Call, Pointwise
-from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.graph.dialect import Call
+from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import META, PORT, Site, float_value
 from fxround.graph.values import evaluate
-from fxround.kernels.program import Program
-from fxround.kernels.scaled import element_parts
-from fxround.numerics.faults import Fault
-from fxround.numerics.formats import Format
-from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.scaled import ScaledRounding
-from fxround.passes import streams
-from fxround.passes.inject_faults import flip_of, site_of
-from fxround.passes.rewrite import ROUND, Plan, last_placeholder, locating, rng_of, sites
-from fxround.passes.scaling import scaled
-from fxround.passes.streams import Part
+from fxround.passes.rewrite import Plan, last_placeholder, locating, sites
+from fxround.passes.scaling import NodeWriter, What, scaled
 
 # They yield operands, or numbers that only choose elements.
 LEFT = ("exact", "movement", "integer", "coordinate", "random", "operand")
@@ -49,7 +42,7 @@ def round_in_blocks(
 ) -> fx.Node:
     """Insert the scaled rounding of a value after it, let every use read the elements, and return them."""
     readers = list(node.users)
-    writer = _After(graph, node, replace(place, operator=ROUND, status="rounded", reason=""), stream)
+    writer = _After(graph, place, stream, node)
     value = node.meta["val"]
     x = node if value.dim() else writer.moved(torch.ops.aten.reshape.default, (node, [1]))
     made = scaled(x, max(1, value.dim()), value.dtype, rounding, (-1,), writer)
@@ -61,14 +54,23 @@ def round_in_blocks(
     return made
 
 
-@dataclass
-class _After:
-    """A Writer (``passes.scaling``) that appends nodes to the computation of a value."""
+_NAMES: Final[dict[What, str]] = {
+    "scale": "scale",
+    "quotient": "elements",
+    "elements": "rounded",
+    "flipped_elements": "flipped",
+    "flipped_scales": "flipped",
+    "flipped_tensor": "flipped",
+}
 
-    graph: fx.GraphModule
+
+@dataclass
+class _After(NodeWriter):
+    """Appends nodes to the computation of a value, ``last``."""
+
     last: fx.Node
-    place: Site
-    stream: int
+
+    KIND: ClassVar[str] = "pointwise"
 
     def __post_init__(self) -> None:
         self.origin = self.last
@@ -81,54 +83,12 @@ class _After:
 
     def moved(self, target: object, arguments: Sequence[object]) -> fx.Node:
         """Return a node that rounds nothing."""
-        quiet = replace(self.place, operator=str(target), kind="movement", status="movement", number=-1)
+        quiet = replace(self.place, operator=str(target), kind="movement", status="movement", number=-1, reason="")
         return self._append(target, arguments, replace(quiet, assignment=None), "blocks")
 
-    def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
-        """Return the node of a program for scales, which draws nothing."""
-        made = Pointwise(list(operands), str(program), dtype, rng_of(self.graph), 0)
-        return self._append(made.overload, made.arguments(), replace(self.place, kind="operand"), "scale")
-
-    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
-        """Return the node of the elements."""
-        dtype, rng = self.origin.meta["val"].dtype, rng_of(self.graph)
-        wanted, xs = self.place.assignment, list(operands)
-        if wanted is not None and wanted.faults is not None and wanted.blocks is not None:
-            first, program = element_parts(wanted.blocks, Format.parse(FORMAT_OF[dtype]))
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            quotient = Pointwise(xs, str(first), wide, rng, self.stream)
-            quotient.kernel(quotient.loads())
-            at = replace(self.place, kind="operand")
-            elements = self._append(quotient.overload, quotient.arguments(), at, "elements")
-            encoding = Encoding.of_elements(wanted.blocks.format)
-            xs = [self._with_flips(elements, wanted.faults.of_elements, encoding), *held]
-        made = Pointwise(xs, str(program), dtype, rng, self.stream)
-        made.kernel(made.loads())
-        return self._append(made.overload, made.arguments(), replace(self.place, kind="pointwise"), "rounded")
-
-    @property
-    def flips_scales(self) -> bool:
-        """Whether the policy flips bits of the scales."""
-        wanted = self.place.assignment
-        faults = wanted.faults if wanted is not None else None
-        return faults is not None and bool(faults.of_scales or faults.of_tensors)
-
-    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
-        """Return the scales with flipped bits."""
-        wanted = self.place.assignment
-        assert wanted is not None and wanted.faults is not None
-        if whole:
-            return self._with_flips(scale, wanted.faults.of_tensors, Encoding(fmt), "tensor")
-        return self._with_flips(scale, wanted.faults.of_scales, Encoding(fmt), "scales")
-
-    def _with_flips(
-        self, node: fx.Node, faults: Sequence[Fault], encoding: Encoding, part: Part = "elements"
-    ) -> fx.Node:
-        for i, fault in enumerate(faults):
-            call = flip_of(self.graph, node, self.place, fault, encoding, streams.of_fault(self.stream, i, part))
-            at = replace(site_of(self.place, fault, encoding.format), kind="operand")
-            node = self._append(call.overload, call.arguments(), at, "flipped")
-        return node
+    def write(self, call: Call[fx.Node], place: Site, what: What) -> fx.Node:
+        """Return a new node that calls an operator."""
+        return self._append(call.overload, call.arguments(), place, _NAMES[what])
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
         """Delayed scales belong to operands, which ``Rule`` requires."""

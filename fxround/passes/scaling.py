@@ -1,16 +1,20 @@
 """The operations of a rounding to a scaled format, written once for graphs and for tensors.
 
-A writer says what an operation is: in a graph, a new node; for a tensor, its result. The operations are the figures of
-blocks, programs of ``kernels.scaled`` on them, and the program of the elements.
+A writer says what an operation is: in a graph, a new node (``NodeWriter``); for a tensor, its result. The operations
+are the figures of blocks, programs of ``kernels.scaled`` on them, and the program of the elements.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Generic, Literal, Protocol
 
 import torch
+from torch import fx
 
+from fxround.graph.dialect import Pointwise
 from fxround.graph.dialect.blocks import (
     BlockExpand,
     BlockMaximum,
@@ -20,9 +24,11 @@ from fxround.graph.dialect.blocks import (
 )
 from fxround.graph.dialect.call import Call, T
 from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.site import Site
 from fxround.kernels.program import Program
 from fxround.kernels.scaled import (
     choice_program,
+    element_parts,
     element_program,
     error_program,
     inner_program,
@@ -31,8 +37,14 @@ from fxround.kernels.scaled import (
     whole_program,
     zero_program,
 )
+from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.passes import streams
+from fxround.passes.inject_faults import flip_of, site_of
+from fxround.passes.rewrite import ROUND, locating, rng_of
+from fxround.passes.streams import Part
 
 
 class Writer(Protocol[T]):
@@ -59,6 +71,90 @@ class Writer(Protocol[T]):
 
     def multiplier(self, rounding: ScaledRounding) -> T:
         """Return the multiplier of a delayed scale. Raises ValueError where there is no state."""
+
+
+# What a new node is: what scales are computed from, the elements before their bits flip, the elements, or flipped bits.
+What = Literal["scale", "quotient", "elements", "flipped_elements", "flipped_scales", "flipped_tensor"]
+_FLIPPED: Final[dict[Part, What]] = {
+    "elements": "flipped_elements",
+    "scales": "flipped_scales",
+    "tensor": "flipped_tensor",
+}
+
+
+@dataclass
+class NodeWriter(ABC):
+    """A Writer of nodes. Elements draw from ``stream``, and bits flip as the assignment of ``place`` says."""
+
+    graph: fx.GraphModule
+    place: Site
+    stream: int
+
+    # The kind of the elements.
+    KIND: ClassVar[str]
+
+    @abstractmethod
+    def call(self, call: Call[fx.Node]) -> fx.Node:
+        """Return a new node that calls an operator on blocks."""
+
+    @abstractmethod
+    def write(self, call: Call[fx.Node], place: Site, what: What) -> fx.Node:
+        """Return a new node that calls an operator, with this Site."""
+
+    @abstractmethod
+    def multiplier(self, rounding: ScaledRounding) -> fx.Node:
+        """Return the node of the multiplier of a delayed scale. Raises ValueError where there is no state."""
+
+    @property
+    def faults(self) -> Faults | None:
+        """The faults that the policy wants."""
+        return self.place.assignment.faults if self.place.assignment is not None else None
+
+    @property
+    def flips_scales(self) -> bool:
+        """Whether the policy flips bits of the scales."""
+        return self.faults is not None and bool(self.faults.of_scales or self.faults.of_tensors)
+
+    def write_rounded(self, call: Call[fx.Node], what: What, kind: str = "operand") -> fx.Node:
+        """Return a new node that rounds. Raises UnsupportedRounding, with the place, if there is no kernel for it."""
+        with locating(self.place):
+            call.kernel(call.loads())
+            return self.write(call, replace(self.place, operator=ROUND, kind=kind, status="rounded", reason=""), what)
+
+    def program(self, program: Program, operands: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+        """Return the node of a program for scales, which draws nothing."""
+        return self.write_rounded(Pointwise(list(operands), str(program), dtype, rng_of(self.graph), 0), "scale")
+
+    def elements(self, program: Program, operands: Sequence[fx.Node], held: Sequence[fx.Node]) -> fx.Node:
+        """Return the node of the elements, which draws from the stream."""
+        dtype, rng, xs = operands[0].meta["val"].dtype, rng_of(self.graph), list(operands)
+        wanted = self.place.assignment
+        assert wanted is not None
+        rounding = wanted.scaled or wanted.blocks
+        if wanted.faults is not None and rounding is not None:
+            first, program = element_parts(rounding, Format.parse(FORMAT_OF[dtype]))
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            quotient = self.write_rounded(Pointwise(xs, str(first), wide, rng, self.stream), "quotient")
+            with locating(self.place):
+                encoding = Encoding.of_elements(rounding.format)
+            xs = [self.write_flipped(quotient, encoding), *held]
+        return self.write_rounded(Pointwise(xs, str(program), dtype, rng, self.stream), "elements", self.KIND)
+
+    def flipped(self, scale: fx.Node, fmt: Format, whole: bool = False) -> fx.Node:
+        """Return the scales with flipped bits."""
+        with locating(self.place):
+            encoding = Encoding(fmt)
+        return self.write_flipped(scale, encoding, "tensor" if whole else "scales")
+
+    def write_flipped(self, node: fx.Node, encoding: Encoding, part: Part = "elements") -> fx.Node:
+        """Return a value, its elements or its scales with the bits flipped that the policy says, one node a fault."""
+        all_faults = self.faults or Faults(())
+        faults = {"elements": all_faults.of_elements, "scales": all_faults.of_scales, "tensor": all_faults.of_tensors}
+        at = replace(self.place, kind="operand")
+        for i, fault in enumerate(faults[part]):
+            call = flip_of(self.graph, node, at, fault, encoding, streams.of_fault(self.stream, i, part))
+            node = self.write(call, site_of(at, fault, encoding.format), _FLIPPED[part])
+        return node
 
 
 def scaled(x: T, ndim: int, dtype: torch.dtype, rounding: ScaledRounding, dims: Sequence[int], writer: Writer[T]) -> T:
@@ -161,4 +257,4 @@ class _Scales(Generic[T]):
         return [scale, zero]
 
 
-__all__ = ["Writer", "rounded_in_blocks", "scaled"]
+__all__ = ["NodeWriter", "What", "Writer", "rounded_in_blocks", "scaled"]
