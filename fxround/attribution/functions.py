@@ -7,7 +7,8 @@ kernels in the dtype of the operands, which are 2^-29 of an ulp of binary32 wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dialect import (
     Call,
+    ContractionCall,
     Convolution,
     ConvolutionInputGradient,
     ConvolutionWeightGradient,
@@ -161,3 +163,25 @@ def is_differentiated(cls: type[Call[Any]]) -> bool:
 def exact_of(call: Call[Tensor]) -> Tensor:
     """Return the value of a call before any rounding."""
     return _FUNCTIONS[type(call)](call)
+
+
+def with_operands(call: Call[Tensor], operands: Sequence[Tensor]) -> Call[Tensor]:
+    """Return a call of a contraction or a chain over other operands, in the order of ``call.operands``."""
+    named: Any = call
+    return replace(named, **dict(zip(call._tensors, operands, strict=True)))
+
+
+def product_gradients(
+    call: ContractionCall[Tensor], a: Tensor, b: Tensor, gradient: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the derivatives of a matrix product or a convolution with respect to its operands, where they are wanted.
+
+    gradient: of the result. Raises TypeError for another contraction.
+    """
+    if isinstance(call, Matmul):
+        return (gradient @ b.mT if wanted[0] else None), (a.mT @ gradient if wanted[1] else None)
+    if not isinstance(call, Convolution):
+        raise TypeError(f"{call.name}: expected a matrix product or a convolution")
+    mask = [wanted[0], wanted[1], False]
+    of_a, of_b, _ = aten.convolution_backward(gradient, a, b, None, *_geometry(call.geometry), mask)
+    return of_a, of_b

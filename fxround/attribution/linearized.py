@@ -27,10 +27,11 @@ import torch.autograd.forward_ad as forward_ad
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from fxround.attribution.functions import computed, exact_of, is_differentiated
+from fxround.attribution.functions import computed, exact_of, is_differentiated, product_gradients, with_operands
 from fxround.attribution.losses import (
     Kept,
     Loss,
+    carried_losses,
     is_biased,
     losses_of,
     moments,
@@ -39,12 +40,14 @@ from fxround.attribution.losses import (
 )
 from fxround.eager.round import round as round_stochastically
 from fxround.errors import UnsupportedOperator
-from fxround.graph.dialect import CALLS, ContractionCall, Cumsum, Pointwise, Sum, loops_of, read
+from fxround.graph.dialect import CALLS, ContractionCall, Convolution, Cumsum, Matmul, Pointwise, Sum, loops_of, read
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
 from fxround.kernels.maps import steps_kernel
+from fxround.kernels.perturbed import Perturbed, perturbed_statement, perturbed_store
 from fxround.kernels.program import Statement
+from fxround.kernels.shapes import Exact
 from fxround.numerics.modes import Rounding
 from fxround.operators.rules import rule_of
 from fxround.runtime.draw import Draw
@@ -113,6 +116,33 @@ class SiteLosses:
             errors = (moments(rounding, value)[0].nan_to_num(math.inf) for rounding in self.formats)
             tried = tuple(float(torch.where(g == 0, 0.0, g * error).square().sum()) for error in errors)
         self.collected = Effects(variance, effect, doubt, tried)
+
+
+class _Start(torch.autograd.Function):
+    """The value of an operation, of whose operands none depends on an earlier rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, root: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient.new_zeros(())
+
+
+class _Product(torch.autograd.Function):
+    """The value of a matrix product or a convolution, with the derivative that PyTorch has for it."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, value: Tensor, call: ContractionCall[Tensor]) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.call = call
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return *product_gradients(ctx.call, a, b, gradient, ctx.needs_input_grad[:2]), None, None
 
 
 class _Bits(torch.autograd.Function):
@@ -194,6 +224,7 @@ class State:
         return pytree.tree_leaves(self.shifted(sign))
 
 
+_Chain = ContractionCall[Tensor] | Sum[Tensor]
 # A function of an operation's operands, by node or name, and of the dtype in which it computes a dtype's values.
 Get = Callable[[Any], Any]
 Widened = Callable[[torch.dtype], torch.dtype]
@@ -281,6 +312,8 @@ class Linearized:
             return given if isinstance(given, State) else State.constant(given)
         if node.op == "get_attr":
             return State.constant(attrgetter(str(node.target))(self.graph))
+        if node.target in CALLS and node not in self._scales and (state := self._in_one_pass(node)) is not None:
+            return state
         with torch.no_grad():
             bits = _called(node, lambda used: self._states[used].bits, None)
         if node in self._scales:
@@ -313,6 +346,91 @@ class Linearized:
 
         stored = None if call is None else stored_deterministically(call)
         return self._operation(node, function, self._states, node.all_input_nodes, bits, lost, linear, None, stored)
+
+    def _in_one_pass(self, node: fx.Node) -> State | None:
+        """Return the state of an operation for which there are kernels of ``kernels.perturbed``, else None."""
+        call, operands = _read(node, self._states), [self._states[used] for used in _operands(node)]
+        if not all(is_float(one.bits) and not isinstance(one.moved, Decisions) for one in operands):
+            return None
+        if isinstance(call, Pointwise):
+            return self._statement_in_one_pass(node, call, operands)
+        if isinstance(call, ContractionCall | Sum) and self.noise is not None:
+            return self._chain_in_one_pass(node, call, operands)
+        return None
+
+    def _statement_in_one_pass(self, node: fx.Node, call: Pointwise[Tensor], operands: Sequence[State]) -> State | None:
+        program = from_text.program(call.program)
+        if len(program.statements) != 1:
+            return None
+        (statement,) = program.statements
+        read = [f"x{i}" in statement.operands for i in range(len(operands))]
+        moved = tuple(reads and one.moved is not None for reads, one in zip(read, operands, strict=True))
+        kernel = perturbed_statement(call.program, loads_of(call.xs), call.results[0], moved, self.noise is not None)
+        if kernel is None:
+            return None
+        given = [one.moved for one, moves in zip(operands, moved, strict=True) if moves]
+        made = run_kernel(kernel.kernel, [*call.xs, *given], Draw.of(call.rng, call.node).key())
+        value = _derivable(made[0])
+        derived = value
+        if any(reads and one.derived.requires_grad for reads, one in zip(read, operands, strict=True)):
+            names = {f"x{i}": one.derived for i, one in enumerate(operands)}
+            with torch.enable_grad():
+                derived = computed(statement, names, value)
+            # The derivatives are those of PyTorch, and later operations read the bits.
+            derived.data = value
+        return self._passed_in_one(node, kernel, made, derived)
+
+    def _chain_in_one_pass(self, node: fx.Node, call: _Chain, operands: Sequence[State]) -> State | None:
+        kernel = call.kernel(call.loads())
+        packed = None if isinstance(kernel, Exact) else carried_losses(call, kernel)
+        if packed is None:
+            return None
+        moving = [i for i, one in enumerate(operands) if one.moved is not None]
+        # A sum of products is linear in each of its operands.
+        parts = [_multilinear(call, {i: operands[i].moved}) for i in moving]
+        moved = sum(parts[1:], start=parts[0]) if parts else None
+        store = perturbed_store(kernel, moved is not None)
+        numbered: Any = call
+        key = Draw.of(call.rng, numbered.node).key()
+        made = run_kernel(store.kernel, [packed] if moved is None else [packed, moved], key)
+        if not bool(made[0].isfinite().all()):
+            made[0] = _called(node, lambda used: self._states[used].bits, None)
+        missed = _multilinear(call, {i: operands[i].moved for i in moving}) if len(moving) > 1 else None
+        if missed is not None:
+            missed = torch.where(made[0].isfinite(), missed.nan_to_num(math.inf, math.inf, -math.inf), 0.0)
+        value = _derivable(made[0])
+        derived = [one.derived for one in operands]
+        if not any(one.requires_grad for one in derived):
+            new = value
+        elif isinstance(call, Matmul | Convolution):
+            replaced: Any = _Product.apply
+            new = replaced(*derived, value, call)
+        else:
+            with torch.enable_grad():
+                new = exact_of(with_operands(call, derived))
+            new.data = value
+        return self._passed_in_one(node, store, made, new, missed)
+
+    def _passed_in_one(
+        self, node: fx.Node, kernel: Perturbed, made: Sequence[Tensor], derived: Tensor, missed: Tensor | None = None
+    ) -> State:
+        """Return the state of a value by a kernel's results, and add what its rounding lost to the sites."""
+        started: Any = _Start.apply
+        derived = derived if derived.requires_grad else started(derived, self.root)
+        moved = None if kernel.moved is None else made[kernel.moved]
+        if kernel.missed is not None and bool(made[kernel.missed].any()):
+            missed = made[kernel.missed].to(torch.bfloat16)
+        elif missed is not None:
+            missed = _doubt(missed, moved)
+        lost = None if kernel.lost is None else made[kernel.lost]
+        kept = [] if lost is None else [Kept(lost, None, None) if self.noise is None else Kept(None, lost, None)]
+        place = site(node)
+        assert place is not None
+        tried = made[0] if self.formats else None
+        record = SiteLosses(f"{self.within}{node.name}", place, kept, missed, tried, self.formats)
+        self.sites.append(record)
+        derived.register_hook(record.collect)
+        return State(made[0], derived, moved)
 
     def _decisions(self, node: fx.Node, bits: Any) -> Any:
         """Return what a value that is no floating point becomes under the perturbation."""
@@ -629,6 +747,19 @@ def _read(node: fx.Node, states: Mapping[Any, State]) -> Any:
     """Return the call that a node of the dialect makes, with the tensors of the run."""
     args: Any = fx.map_arg(node.args, lambda used: states[used].bits)
     return CALLS[node.target].of(args)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of the tensors that the kernel of a node of the dialect computes with."""
+    call: Any = CALLS[node.target].of(node.args)
+    return list(call.operands)
+
+
+def _multilinear(call: _Chain, given: Mapping[int, Tensor]) -> Tensor:
+    """Return a sum of products in the dtype of derivatives, with some operands replaced."""
+    kept = [given.get(i, x) for i, x in enumerate(call.operands)]
+    with torch.no_grad():
+        return exact_of(with_operands(call, [x.to(_wide_enough(x.dtype)) for x in kept]))
 
 
 def _called(node: fx.Node, get: Get, widened: Widened | None) -> Any:

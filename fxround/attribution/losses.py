@@ -26,6 +26,7 @@ from fxround.graph.dialect import (
     ReductionCall,
     ScanCall,
     ScatterCall,
+    Sum,
 )
 from fxround.kernels import from_text
 from fxround.kernels.losses import (
@@ -37,7 +38,7 @@ from fxround.kernels.losses import (
     scatter_losses,
     unpacked,
 )
-from fxround.kernels.shapes import Contract, Exact
+from fxround.kernels.shapes import Contract, Exact, Reduce
 from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.numerics.modes import Rounding
 from fxround.runtime.contractions import Product, convolution, input_gradient, weight_gradient
@@ -212,6 +213,24 @@ def _(call: ScatterCall, value: Tensor, exact: Tensor) -> list[Loss]:  # type: i
     return [Loss(variance=variance), Loss(error=value.double() - accumulators.double())]
 
 
+def carried_losses(call: ContractionCall[Tensor] | Sum[Tensor], kernel: Contract | Reduce) -> Tensor | None:
+    """Return the packed accumulators (``kernels.losses``) of a chain whose steps draw.
+
+    None if they draw nothing, if the store loses something as well, or if the result is not stored in binary32.
+    """
+    rounding = from_text.rounding(call.rounding)
+    if not kernel.draws or not _keeps_accumulators(rounding) or kernel.result != "f32":
+        return None
+    _require_chain(call)
+    accumulate = from_text.accumulation(call.accumulate)
+    if isinstance(kernel, Contract):
+        assert isinstance(call, ContractionCall)
+        return _contracted(call, contract_losses(accumulate, kernel))
+    assert isinstance(call, Sum)
+    packed = run_reduce(reduce_losses(accumulate, kernel), call.x, Draw.of(call.rng, call.node), call.reduced())
+    return packed.reshape(call.size())
+
+
 def stored_deterministically(call: Call[Tensor]) -> Rounding | None:
     """Return the rounding of the store of a chain that draws, if the store itself draws nothing."""
     if not isinstance(call, ContractionCall | ReductionCall | ScanCall):
@@ -232,9 +251,12 @@ def _require_chain(call: Any) -> None:
 
 def _stored(rounding: Rounding, accumulators: Tensor, value: Tensor) -> list[Loss]:
     """Return what the store of accumulators lost; nothing where the format holds them all."""
-    if FORMAT_OF["f32"].within(rounding.format) and not rounding.mode.jitter:
-        return []
-    return [rounding_loss(rounding, value, accumulators.double())]
+    return [] if _keeps_accumulators(rounding) else [rounding_loss(rounding, value, accumulators.double())]
+
+
+def _keeps_accumulators(rounding: Rounding) -> bool:
+    """Whether a store keeps every accumulator that it can have."""
+    return FORMAT_OF["f32"].within(rounding.format) and not rounding.mode.jitter
 
 
 Linear = Callable[[Tensor], Tensor]

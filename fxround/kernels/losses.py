@@ -78,11 +78,21 @@ def loss_kernel(rounding: Rounding) -> Map:
     if rounding.format.precision >= FORMAT_OF["f64"].precision or rounding.format.posit:
         raise ValueError(f"{rounding}: what it loses is not a binary64 number; expected a narrower format, no posit")
     x = param("x0", "f64")
+    return Map(Function("map", (x,), _moments(x, rounding)), ("f64",), ("f64", "f64"), ())
+
+
+def _moments(x: Expr, rounding: Rounding) -> tuple[Expr, Expr]:
+    """Return the mean and the variance of a rounding's error for an exact value."""
     fixed = rounding.mode.deterministic
     low, high, likely = _outcomes(lambda word: round_expr(x, rounding, None if fixed else word), x, rounding.mode)
     gap = high - low
-    results = (low - x) + likely * gap, likely * (const("f64", 1.0) - likely) * (gap * gap)
-    return Map(Function("map", (x,), results), ("f64",), ("f64", "f64"), ())
+    return (low - x) + likely * gap, likely * (const("f64", 1.0) - likely) * (gap * gap)
+
+
+def variance_of(x: Expr, rounding: Rounding, drawn: Expr) -> Expr:
+    """Return the variance of the error of a rounding of an exact value, f64; ``drawn``: the outcome of the run, f64."""
+    between = _between(x, rounding, drawn)
+    return _moments(x, rounding)[1] if between is None else between
 
 
 @lru_cache(maxsize=1024)
@@ -94,7 +104,7 @@ def contract_losses(accumulate: Accumulation, kernel: Contract) -> Contract:
     step = chain_rounding(accumulate.step, "f64", tuple(CARRIER_OF[s] for s in kernel.loads))
     a, b, acc, random = kernel.step.params
     packed = param("acc", "f64")
-    value, so_far = _unpacked(packed)
+    value, so_far = unpacked_expr(packed)
     (after,) = substitute(kernel.step.results, {acc: value})
     if accumulate.product is None:
         own = _square(_drawn(kernel.step, {acc: value}), fma(a, b, value), step, after)
@@ -154,6 +164,12 @@ def scatter_losses(accumulate: Accumulation, kernel: Scatter) -> Scatter:
     )
 
 
+def unpacked_expr(packed: Expr) -> tuple[Expr, Expr]:
+    """Return the accumulator and the sum of mean squares, f64, of a packed accumulator, f64."""
+    word = bits(packed)
+    return from_bits(word & (_ALL - _SUM)), from_bits((word & _SUM) << _PLACES)
+
+
 def unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the accumulators and the sums of mean squares, float64, of a kernel's packed results, float64.
 
@@ -169,7 +185,7 @@ def _step(kernel: Reduce | Scan | Scatter, accumulate: Accumulation, sums: bool)
     (loaded,) = kernel.loads
     element = widen_exactly(load(x, loaded))
     packed = param("acc", "f64")
-    value, so_far = _unpacked(packed)
+    value, so_far = unpacked_expr(packed)
     (after,) = substitute(kernel.step.results, {acc: value})
     multiplies = not isinstance(kernel, Scatter) and kernel.first != 0
     rounding = accumulate.step if multiplies else chain_rounding(accumulate.step, "f64", (CARRIER_OF[loaded],))
@@ -183,7 +199,7 @@ def _combination(combine: Function, rounding: Rounding) -> Function:
     """Return the addition of two packed accumulators."""
     acc, x, random = combine.params
     packed, other = param("acc", "f64"), param("x", "f64")
-    (value, so_far), (added, of_added) = _unpacked(packed), _unpacked(other)
+    (value, so_far), (added, of_added) = unpacked_expr(packed), unpacked_expr(other)
     operands = {acc: value, x: added}
     (after,) = substitute(combine.results, operands)
     own = _square(_drawn(combine, operands), value + added, rounding, after)
@@ -194,12 +210,6 @@ def _unrounded() -> Function:
     """Return the store of a packed accumulator."""
     acc, random = param("acc", "f64"), param("random", "u32")
     return Function("finish", (acc, random), (acc,))
-
-
-def _unpacked(packed: Expr) -> tuple[Expr, Expr]:
-    """Return the accumulator and the sum of mean squares, both binary64."""
-    word = bits(packed)
-    return from_bits(word & (_ALL - _SUM)), from_bits((word & _SUM) << _PLACES)
 
 
 def _packed(value: Expr, squares: Expr) -> Expr:
@@ -250,16 +260,25 @@ def _square(outcome: Callable[[Expr], Expr], exact: Expr, rounding: Rounding, dr
     drawn: the outcome that the chain goes on with. The mean square is the variance where the mean error is zero. Where
     it is not, other samples round other values, so that the mean error varies from sample to sample as well.
     """
-    fmt, lost = rounding.format, absolute(drawn - exact)
+    lost = absolute(drawn - exact)
     if rounding.mode.deterministic:
         return lost * lost
-    regular = fmt.is_grid and fmt.span is None and fmt.subnormals
-    if regular and rounding.mode.graded and rounding.mode.random_bits == 32:
-        # One of the two neighbours is ``drawn``, and the other one is a quantum away, on the other side of the value.
-        quantum = from_bits(bits(exact) & _EXPONENT) * 2.0 ** (1 - fmt.precision)
-        least = 2.0**fmt.quantum_exponent
-        quantum = quantum if least < _TINY else select(quantum < least, const("f64", least), quantum)
-        return lost * (quantum - lost)
+    between = _between(exact, rounding, drawn)
+    if between is not None:
+        return between
     low, high, likely = _outcomes(outcome, exact, rounding.mode)
     below, above = low - exact, high - exact
     return (const("f64", 1.0) - likely) * (below * below) + likely * (above * above)
+
+
+def _between(exact: Expr, rounding: Rounding, drawn: Expr) -> Expr | None:
+    """Return the variance of a drawn rounding between two neighbours of a value; None if it is not one between them."""
+    fmt, mode = rounding.format, rounding.mode
+    if not (fmt.is_grid and fmt.span is None and fmt.subnormals and mode.graded and mode.random_bits == 32):
+        return None
+    # One of the two neighbours is ``drawn``, and the other one is a quantum away, on the other side of the value.
+    lost = absolute(drawn - exact)
+    quantum = from_bits(bits(exact) & _EXPONENT) * 2.0 ** (1 - fmt.precision)
+    least = 2.0**fmt.quantum_exponent
+    quantum = quantum if least < _TINY else select(quantum < least, const("f64", least), quantum)
+    return lost * (quantum - lost)

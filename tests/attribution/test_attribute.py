@@ -47,6 +47,19 @@ def test_the_run_has_the_bits_of_the_policy(policy: str) -> None:
     assert report.result is not None and torch.equal(report.result, expected.double())
 
 
+@pytest.mark.parametrize("size", [1e-22, 3e18, 1e20])
+@pytest.mark.parametrize(
+    "model", [Calls(torch.mm), Calls(lambda a, b: (a * b).sum(1)), Calls(lambda a, b: (a @ b).exp())]
+)
+def test_sums_beyond_the_range_have_the_bits_of_the_policy(model: nn.Module, size: float) -> None:
+    """A store that draws, because sums are subnormal or overflow, runs by the policy's own kernel."""
+    a, b = torch.randn(32, 32) * size, torch.randn(32, 32) * size
+    report = fxround.attribute(model, (a, b), "stochastic", seed=3, sample=2)
+    with torch.no_grad():
+        expected = fxround.compile(model, "stochastic").reseed(3, 2)(a, b)
+    assert report.result is not None and bits_of(report.result) == bits_of(expected.double())
+
+
 # ---- exact answers ----
 
 
