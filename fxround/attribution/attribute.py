@@ -233,7 +233,7 @@ class _Result:
         if any(state.moves for state in floats):
             plain = tuple(state.shifted(0) for state in floats)
             (passed,) = directional(chosen, plain, tuple(state.shifted(1) - state.shifted(0) for state in floats))
-            moved = moved if passed is None else passed.double()
+            moved = moved if passed is None else passed.double().nan_to_num(0.0, 0.0, 0.0)
         return _Result(derived, middle, moved, (low + high) / 2 - middle, shape)
 
     @staticmethod

@@ -95,9 +95,15 @@ class SiteLosses:
     formats: tuple[Rounding, ...] = ()
     collected: Effects | None = None
 
-    def collect(self, gradient: Tensor) -> None:
-        """Keep the effects for this derivative with respect to the operation's result."""
-        g = gradient.double()
+    def collect(self, gradient: Tensor) -> Tensor | None:
+        """Keep the effects for this derivative with respect to the operation's result.
+
+        Returns the derivative with zeros in place of what is no finite number, None if there is nothing to replace. An
+        infinite derivative of an element without an error means nothing; of any other element it is the doubt.
+        """
+        raw = gradient.double()
+        finite = bool(raw.isfinite().all())
+        g = raw if finite else raw.nan_to_num(0.0, 0.0, 0.0)
         variance = effect = doubt = 0.0
         for loss in self.losses:
             own = g if loss.carried is None else loss.carried(g)
@@ -105,17 +111,23 @@ class SiteLosses:
                 variance += float((own * loss.deviation).square().sum())
             if loss.error is not None:
                 effect += float((own * loss.error).sum())
+            if not finite and loss.meets(raw if loss.carried is None else loss.carried(raw)):
+                doubt = math.inf
         if self.missed is not None:
-            each = g * self.missed
+            each = torch.where((self.missed == 0) | (raw == 0), 0.0, raw * self.missed).nan_to_num(math.inf)
             # Elements may miss in one direction, or in all.
-            doubt = max(abs(float(each.sum())), float(each.square().sum().sqrt()))
+            doubt = max(doubt, abs(float(each.sum().nan_to_num(math.inf))), float(each.square().sum().sqrt()))
         tried: tuple[float, ...] = ()
         if self.value is not None:
             value = self.value.double()
             # A number that leaves the range, or is none there, is as wrong as can be.
             errors = (moments(rounding, value)[0].nan_to_num(math.inf) for rounding in self.formats)
-            tried = tuple(float(torch.where(g == 0, 0.0, g * error).square().sum()) for error in errors)
+            tried = tuple(
+                float(torch.where((raw == 0) | (error == 0), 0.0, raw * error).nan_to_num(math.inf).square().sum())
+                for error in errors
+            )
         self.collected = Effects(variance, effect, doubt, tried)
+        return None if finite else g.to(gradient.dtype)
 
 
 class _Start(torch.autograd.Function):
@@ -662,7 +674,8 @@ def _passed(function: Function, states: Mapping[Any, State], keys: Sequence[Any]
 
     primals = tuple(flat[key][0][i].detach() for key, i in places)
     tangents = tuple(_leaves(states[key].moved)[i].to(p.dtype) for (key, i), p in zip(places, primals, strict=True))
-    passed = iter(directional(of, primals, tangents))
+    # An infinite derivative passes nothing: without a perturbation nothing changes, else all of the change is missed.
+    passed = (None if p is None else p.nan_to_num(0.0, 0.0, 0.0) for p in directional(of, primals, tangents))
     made = [next(passed) if is_float(leaf) else None for leaf in leaves]
     return pytree.tree_unflatten(made, structure)
 
@@ -671,6 +684,8 @@ def directional(
     function: Callable[..., tuple[Tensor, ...]], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the derivative of a function in a direction."""
+    # A tangent cannot be written to elements that share memory.
+    primals = tuple(p.contiguous() if 0 in p.stride() else p for p in primals)
     try:
         with torch.no_grad(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(p, t) for p, t in zip(primals, tangents, strict=True)]

@@ -62,6 +62,11 @@ class Kept:
     deviation: Tensor | None
     carried: Callable[[Tensor], Tensor] | None
 
+    def meets(self, derivative: Tensor) -> bool:
+        """Whether an element with an error, or a drawn one, has a derivative that is no finite number."""
+        unknown = ~derivative.isfinite()
+        return any(bool((one[unknown] != 0).any()) for one in (self.error, self.deviation) if one is not None)
+
 
 @dataclass(frozen=True)
 class Loss:

@@ -287,12 +287,12 @@ class AttributionReport(Tabled):
         for row in self.doubtful[:5]:
             place = f"{row.node} ({row.operator} in {row.module or 'the root module'}, {row.source or row.code})"
             yield (
-                f"Doubtful: at {place} derivatives miss {100 * row.doubt:.0f} % of the deviation: an error crosses a "
-                "kink or a decision there, is not small, or is undone by a coarse rounding."
+                f"Doubtful: at {place} derivatives miss {_part(row.doubt)} of the deviation: an error crosses a kink "
+                "or a decision there, meets an infinite derivative, is not small, or is undone by a coarse rounding."
             )
         if not self.trusted:
             yield (
-                f"Do not rely on these figures: derivatives miss {100 * self.doubt:.0f} % of the deviation at all "
+                f"Do not rely on these figures: derivatives miss {_part(self.doubt)} of the deviation at all "
                 "operations together. Compare them with fxround.variability."
             )
 
@@ -306,6 +306,11 @@ def bits_of(deviation: float, magnitude: float) -> float:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _part(doubt: float) -> str:
+    """Return a doubt as a part of the deviation."""
+    return f"{100 * doubt:.0f} %" if math.isfinite(doubt) else "an unknown part"
 
 
 def _plain(value: Any) -> Any:

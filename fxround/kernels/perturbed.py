@@ -157,11 +157,14 @@ def _is_linear(statement: Statement, by: Sequence[Expr | None]) -> bool:
 
 
 def _derivative(statement: Statement, operands: Sequence[Expr], by: Sequence[Expr | None], value: Expr) -> Expr | None:
-    """Return the derivative in the direction of the perturbation; None if no operand is perturbed."""
+    """Return the derivative in the direction of the perturbation; None if no operand is perturbed.
+
+    An infinite partial derivative passes nothing: without a perturbation nothing changes, else all is missed.
+    """
     total: Expr | None = None
     for partial, one in zip(partials(statement.operator, operands, value), by, strict=True):
         if one is not None:
-            part = partial * one
+            part = _finite(partial * one)
             total = part if total is None else total + part
     return total
 

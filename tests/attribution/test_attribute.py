@@ -317,6 +317,50 @@ def test_what_derivatives_miss_is_said(model: nn.Module, node: str) -> None:
     assert "Do not rely on these figures" in str(report) and "Doubtful: at" in str(report)
 
 
+class Rooted(nn.Module):
+    """The square root has an infinite derivative at 0, which no rounding error meets for the input 0 or -1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x * x + x)
+
+
+@pytest.mark.parametrize("policy", ["stochastic", "bfloat16"])
+def test_an_infinite_derivative_where_nothing_is_lost_costs_nothing(policy: str) -> None:
+    x = torch.tensor([0.0, -1.0, 1.3, 2.6])
+    whole = fxround.attribute(Rooted(), x, policy, formats=("e4m3fn",), check=200)
+    rest = fxround.attribute(Rooted(), x[2:], policy, formats=("e4m3fn",), check=200)
+    assert whole.trusted and whole.ratio == pytest.approx(1, abs=SAMPLED)
+    # The root mean square is over twice as many elements.
+    assert whole.deviation == pytest.approx(rest.deviation / 2**0.5, rel=0.3)
+    for row in whole.rows:
+        assert all(0 < tried < 1 for tried in row.sensitivity), row
+
+
+def test_an_infinite_derivative_that_meets_an_error_is_a_doubt_and_no_nan() -> None:
+    x, y = torch.rand(40) + 1, torch.rand(40) + 1
+    model = Calls(lambda a, b: torch.cat([a * b, torch.sqrt(torch.abs(a * b - (a * b).detach()))]))
+    report = fxround.attribute(model, (x, y))
+    assert sum(row.share for row in report.rows) == pytest.approx(1)
+    assert report.deviation > 0 and all(row.doubt >= 0 for row in report.rows)
+    assert not report.trusted and report.doubtful[0].doubt == float("inf")
+    assert "an unknown part of the deviation" in str(report)
+
+
+@pytest.mark.parametrize("rounding", ["bfloat16/stochastic", "bfloat16"])
+def test_a_step_of_adam_where_gradients_are_zero(rounding: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        # A relu that is off for every input: its weights have gradients of zero, and their second moments are zero.
+        first: Any = model[0]
+        first.weight[0], first.bias[0] = 0.0, -0.3
+    optimizer = fxround.compile_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), rounding)
+    report = fxround.attribute(
+        model, torch.rand(6, 4), rounding, loss=lambda y: y.square().mean(), optimizer=optimizer, check=200
+    )
+    assert sum(row.share for row in report.rows) == pytest.approx(1, abs=1e-4)
+    assert report.trusted and report.ratio == pytest.approx(1, abs=SAMPLED)
+
+
 def test_smooth_models_are_trusted() -> None:
     assert fxround.attribute(mlp(), torch.randn(5, 24)).trusted
 
