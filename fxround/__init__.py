@@ -49,6 +49,8 @@ from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.tuning.quantize_weights import quantize_weights
+from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
@@ -76,6 +78,7 @@ __all__ = [
     "PerplexityReport",
     "Policy",
     "PolicyError",
+    "QuantizationReport",
     "RoundedModule",
     "RoundedOptimizer",
     "Rounding",
@@ -90,6 +93,7 @@ __all__ = [
     "UnsupportedRounding",
     "VariabilityReport",
     "VerificationError",
+    "WeightRounding",
     "attribute",
     "calibrate",
     "check_invariance",
@@ -104,6 +108,7 @@ __all__ = [
     "perplexity",
     "perturb",
     "policies",
+    "quantize_weights",
     "selftest",
     "table",
     "variability",

@@ -59,6 +59,7 @@ RANKS = {
     "invariance": 8,
     "selftests": 8,
     "training": 8,
+    "tuning": 8,
     "demo": 8,
     "demo_page": 8,
     "cli": 8,
